@@ -1,0 +1,50 @@
+"""What flows from the data to the engines: micro-batches of one optimizer step, with global counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one forward pass on one data-parallel rank. B rows of T tokens, right-padded.
+
+    There is no attention mask: padding stands after the row's tokens, where a causal model cannot see
+    it, and has no targets. An empty micro-batch (no examples left to deal) is one short row without
+    targets, so that every rank runs the same number of forward and backward passes.
+    """
+
+    input_ids: Tensor  # (B, T) int64
+    position_ids: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class GlobalStep:
+    """One optimizer step as one data-parallel rank sees it.
+
+    micro_batches  this rank's; every rank has the same number of them, which may differ between steps
+    counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n}
+    num_tokens     global, non-padding input tokens
+    epoch          how much of the data has been seen after this step, in epochs
+    example_ids    global: indices into the dataset of the examples of this step
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    counts: Mapping[str, int]
+    num_tokens: int
+    epoch: float
+    example_ids: tuple[int, ...]

@@ -1,0 +1,67 @@
+"""What the loop and the checkpoint see of an engine; ZeRO and pipeline are siblings behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from dsft.data.batch import MicroBatch
+
+Kind = Literal["value", "exp_avg", "exp_avg_sq", "momentum_buffer"]  # fp32 value and the optimizer's moments
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A range of one trained parameter's flattened state that this rank owns, and no other rank does.
+
+    name   the parameter's Hugging Face name, as in `model.state_dict()` of the transformers class
+    start  index of the first element in the flattened parameter
+    data   (n,) float32, on any device; a view where the engine has one
+    """
+
+    name: str
+    kind: Kind
+    start: int
+    data: Tensor
+
+
+ReadRange = Callable[[str, Kind, int, int], Tensor]
+"""(name, kind, start, stop) -> (stop - start,) float32 on the CPU; raises CheckpointError where absent."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """sums (n_terms,) float64 on the device, this rank's share, detached and not divided by any count:
+    summed over all ranks of the world they are the step's; grad_norm: the 2-norm of the averaged,
+    unscaled gradient before clipping (may be a device scalar); applied: False where it was not finite."""
+
+    sums: Tensor
+    grad_norm: float | Tensor
+    applied: bool
+
+
+class Engine(Protocol):
+    def step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        """Forward, backward and one optimizer step. Every rank gives the same number of micro-batches."""
+        ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face name -> full shape of every parameter that this rank's stage trains."""
+        ...
+
+    def owned(self) -> Iterator[Fragment]:
+        """The state that this rank owns; over all ranks each element stands exactly once."""
+        ...
+
+    def load(self, read: ReadRange, applied_steps: int) -> None:
+        """Take values and moments for what this rank holds, and the optimizer's step count."""
+        ...

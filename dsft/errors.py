@@ -1,0 +1,84 @@
+"""What can go wrong, as the user meets it. Each class carries the exit code of the process.
+
+DsftError                 70  an internal fault
+├── SpecError              2  the spec, an override or the command line
+├── DataError             65  rows that cannot be trained on
+├── MissingInputError     66  a file, folder or model that is not there
+├── WorldError            69  processes, hosts or devices other than promised
+├── LockedError           73  the run's folder is used by another job, or holds another run
+├── StorageError          74  a disk that is full or cannot be written
+├── CheckpointError       76  a checkpoint that is torn, altered or of another run
+└── NonFiniteError        78  gradients that stay infinite or not a number
+
+Messages are one sentence: the value and where it stands, the rule, the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class DsftError(Exception):
+    """The root: whoever catches it prints the message alone, without a traceback."""
+
+    exit_code = 70
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake, where it stands.
+
+    `where` is a dotted path of the spec (`train.micro_batch_size`) or `file:line` of a data file;
+    `line` the line in the spec's file, None where it comes from the command line or a default;
+    `message` says value, rule and way out in one sentence.
+    """
+
+    where: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f"line {self.line}, {self.where}" if self.line is not None else self.where
+        return f"{place}: {self.message}"
+
+
+class ProblemsError(DsftError):
+    """Several mistakes, told together."""
+
+    def __init__(self, title: str, problems: Sequence[Problem]) -> None:
+        self.title = title
+        self.problems = tuple(problems)
+        super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
+
+
+class SpecError(ProblemsError):
+    exit_code = 2
+
+
+class DataError(ProblemsError):
+    exit_code = 65
+
+
+class MissingInputError(DsftError):
+    exit_code = 66
+
+
+class WorldError(DsftError):
+    exit_code = 69
+
+
+class LockedError(DsftError):
+    exit_code = 73
+
+
+class StorageError(DsftError):
+    exit_code = 74
+
+
+class CheckpointError(DsftError):
+    exit_code = 76
+
+
+class NonFiniteError(DsftError):
+    exit_code = 78

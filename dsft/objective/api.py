@@ -1,0 +1,37 @@
+"""What an objective is: sums over a micro-batch, each with a weight and the name of its global count.
+
+loss = Σ_terms weight × (Σ over ranks and micro-batches of sum) ÷ counts[term.count]
+
+The division by the *global* count of the optimizer step makes the loss independent of how the step is
+cut into micro-batches, accumulation steps, ranks and pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsft.data.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Term:
+    """`count` names the global count that the sum is divided by, e.g. "tokens"."""
+
+    count: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`sums(logps, micro_batch)` maps target log-probabilities (B, T) to one differentiable float64
+    scalar per term, in the order of `terms`."""
+
+    terms: tuple[Term, ...]
+    sums: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
+
+    def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
+        """weight ÷ global count, per term. A count of 0 has only zero sums: the scale is then 0."""
+        return tuple(t.weight / counts[t.count] if counts[t.count] else 0.0 for t in self.terms)
