@@ -1,0 +1,85 @@
+"""The process group: takes how this process was launched, gives a `World` to agree in.
+
+Every method but `close` is a collective: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from dsft.launch.environment import Launched
+from dsft.plan.layout import Layout
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """rank = stage × data_parallel + data_rank, as in DeepSpeed's PipeDataParallelTopology."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    layout: Layout
+    device: torch.device
+
+    @property
+    def stage(self) -> int:
+        return self.layout.stage(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_rank(self.rank)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def all_true(self, mine: bool) -> bool:
+        """True on every rank where it is true on every rank."""
+        flag = torch.tensor(int(mine), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def sum(self, mine: Tensor) -> Tensor:
+        """The sum over all ranks; `mine` is left as it is."""
+        total = mine.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, mine: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, mine)
+        return values
+
+    def broadcast(self, mine: T) -> T:
+        """Rank 0's value on every rank."""
+        box = [mine]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def join(launched: Launched, layout: Layout) -> World:
+    """Join the process group: NCCL on GPUs, gloo on CPUs. A process started alone joins itself."""
+    launched.export(os.environ)
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    device = torch.device("cpu") if name == "cpu" else torch.device(name, launched.local_rank)
+    if name != "cpu":
+        accelerator.set_device(launched.local_rank)
+    backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
+    return World(launched.rank, launched.world_size, launched.local_rank, layout, device)
