@@ -1,0 +1,82 @@
+"""The one place of the batch arithmetic: global = micro × accumulation × data-parallel ranks.
+
+Takes a spec's `train` section and the number of data-parallel ranks, gives the three sizes; pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsft.errors import Problem, SpecError
+from dsft.spec.schema import Train
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sizes in examples (conversations, pairs, or rows in pretraining).
+
+    global_batch_size = micro_batch_size × accumulation_steps × data_parallel
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    data_parallel: int
+
+    def equation(self) -> str:
+        return _equation(self.global_batch_size, self.micro_batch_size, self.accumulation_steps, self.data_parallel)
+
+
+def batch_sizes(train: Train, data_parallel: int) -> BatchSizes:
+    """The third of the three sizes from the other two; SpecError with the whole equation where none fits."""
+    total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
+    if total is None and micro is not None and steps is not None:
+        total = micro * steps * data_parallel
+    elif total is not None and steps is None and micro is not None:
+        steps = _whole_quotient(train, total, micro, data_parallel)
+    elif total is not None and micro is None and steps is not None:
+        micro = _whole_quotient(train, total, steps, data_parallel)
+    if total is None or micro is None or steps is None:
+        raise _refuse(train, data_parallel, "two of the three sizes must be given")
+    if total != micro * steps * data_parallel:
+        product = micro * steps * data_parallel
+        raise _refuse(train, data_parallel, f"the right side is {product}; leave one of the three out")
+    return BatchSizes(total, micro, steps, data_parallel)
+
+
+def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:
+    unit = given * data_parallel
+    if total % unit == 0:
+        return total // unit
+    raise _refuse(train, data_parallel, _ways_out(train, total, unit, data_parallel))
+
+
+def _ways_out(train: Train, total: int, unit: int, data_parallel: int) -> str:
+    below = total // unit * unit
+    totals = [str(n) for n in (below, below + unit) if n > 0]
+    ways = f"the nearest global_batch_size that work are {' and '.join(totals)}"
+    if len(totals) == 1:
+        ways = f"the nearest global_batch_size that works is {totals[0]}"
+    if total % data_parallel:
+        return ways
+    name, given = ("micro_batch_size", train.micro_batch_size)
+    if given is None:
+        name, given = ("accumulation_steps", train.accumulation_steps)
+    assert given is not None
+    share = total // data_parallel
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - given))[:2])
+    return f"{ways}, or {name} {' or '.join(str(n) for n in nearest)} with {total}"
+
+
+def _refuse(train: Train, data_parallel: int, reason: str) -> SpecError:
+    sizes = _equation(train.global_batch_size, train.micro_batch_size, train.accumulation_steps, data_parallel)
+    return SpecError("The batch sizes do not fit.", [Problem("train", f"{sizes} does not hold: {reason}")])
+
+
+def _equation(total: int | None, micro: int | None, steps: int | None, data_parallel: int) -> str:
+    shown = ["?" if n is None else str(n) for n in (total, micro, steps)]
+    return (
+        f"global_batch_size {shown[0]} = micro_batch_size {shown[1]} × accumulation_steps {shown[2]} "
+        f"× data-parallel ranks {data_parallel}"
+    )

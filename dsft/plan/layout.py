@@ -1,0 +1,55 @@
+"""Which rank holds which pipeline stage and which share of the data. Takes a spec's `parallel` section and a
+number of processes, gives a frozen layout; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsft.errors import Problem, SpecError
+from dsft.spec.schema import Parallel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks as DeepSpeed's PipeDataParallelTopology numbers them: rank = stage × data_parallel + data_rank.
+
+    world_size       processes
+    pipeline_stages  consecutive slices of the model, 1 without a pipeline
+    data_parallel    copies of the model (ZeRO partitions each over them), world_size ÷ pipeline_stages
+    """
+
+    world_size: int
+    pipeline_stages: int
+    data_parallel: int
+
+    def stage(self, rank: int) -> int:
+        return rank // self.data_parallel
+
+    def data_rank(self, rank: int) -> int:
+        return rank % self.data_parallel
+
+
+def layout(parallel: Parallel, world_size: int) -> Layout:
+    """The layout of `world_size` processes; SpecError where the stages do not divide them."""
+    stages = parallel.pipeline_stages
+    if world_size % stages:
+        raise SpecError(
+            "The processes cannot be laid out.",
+            [Problem("parallel.pipeline_stages", _not_divided(stages, world_size))],
+        )
+    return Layout(world_size, stages, world_size // stages)
+
+
+def layer_range(num_layers: int, stage: int, stages: int) -> range:
+    """The layers that one stage owns, of `num_layers` counted from 0: a uniform cut, the engine's own."""
+    return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
+
+
+def _not_divided(stages: int, world_size: int) -> str:
+    working = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    nearest = sorted(sorted(working, key=lambda n: abs(n - stages))[:2])
+    choices = " or ".join(str(n) for n in nearest)
+    return (
+        f"{stages} does not divide the {world_size} processes, and every stage needs the same number; "
+        f"set {choices}, or start a multiple of {stages}"
+    )

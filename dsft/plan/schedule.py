@@ -1,0 +1,72 @@
+"""The learning rate as a pure function of the applied step, and how many steps a run has. Plain numbers.
+
+The values are those of `transformers.get_scheduler`, so a run matches one made with the Trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from dsft.spec.schema import Optim, Train
+
+Decay = Callable[[int, int, int, float], float]
+"""(step, warm-up steps, total steps, floor as a ratio) -> factor on the peak, for steps after the warm-up."""
+
+
+def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
+    """The rate of the step that follows `step` applied ones (0 for the first) of `total_steps`."""
+    kind = optim.lr_scheduler_type
+    warmup = 0 if kind == "constant" else warmup_steps(optim, total_steps)
+    if step < warmup:
+        return optim.learning_rate * (step / warmup)
+    return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, optim.min_lr_ratio or 0.0)
+
+
+def warmup_steps(optim: Optim, total_steps: int) -> int:
+    """`warmup_steps` where given, else `warmup_ratio` of the run, rounded up as the Trainer does."""
+    if optim.warmup_steps:
+        return optim.warmup_steps
+    return math.ceil(total_steps * (optim.warmup_ratio or 0.0))
+
+
+def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
+    """Steps that show each example once; the last one is filled with empty rows."""
+    return math.ceil(num_examples / global_batch_size)
+
+
+def total_steps(train: Train, num_examples: int, global_batch_size: int) -> int:
+    """`max_steps` where given, else `num_train_epochs` (may be a fraction) of the data, rounded up."""
+    if train.max_steps is not None:
+        return train.max_steps
+    return max(1, math.ceil(train.num_train_epochs * steps_per_epoch(num_examples, global_batch_size)))
+
+
+def _constant(step: int, warmup: int, total: int, floor: float) -> float:
+    return 1.0
+
+
+def _linear(step: int, warmup: int, total: int, floor: float) -> float:
+    left = max(0.0, (total - step) / max(1, total - warmup))
+    return left * (1 - floor) + floor  # with a floor: transformers' "polynomial" of power 1
+
+
+def _cosine(step: int, warmup: int, total: int, floor: float) -> float:
+    progress = (step - warmup) / max(1, total - warmup)
+    factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return max(0.0, factor * (1 - floor) + floor)  # with a floor: "cosine_with_min_lr"
+
+
+def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
+    timescale = warmup or 10_000
+    return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+
+
+_DECAYS: dict[str, Decay] = {
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "cosine_with_min_lr": _cosine,
+    "inverse_sqrt": _inverse_sqrt,
+}
