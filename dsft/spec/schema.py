@@ -1,0 +1,429 @@
+"""What a spec may say: frozen models, one per section, each key with a sentence and its unit.
+
+Takes plain mappings (`dsft.spec.load` reads the file), gives `Spec`. Touches nothing: no file, no host, no torch.
+A default written here is the value that the run uses; nothing is "auto" except where a key says so. Keys whose
+feature is not built yet are here already; `dsft.spec.rules` refuses their values in one sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+# A YAML list becomes a tuple; everything else is taken only in its own type (strict below).
+Listed = Strict(False)
+
+
+class Section(BaseModel):
+    """Common rules: unknown keys refused, no value changed into another type, no NaN or infinity, frozen."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters in place of full weights."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of each adapter's two factors.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="Scale: the adapter's product is multiplied by alpha ÷ rank."
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Probability with which an adapter's input is zeroed, 0 to 1."
+    )
+    target_modules: str | Annotated[tuple[str, ...], Listed] = Field(
+        default="all-linear", description="Names of the linear modules that get an adapter, or all-linear."
+    )
+    use_rslora: bool = Field(default=False, description="Scale by alpha ÷ √rank instead of alpha ÷ rank.")
+    use_dora: bool = Field(
+        default=False, description="Learn a magnitude per output beside the low-rank direction."
+    )
+    modules_to_save: Annotated[tuple[str, ...], Listed] = Field(
+        default=(), description="Modules trained in full beside the adapters, such as lm_head."
+    )
+    path: str | None = Field(default=None, description="Folder of a saved adapter to start from.")
+
+
+class Model(Section):
+    """What is trained: a pretrained model, or a fresh one from a config."""
+
+    name_or_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or folder of a pretrained causal language model; or give from_config.",
+    )
+    from_config: dict[str, Any] | None = Field(
+        default=None,
+        description="Keys of a transformers config, model_type among them, for a model with fresh weights.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or folder of the tokenizer; by default the model's own, for from_config a byte-level one made by dsft.",
+    )
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field(default="auto", description="Attention implementation of transformers; auto takes sdpa.")
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute each layer's activations in the backward pass instead of keeping them in memory.",
+    )
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
+    trainable: Annotated[tuple[str, ...], Listed] | None = Field(
+        default=None, description="Patterns of parameter names that are trained; by default all are."
+    )
+    compile: bool = Field(default=False, description="Compile the model's layers with torch.compile.")
+    activation_offload: bool = Field(
+        default=False, description="Keep the activations of checkpointed layers in host memory."
+    )
+
+
+class Source(Section):
+    """One file of rows."""
+
+    path: str = Field(
+        min_length=1,
+        description="JSONL or JSON file, relative to the working folder; or builtin:quickstart, builtin:quickstart-heldout.",
+    )
+    format: Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference"] | None = (
+        Field(default=None, description="What a row is; detected from its keys and printed when not given.")
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="The file's names for our columns, as {ours: theirs}, such as {text: content}.",
+    )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of this source in metrics and tables; by default the file's.",
+    )
+    weight: float | None = Field(
+        default=None, gt=0, description="Share of this source in the mixture, relative to the others."
+    )
+    max_rows: int | None = Field(
+        default=None, ge=1, description="Number of rows read from the start of the file; by default all."
+    )
+
+
+class Data(Section):
+    """Which rows, how long, and what happens to those that do not fit."""
+
+    train: Annotated[tuple[Source, ...], Listed] = Field(
+        min_length=1, description="Files of rows to train on."
+    )
+    eval: Annotated[tuple[Source, ...], Listed] = Field(default=(), description="Files of held-out rows.")
+    max_length: int = Field(default=2048, ge=2, description="Longest row, in tokens.")
+    on_too_long: Literal["error", "drop", "truncate", "split"] = Field(
+        default="error",
+        description="What happens to a row over max_length; split cuts a text into several rows (pretraining only).",
+    )
+    packing: bool = Field(
+        default=False,
+        description="Lay several rows into one without padding; what is learned does not change.",
+    )
+    max_tokens_per_micro_batch: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens of a packed micro-batch; by default micro_batch_size × max_length.",
+    )
+    eval_fraction: float | None = Field(
+        default=None, gt=0, lt=1, description="Fraction of the training rows held out, 0 to 1."
+    )
+    eval_count: int | None = Field(default=None, ge=1, description="Number of training rows held out.")
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant", description="Which turns of a conversation are trained on."
+    )
+    max_dropped_fraction: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Fraction of dropped rows, 0 to 1, above which the run does not start.",
+    )
+    on_bad_row: Literal["error", "drop"] = Field(
+        default="error", description="What happens to a row that cannot be read."
+    )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of a Jinja chat template; by default the tokenizer's own.",
+    )
+
+
+class Dpo(Section):
+    """Direct preference optimisation."""
+
+    beta: float = Field(
+        default=0.1, gt=0, description="Strength of the pull towards the reference, without unit."
+    )
+    loss_type: Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"] = Field(
+        default="sigmoid", description="Which preference loss is minimised."
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Probability that a pair is labelled the wrong way round."
+    )
+    reference: Literal["precomputed", "live", "adapter"] = Field(
+        default="precomputed",
+        description="Where the reference's log-probabilities come from: disk, a second engine, or the adapter off.",
+    )
+    reference_model: str | None = Field(
+        default=None, min_length=1, description="Hub id or folder of the reference; by default the model."
+    )
+    sft_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the next-token loss on chosen answers, added to the preference loss.",
+    )
+    simpo_gamma: float = Field(
+        default=0.5, ge=0, description="Target margin of simpo, in units of the reward."
+    )
+
+
+class Offload(Section):
+    """Where a part of the training state is kept."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="Memory that holds it: none (the GPU), cpu or nvme."
+    )
+    nvme_path: str | None = Field(
+        default=None, min_length=1, description="Folder on a local disk of each host, for device nvme."
+    )
+
+
+class Parallel(Section):
+    """How the training state and the layers are divided among the ranks."""
+
+    zero_stage: int = Field(
+        default=1,
+        ge=0,
+        le=3,
+        description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+    )
+    pipeline_stages: int = Field(
+        default=1, ge=1, description="Number of groups that the layers are cut into, one after the other."
+    )
+    offload_optimizer: Offload = Field(
+        default=Offload(), description="Where optimizer states and fp32 weights are kept and updated."
+    )
+    offload_parameters: Offload = Field(
+        default=Offload(), description="Where parameters are kept between their uses (ZeRO 3)."
+    )
+    allow_torch_adam: bool = Field(
+        default=False,
+        description="Take torch's Adam where DeepSpeed's own cannot be compiled, instead of stopping.",
+    )
+
+
+class Train(Section):
+    """Batch sizes, length of the run, precision. Two of the three batch keys are given, the third follows."""
+
+    global_batch_size: int | None = Field(
+        default=None, ge=1, description="Examples per optimizer step, over all ranks."
+    )
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="Examples per forward pass of one data-parallel rank."
+    )
+    accumulation_steps: int | None = Field(
+        default=None, ge=1, description="Micro-batches per optimizer step of one data-parallel rank."
+    )
+    num_train_epochs: float = Field(
+        default=1.0, gt=0, description="Passes over the training rows; a fraction is allowed."
+    )
+    max_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps; overrides num_train_epochs when given."
+    )
+    eval_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between evaluations; by default only at the end, where there is data.eval.",
+    )
+    log_every: int = Field(default=1, ge=1, description="Optimizer steps between lines of metrics.")
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16",
+        description="Type of the weights in forward and backward; bf16 keeps fp32 master weights and moments.",
+    )
+    reduce_dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="Type in which gradients are summed over ranks; by default fp32."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="2-norm that the gradient is clipped to; 0 switches clipping off."
+    )
+    seed: int = Field(
+        default=42, ge=0, le=2**32 - 1, description="Seed of fresh weights, the order of rows and dropout."
+    )
+    max_consecutive_nonfinite: int = Field(
+        default=3,
+        ge=1,
+        description="Steps in a row with an infinite or NaN gradient (none is applied) after which the run stops.",
+    )
+    neftune_alpha: float | None = Field(
+        default=None, gt=0, description="Scale of the noise added to embeddings in training."
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Probability mass moved from the target to the other tokens."
+    )
+
+
+class OptimGroup(Section):
+    """Parameters with settings of their own."""
+
+    parameters: str = Field(min_length=1, description="Pattern of the parameter names in this group.")
+    learning_rate: float | None = Field(
+        default=None, ge=0, description="Learning rate of this group, per step."
+    )
+    weight_decay: float | None = Field(default=None, ge=0, description="Weight decay of this group.")
+
+
+Schedule = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr"
+]
+
+
+class Optim(Section):
+    """The optimizer and its learning rate, a function of the step alone."""
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="The optimizer.")
+    learning_rate: float = Field(gt=0, description="Highest learning rate, per step.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight decay of matrices and embeddings; biases, norms and other vectors have none.",
+    )
+    lr_scheduler_type: Schedule = Field(
+        default="linear", description="Shape of the learning rate, equal to transformers.get_scheduler."
+    )
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="Steps in which the learning rate rises from 0; or give warmup_ratio."
+    )
+    warmup_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Fraction of all steps, rounded up, in which the learning rate rises from 0.",
+    )
+    min_lr_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Last learning rate of cosine_with_min_lr, as a fraction of learning_rate.",
+    )
+    betas: Annotated[tuple[float, float], Listed] = Field(
+        default=(0.9, 0.999), description="Decay per step of adamw's first and second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of adamw's second moment.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the last update that sgd keeps.")
+    scale_with_batch: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="How learning_rate grows with the global batch when the number of ranks differs from the spec's.",
+    )
+    groups: Annotated[tuple[OptimGroup, ...], Listed] = Field(
+        default=(), description="Parameters with a learning rate or decay of their own."
+    )
+
+
+class Checkpoint(Section):
+    """When the training state is written, how much of it stays, where a run begins. One is always written at the end."""
+
+    every: int | None = Field(
+        default=200, ge=1, description="Optimizer steps between checkpoints; null writes one at the end only."
+    )
+    keep_last: int | None = Field(
+        default=2, ge=1, description="Newest checkpoints that stay on disk; null keeps all."
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto goes on from the newest whole checkpoint, never refuses a folder that holds one, else the path of a checkpoint.",
+    )
+    keep_best: int | None = Field(
+        default=None, ge=1, description="Checkpoints with the lowest evaluation loss that stay too."
+    )
+
+
+class Accelerator(Section):
+    """The device that each slot of a host stands for; lets a machine without one plan for it."""
+
+    name: str = Field(min_length=1, description="cpu, or the GPU's name, such as H100.")
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="Memory of one device, in GiB (2^30 bytes)."
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak of one device at the run's precision, in 10^12 operations a second.",
+    )
+
+
+class Cluster(Section):
+    """The hosts. A promise: a process group of another size stops at once."""
+
+    hosts: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        min_length=1, description="Processes (slots) per host, as {host: slots}; ranks follow this order."
+    )
+    interface: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,14}$",
+        description="Network interface that the hosts talk over, such as eth0.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set on every host.")
+    accelerator: Accelerator | None = Field(
+        default=None, description="The device of each slot; by default that of the machine."
+    )
+    launcher: Literal["deepspeed", "torchrun", "slurm"] = Field(
+        default="deepspeed", description="What starts the processes."
+    )
+    hang_timeout: int | None = Field(
+        default=None, ge=1, description="Seconds without a step after which the run is stopped."
+    )
+    time_limit: int | None = Field(
+        default=None, ge=1, description="Seconds after which the run saves and ends."
+    )
+    min_hosts: int | None = Field(default=None, ge=1, description="Fewest hosts that the run may go on with.")
+
+
+class Wandb(Section):
+    """Weights & Biases. The run's name is the spec's."""
+
+    project: str = Field(default="dsft", min_length=1, description="Project that the run is filed under.")
+    entity: str | None = Field(
+        default=None, min_length=1, description="User or team that owns the project; by default the key's."
+    )
+    group: str | None = Field(default=None, min_length=1, description="Group of runs that it is shown with.")
+    tags: Annotated[tuple[str, ...], Listed] = Field(default=(), description="Tags of the run.")
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto", description="auto is online where a key is found and offline otherwise."
+    )
+
+
+class Spec(Section):
+    """One experiment."""
+
+    name: str = Field(
+        pattern=NAME_PATTERN,
+        description="Name of the run and of its folder: letters, digits, '.', '_' and '-', at most 100.",
+    )
+    task: Literal["sft", "pretrain", "dpo"] = Field(
+        description="What is learned: answers in conversations, plain text, or preferences."
+    )
+    model: Model = Field(description="What is trained.")
+    data: Data = Field(description="The rows.")
+    dpo: Dpo | None = Field(
+        default=None, description="Settings of task dpo; by default each key's own default."
+    )
+    parallel: Parallel = Field(
+        default=Parallel(), description="How state and layers are divided among the ranks."
+    )
+    train: Train = Field(description="Batch sizes, length of the run, precision.")
+    optim: Optim = Field(description="The optimizer and its schedule.")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When state is written and what stays.")
+    cluster: Cluster | None = Field(
+        default=None, description="The hosts; without it the run takes the world that it finds."
+    )
+    wandb: Wandb = Field(default=Wandb(), description="Weights & Biases.")
+    output_dir: str = Field(
+        default="runs", min_length=1, description="Folder of all runs, shared by all hosts."
+    )
