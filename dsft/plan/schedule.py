@@ -6,9 +6,9 @@ The values are those of `transformers.get_scheduler`, so a run matches one made 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from dsft.spec.schema import Optim, Train
+from dsft.spec.schema import Optim, Schedule, Train
 
 Decay = Callable[[int, int, int, float], float]
 """(step, warm-up steps, total steps, floor as a ratio) -> factor on the peak, for steps after the warm-up."""
@@ -20,12 +20,13 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
     warmup = 0 if kind == "constant" else warmup_steps(optim, total_steps)
     if step < warmup:
         return optim.learning_rate * (step / warmup)
-    return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, optim.min_lr_ratio or 0.0)
+    floor = (optim.min_lr_ratio or 0.0) if kind == "cosine_with_min_lr" else 0.0
+    return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, floor)
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
     """`warmup_steps` where given, else `warmup_ratio` of the run, rounded up as the Trainer does."""
-    if optim.warmup_steps:
+    if optim.warmup_steps is not None:
         return optim.warmup_steps
     return math.ceil(total_steps * (optim.warmup_ratio or 0.0))
 
@@ -47,14 +48,13 @@ def _constant(step: int, warmup: int, total: int, floor: float) -> float:
 
 
 def _linear(step: int, warmup: int, total: int, floor: float) -> float:
-    left = max(0.0, (total - step) / max(1, total - warmup))
-    return left * (1 - floor) + floor  # with a floor: transformers' "polynomial" of power 1
+    return max(0.0, (total - step) / max(1, total - warmup))
 
 
 def _cosine(step: int, warmup: int, total: int, floor: float) -> float:
     progress = (step - warmup) / max(1, total - warmup)
     factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(0.0, factor * (1 - floor) + floor)  # with a floor: "cosine_with_min_lr"
+    return max(0.0, factor * (1 - floor) + floor)
 
 
 def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
@@ -62,7 +62,7 @@ def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
     return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
 
 
-_DECAYS: dict[str, Decay] = {
+_DECAYS: Mapping[Schedule, Decay] = {
     "constant": _constant,
     "constant_with_warmup": _constant,
     "linear": _linear,
