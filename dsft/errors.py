@@ -51,6 +51,9 @@ class ProblemsError(DsftError):
         self.problems = tuple(problems)
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[ProblemsError], tuple[str, tuple[Problem, ...]]]:
+        return type(self), (self.title, self.problems)  # rank 0 sends its errors to the others
+
 
 class SpecError(ProblemsError):
     exit_code = 2

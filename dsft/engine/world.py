@@ -6,9 +6,10 @@ Every method but `close` is a collective: all ranks call it, in the same order.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from dsft.errors import DsftError
 from dsft.launch.environment import Launched
 from dsft.plan.layout import Layout
 
@@ -67,6 +69,19 @@ class World:
         box = [mine]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Rank 0's result of `work` on every rank; a DsftError that it raises is raised on every rank."""
+        outcome: tuple[T | None, DsftError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (work(), None)
+            except DsftError as error:
+                outcome = (None, error)
+        result, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return cast(T, result)
 
     def close(self) -> None:
         dist.destroy_process_group()

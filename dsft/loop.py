@@ -1,0 +1,181 @@
+"""The training loop: takes an engine, planned steps and plain numbers, gives records to a report.
+
+It knows no rank, no ZeRO stage, no pipeline and no file: what differs stands behind `Engine`, `Steps`
+and the functions of `Run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsft.data.batch import GlobalStep
+from dsft.engine.api import Engine, StepResult
+from dsft.errors import NonFiniteError
+from dsft.objective.api import Objective
+
+Record = dict[str, float]
+
+
+class Steps(Protocol):
+    def step(self, index: int) -> GlobalStep:
+        """The optimizer step `index` (from 0), whatever was asked before."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, and all that a resume needs to know of the loop.
+
+    step counts planned steps done, applied_steps those whose gradient was finite, num_tokens the
+    input tokens seen, nonfinite_in_a_row the steps skipped since the last applied one.
+    """
+
+    step: int = 0
+    applied_steps: int = 0
+    num_tokens: int = 0
+    epoch: float = 0.0
+    nonfinite_in_a_row: int = 0
+
+    def after(self, batch: GlobalStep, applied: bool) -> Progress:
+        return Progress(
+            step=self.step + 1,
+            applied_steps=self.applied_steps + applied,
+            num_tokens=self.num_tokens + batch.num_tokens,
+            epoch=batch.epoch,
+            nonfinite_in_a_row=0 if applied else self.nonfinite_in_a_row + 1,
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen, in optimizer steps; None is never. learning_rate: applied steps -> rate."""
+
+    total_steps: int
+    log_every: int
+    eval_every: int | None
+    save_every: int | None
+    learning_rate: Callable[[int], float]
+    max_nonfinite_in_a_row: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate:
+    held-out metrics, or None; report: takes one record; save: commits a checkpoint, a collective."""
+
+    sum: Callable[[Tensor], Tensor]
+    evaluate: Callable[[], Record] | None
+    report: Callable[[Record], None]
+    save: Callable[[Progress], None]
+    world_size: int
+    rank: int
+
+
+@dataclass
+class Window:
+    """What has happened since the last log line."""
+
+    sums: Tensor | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    steps: int = 0
+    data_wait: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
+
+    def add(self, batch: GlobalStep, result: StepResult, waited: float) -> None:
+        self.sums = result.sums if self.sums is None else self.sums + result.sums
+        self.counts.update(batch.counts)
+        self.num_tokens += batch.num_tokens
+        self.steps += 1
+        self.data_wait += waited
+
+
+def fit(
+    engine: Engine, objective: Objective, steps: Steps, schedule: Schedule, run: Run, progress: Progress
+) -> Progress:
+    """Train from `progress` to the schedule's last step; the end is always evaluated and saved.
+
+    Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite.
+    """
+    window = Window()
+    while progress.step < schedule.total_steps:
+        fetched = time.perf_counter()
+        batch = steps.step(progress.step)
+        waited = time.perf_counter() - fetched
+
+        seed_step(schedule.seed, progress.step, run.rank)
+        learning_rate = schedule.learning_rate(progress.applied_steps)
+        result = engine.step(batch.micro_batches, batch.counts, learning_rate)
+        progress = progress.after(batch, result.applied)
+        window.add(batch, result, waited)
+
+        last = progress.step == schedule.total_steps
+        if progress.step % schedule.log_every == 0 or last or not result.applied:
+            record = training_record(window, objective, run, progress)
+            norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
+            run.report(record | norm)
+            window = Window()
+        if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
+            raise NonFiniteError(
+                f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps in a "
+                f"row, the last on examples {list(batch.example_ids)[:8]}; nothing was applied. Lower "
+                "optim.learning_rate, look at those rows, or go on from the last checkpoint."
+            )
+
+        paused = time.perf_counter()
+        if run.evaluate and (last or due(progress.step, schedule.eval_every)):
+            run.report(run.evaluate() | position(progress))
+        if last or due(progress.step, schedule.save_every):
+            run.save(progress)
+        window.began += time.perf_counter() - paused  # neither belongs to a step's time
+    return progress
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def position(progress: Progress) -> Record:
+    return {"train/global_step": progress.step, "train/epoch": progress.epoch, "train/num_tokens": progress.num_tokens}
+
+
+def training_record(window: Window, objective: Objective, run: Run, progress: Progress) -> Record:
+    """The window's loss (its sums ÷ its counts) and speed. One collective, which also waits for the device."""
+    assert window.sums is not None, "a record is made after a step"
+    loss = mean_loss(objective, run.sum(window.sums), window.counts)
+    seconds = time.perf_counter() - window.began
+    tokens_per_second = window.num_tokens / seconds
+    return position(progress) | {
+        "train/loss": loss,
+        "perf/step_time": seconds / window.steps,
+        "perf/tokens_per_second": tokens_per_second,
+        "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
+        "perf/data_wait_fraction": window.data_wait / seconds,
+    }
+
+
+def evaluation_record(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> Record:
+    """Token-exact loss of the held-out rows, from sums over all ranks, and its exponential."""
+    loss = mean_loss(objective, sums, counts)
+    return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+def mean_loss(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> float:
+    return sum(scale * total for scale, total in zip(objective.scales(counts), sums.tolist(), strict=True))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Random numbers (dropout) are a pure function of seed, step and rank, so a resumed run draws the
+    same ones without any generator's state having been saved."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
