@@ -64,9 +64,15 @@ def _ways_out(train: Train, total: int, unit: int, data_parallel: int) -> str:
         name, given = ("accumulation_steps", train.accumulation_steps)
     assert given is not None
     share = total // data_parallel
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - given))[:2])
-    return f"{ways}, or {name} {' or '.join(str(n) for n in nearest)} with {total}"
+    return f"{ways}, or {name} {' or '.join(str(n) for n in nearest_divisors(share, given))} with {total}"
+
+
+def nearest_divisors(whole: int, wanted: int) -> list[int]:
+    """The divisors of `whole` next to `wanted`, one below and one above where there are."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    below = [n for n in divisors if n <= wanted]
+    above = [n for n in divisors if n >= wanted]
+    return sorted({*below[-1:], *above[:1]})
 
 
 def _refuse(train: Train, data_parallel: int, reason: str) -> SpecError:

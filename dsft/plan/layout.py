@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
+from dsft.plan.batch import nearest_divisors
 from dsft.spec.schema import Parallel
 
 
@@ -46,9 +47,7 @@ def layer_range(num_layers: int, stage: int, stages: int) -> range:
 
 
 def _not_divided(stages: int, world_size: int) -> str:
-    working = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    nearest = sorted(sorted(working, key=lambda n: abs(n - stages))[:2])
-    choices = " or ".join(str(n) for n in nearest)
+    choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
     return (
         f"{stages} does not divide the {world_size} processes, and every stage needs the same number; "
         f"set {choices}, or start a multiple of {stages}"

@@ -1,0 +1,41 @@
+"""Small specs for the tests of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsft.spec.schema import Spec
+
+
+def _spec(**sections: Any) -> Spec:
+    """A valid spec; each keyword replaces or extends one section."""
+    values: dict[str, Any] = {
+        "name": "small",
+        "task": "pretrain",
+        "model": {
+            "from_config": {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "tie_word_embeddings": False,
+            }
+        },
+        "data": {"train": [{"path": "builtin:quickstart"}]},
+        "train": {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "fp32"},
+        "optim": {"learning_rate": 1e-3},
+    }
+    for name, section in sections.items():
+        merged = isinstance(section, dict) and isinstance(values.get(name), dict)
+        values[name] = {**values[name], **section} if merged else section
+    return Spec.model_validate(values)
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., Spec]:
+    return _spec

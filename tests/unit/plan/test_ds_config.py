@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dsft.plan.batch import batch_sizes
+from dsft.plan.ds_config import ABSENT, deepspeed_config, entries
+
+CASES = [(precision, stage, offload) for precision in ("fp32", "bf16") for stage in range(4) for offload in (False, True)]
+
+
+@pytest.mark.parametrize(("precision", "stage", "offload"), CASES)
+def test_deepspeed_takes_the_configuration(make_spec: Any, precision: str, stage: int, offload: bool) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    device = "cpu" if offload and stage else "none"
+    spec = make_spec(
+        train={"precision": precision}, parallel={"zero_stage": stage, "offload_optimizer": {"device": device}}
+    )
+    config = deepspeed_config(spec, batch_sizes(spec.train, 1))
+    parsed = DeepSpeedConfig(json.loads(json.dumps(config)))
+    assert parsed.train_batch_size == 6
+    assert parsed.zero_optimization_stage == stage
+    assert parsed.bfloat16_config.enabled == (precision == "bf16")
+    assert (parsed.zero_config.offload_optimizer is not None) == (device == "cpu")
+    for key, value in config["zero_optimization"].items():
+        if not isinstance(value, dict):
+            assert getattr(parsed.zero_config, key.removeprefix("stage3_")) == value
+
+
+def test_every_entry_has_a_reason_and_none_is_auto(make_spec: Any) -> None:
+    for precision, stage, _ in CASES:
+        found = entries(make_spec(train={"precision": precision}, parallel={"zero_stage": stage}), None)
+        keys = [entry.key for entry in found]
+        assert len(keys) == len(set(keys))
+        for entry in found:
+            assert entry.reason and entry.value != "auto"
+
+
+def test_clipping_is_always_written(make_spec: Any) -> None:
+    def clipping(**sections: Any) -> float:
+        return float(deepspeed_config(make_spec(**sections), None)["gradient_clipping"])
+
+    assert clipping(train={"max_grad_norm": 0.5}, parallel={"zero_stage": 1}) == 0.5
+    assert clipping(train={"max_grad_norm": 0.0}, parallel={"zero_stage": 2}) == 0.0
+    assert clipping(train={"max_grad_norm": 0.5}, parallel={"zero_stage": 0}) == 0.0
+    assert clipping(train={"max_grad_norm": 0.5, "precision": "bf16"}, parallel={"zero_stage": 0}) == 0.5
+
+
+def test_gradients_accumulate_in_fp32_where_deepspeed_can(make_spec: Any) -> None:
+    def accumulated(stage: int, precision: str) -> Any:
+        spec = make_spec(train={"precision": precision}, parallel={"zero_stage": stage})
+        return deepspeed_config(spec, None)["data_types"]["grad_accum_dtype"]
+
+    assert [accumulated(stage, "bf16") for stage in range(4)] == ["bf16", "fp32", "fp32", "fp32"]
+    assert [accumulated(stage, "fp32") for stage in range(4)] == ["fp32"] * 4
+
+
+def test_the_reduction_type_is_a_key(make_spec: Any) -> None:
+    spec = make_spec(train={"precision": "bf16", "reduce_dtype": "bf16"})
+    assert deepspeed_config(spec, None)["communication_data_type"] == "bf16"
+    assert deepspeed_config(make_spec(train={"precision": "bf16"}), None)["communication_data_type"] == "fp32"
+
+
+def test_without_a_cluster_the_size_that_follows_is_left_out(make_spec: Any) -> None:
+    config = deepspeed_config(make_spec(), None)
+    assert "train_batch_size" not in config
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 3)
+    spec = make_spec(train={"global_batch_size": 64, "accumulation_steps": None})
+    config = deepspeed_config(spec, None)
+    assert config["train_batch_size"] == 64 and "gradient_accumulation_steps" not in config
+    absent = [entry for entry in entries(spec, None) if entry.value is ABSENT]
+    assert [entry.key for entry in absent] == ["gradient_accumulation_steps"]
+    assert "found at start" in absent[0].reason
+
+
+def test_a_pipeline_neither_overlaps_nor_recomputes_whole_stages(make_spec: Any) -> None:
+    config = deepspeed_config(make_spec(parallel={"pipeline_stages": 2, "zero_stage": 1}), None)
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert config["pipeline"] == {"activation_checkpoint_interval": 0, "use_reentrant": False}
+
+
+def test_offload_asks_for_deepspeeds_adam_unless_the_spec_allows_another(make_spec: Any) -> None:
+    def forced(**sections: Any) -> Any:
+        return deepspeed_config(make_spec(**sections), None)["zero_force_ds_cpu_optimizer"]
+
+    offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert forced(parallel=offloaded) is True
+    assert forced(parallel={**offloaded, "allow_torch_adam": True}) is False
+    assert forced(parallel=offloaded, optim={"name": "sgd"}) is False
+    assert forced(parallel={"zero_stage": 3}) is False
