@@ -1,0 +1,76 @@
+"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch script. Texts first; `write` puts them on disk.
+
+The texts depend on the spec and on its path from the output folder only, so they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import StorageError
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.hostfile import render
+from dsft.plan.launch import deepspeed_script, environment_file, environment_text
+from dsft.plan.layout import layout
+from dsft.spec.schema import Spec
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+
+
+def files(spec: Spec, spec_path: Path, out: Path) -> dict[str, str]:
+    """Path below `out` -> text. SpecError where the cluster's size does not fit the batch or the pipeline."""
+    train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
+    texts = {f"ds_configs/{spec.name}.json": json_text(deepspeed_config(spec, promised_batch(spec)))}
+    if spec.cluster is not None:
+        texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
+    script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out)
+    texts[f"scripts/launch/{spec.name}.deepspeed.sh"] = script
+    variables = environment_text(spec.cluster)
+    if variables is not None:
+        texts[environment_file(spec.name)] = variables
+    return texts
+
+
+def promised_batch(spec: Spec) -> BatchSizes | None:
+    """The batch sizes on the spec's cluster; None where it has none, and the world is found at start."""
+    if spec.cluster is None:
+        return None
+    return batch_sizes(spec.train, layout(spec.parallel, sum(spec.cluster.hosts.values())).data_parallel)
+
+
+def json_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2) + "\n"
+
+
+def write(texts: Mapping[str, str], out: Path) -> None:
+    """Write each text below `out`; scripts become executable. StorageError where that fails."""
+    for name, text in texts.items():
+        path = out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); give another folder with --out") from error
+
+
+def drift(texts: Mapping[str, str], out: Path) -> str:
+    """A unified diff from what stands below `out` to the texts; empty where nothing differs."""
+    parts = []
+    for name, text in texts.items():
+        path = out / name
+        found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        lines = (found.splitlines(keepends=True), text.splitlines(keepends=True))
+        parts += difflib.unified_diff(*lines, fromfile=f"{name} (on disk)", tofile=f"{name} (from the spec)")
+    return "".join(parts)
+
+
+def _from(out: Path, path: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from dsft.errors import SpecError
+from dsft.plan.hostfile import is_host, parse, render
+
+
+def test_hosts_come_back_in_their_order() -> None:
+    hosts = {"node2": 8, "10.77.0.1": 4, "fe80::1": 1, "a-b.example.org": 2}
+    assert list(parse(render(hosts), "hosts").items()) == list(hosts.items())
+    assert parse("# two hosts\n\n  a slots=1  \nb\tslots=2\n", "hosts") == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a slots=2 # fast\n", "hosts:1: 'a slots=2 # fast' is not `host slots=n`"),
+        ("a slots=2\na slots=3\n", "hosts:2: a stands here a second time"),
+        ("a\n", "hosts:1: 'a' is not `host slots=n`"),
+        ("a slots=0\n", "hosts:1: a has 0 slots"),
+        ("-a slots=1\n", "'-a' is neither a host name"),
+        ("10.0.0.300 slots=1\n", "'10.0.0.300' is neither a host name"),
+        ("a_b slots=1\n", "'a_b' is neither a host name"),
+        ("# nothing\n", "no host in the file"),
+    ],
+)
+def test_what_is_not_a_host_is_refused_with_its_line(text: str, problem: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(text, "hosts")
+    assert problem in str(error.value)
+
+
+def test_all_bad_lines_are_told_together() -> None:
+    with pytest.raises(SpecError) as error:
+        parse("a slots=x\nb slots=1\nb slots=1\n", "hosts")
+    assert [problem.where for problem in error.value.problems] == ["hosts:1", "hosts:3"]
+
+
+def test_host_names() -> None:
+    assert is_host("n" * 63) and not is_host("n" * 64)
+    assert not is_host("") and not is_host("a..b") and not is_host("a-") and not is_host("-oProxyCommand=x")

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.errors import SpecError
+from dsft.plan.launch import deepspeed_argv, deepspeed_script, environment, environment_text
+from dsft.spec.schema import Cluster
+
+TWO = Cluster(hosts={"node1": 8, "node2": 8})
+
+
+def argv(cluster: Cluster | None) -> list[str]:
+    return deepspeed_argv(cluster, "hostfiles/x", "dsft/train.py", "specs/x.yaml")
+
+
+def test_the_launchers_arguments() -> None:
+    run = ["dsft/train.py", "specs/x.yaml"]
+    assert argv(None) == ["deepspeed", *run]
+    assert argv(TWO) == ["deepspeed", "--hostfile", "hostfiles/x", *run]
+    here = ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert argv(Cluster(hosts={"localhost": 8})) == ["deepspeed", "--hostfile", "hostfiles/x", *here, *run]
+    assert argv(Cluster(hosts={"node7": 8})) == ["deepspeed", "--hostfile", "hostfiles/x", "--force_multi", *run]
+
+
+def test_the_interface_is_named_for_both_backends_and_the_spec_has_the_last_word() -> None:
+    cluster = Cluster(hosts={"a": 1, "b": 1}, interface="eth0", env={"NCCL_SOCKET_IFNAME": "ib0", "HF_HUB_OFFLINE": "1"})
+    expected = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
+    assert environment(cluster) == expected
+    assert environment_text(cluster) == "NCCL_SOCKET_IFNAME=ib0\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
+    assert environment_text(Cluster(hosts={"localhost": 1}, interface="eth0")) is None
+    assert environment_text(TWO) is None
+
+
+@pytest.mark.parametrize("value", ['a"b', "$HOME", "`id`", "a\\b", "100%", "a\nb"])
+def test_values_that_the_launcher_would_change_are_refused(value: str) -> None:
+    with pytest.raises(SpecError, match="cluster.env.X"):
+        environment(Cluster(hosts={"a": 1}, env={"X": value}))
+
+
+def run_script(root: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """Runs the script with a `deepspeed` that prints its folder, arguments and variables."""
+    (root / "scripts" / "launch").mkdir(parents=True)
+    path = root / "scripts" / "launch" / "x.deepspeed.sh"
+    path.write_text(script)
+    fake = root / "bin" / "deepspeed"
+    fake.parent.mkdir()
+    fake.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\n"
+        "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}))\n"
+    )
+    fake.chmod(0o755)
+    environ = {"PATH": f"{fake.parent}:/usr/local/bin:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", str(path), *arguments], cwd="/", env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_the_script_runs_from_the_root_and_passes_what_the_user_adds(tmp_path: Path) -> None:
+    root = tmp_path / "a root's folder"
+    root.mkdir()
+    hostile = "it's $HOME; `id`"
+    cluster = Cluster(hosts={"localhost": 2}, interface="lo", env={"GREETING": "two words; echo"})
+    script = deepspeed_script(cluster, "x", "dsft/train.py", f"specs/{hostile}.yaml")
+    seen = run_script(root, script, "parallel.zero_stage=3", "name=a b")
+    assert Path(seen["cwd"]).samefile(root)
+    assert seen["argv"][-3:] == [f"specs/{hostile}.yaml", "parallel.zero_stage=3", "name=a b"]
+    assert seen["env"]["GREETING"] == "two words; echo" and seen["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_variables_for_other_hosts_go_through_deepspeeds_file(tmp_path: Path) -> None:
+    cluster = Cluster(hosts={"a": 1, "b": 1}, env={"HF_HUB_OFFLINE": "1"})
+    seen = run_script(tmp_path, deepspeed_script(cluster, "x", "dsft/train.py", "specs/x.yaml"))
+    assert Path(seen["env"]["DS_ENV_FILE"]) == tmp_path / "scripts/launch/x.env"
+    assert "DS_ENV_FILE" not in deepspeed_script(TWO, "x", "dsft/train.py", "specs/x.yaml")
+
+
+def test_a_script_fails_with_its_run(tmp_path: Path) -> None:
+    script = deepspeed_script(None, "x", "dsft/train.py", "specs/x.yaml")
+    assert "set -euo pipefail" in script.splitlines()
+    assert shlex.split(script.splitlines()[-1])[0] == "exec"
