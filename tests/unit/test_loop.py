@@ -1,0 +1,132 @@
+"""The loop against an engine made of numbers: what is reported, when, and how a run goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.batch import GlobalStep, MicroBatch
+from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.errors import NonFiniteError
+from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit, seed_step
+from dsft.objective.api import Objective, Term
+
+OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
+
+
+class Steps:
+    def step(self, index: int) -> GlobalStep:
+        return GlobalStep((), {"tokens": 10 * (index + 1)}, 100, (index + 1) / 4, (index,))
+
+
+@dataclass
+class FakeEngine:
+    """Step n (from 0) has a sum of 10·(n+1)·(5−n), hence a loss of 5−n, unless its gradient is not finite."""
+
+    nonfinite: set[int] = field(default_factory=set)
+    rates: list[float] = field(default_factory=list)
+    draws: list[float] = field(default_factory=list)
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        self.rates.append(learning_rate)
+        self.draws.append(torch.rand(()).item())
+        n = counts["tokens"] // 10 - 1
+        applied = n not in self.nonfinite
+        total = counts["tokens"] * (5 - n) if applied else math.nan
+        return StepResult(torch.tensor([total], dtype=torch.float64), 0.5 if applied else math.inf, applied)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor: ...
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def owned(self) -> Iterator[Fragment]: ...
+    def load(self, read: ReadRange, applied_steps: int) -> None: ...
+
+
+@dataclass
+class Log:
+    records: list[Record] = field(default_factory=list)
+    saved: list[Progress] = field(default_factory=list)
+
+    def run(self, evaluate: bool = True) -> Run:
+        held_out = (lambda: {"eval/loss": 1.0}) if evaluate else None
+        return Run(lambda sums: sums, held_out, self.records.append, self.saved.append, world_size=2, rank=0)
+
+    def of(self, key: str) -> list[tuple[float, float]]:
+        return [(record["train/global_step"], record[key]) for record in self.records if key in record]
+
+
+def schedule(**changes: object) -> Schedule:
+    values = {
+        "total_steps": 5, "log_every": 1, "eval_every": 2, "save_every": 3, "learning_rate": lambda step: 0.1 * (step + 1),
+        "max_nonfinite_in_a_row": 3, "seed": 1,
+    }  # fmt: skip
+    return Schedule(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:
+    log = Log()
+    end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(), Progress())
+    assert log.of("train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)]
+    assert [step for step, _ in log.of("eval/loss")] == [2, 4, 5]
+    assert [progress.step for progress in log.saved] == [3, 5]
+    assert end == Progress(step=5, applied_steps=5, num_tokens=500, epoch=1.25)
+
+
+def test_a_window_of_steps_is_the_sum_over_the_count() -> None:
+    log = Log()
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=2), log.run(evaluate=False), Progress())
+    # steps 1 and 2: (10·5 + 20·4) ÷ 30, not the mean of 5 and 4
+    assert log.of("train/loss")[0] == (2, pytest.approx(130 / 30, abs=1e-15))
+    assert [step for step, _ in log.of("train/loss")] == [2, 4, 5]
+
+
+def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> None:
+    whole, part = FakeEngine(), FakeEngine()
+    log = Log()
+    fit(whole, OBJECTIVE, Steps(), schedule(), Log().run(), Progress())
+    fit(part, OBJECTIVE, Steps(), schedule(), log.run(), Progress(step=3, applied_steps=3, num_tokens=300))
+    assert log.of("train/loss") == [(4, 2.0), (5, 1.0)]
+    assert part.draws == whole.draws[3:] and part.rates == whole.rates[3:]
+
+
+def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate() -> None:
+    engine, log = FakeEngine(nonfinite={1}), Log()
+    end = fit(engine, OBJECTIVE, Steps(), schedule(log_every=5), log.run(), Progress())
+    assert (end.step, end.applied_steps, end.nonfinite_in_a_row) == (5, 4, 0)
+    assert engine.rates == pytest.approx([0.1, 0.2, 0.2, 0.3, 0.4])
+    assert [step for step, _ in log.of("train/loss")] == [2, 5] and math.isnan(log.of("train/loss")[0][1])
+
+
+def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
+    log = Log()
+    with pytest.raises(NonFiniteError, match=r"step 4: .* 3 steps in a row, the last on examples \[3\]"):
+        fit(FakeEngine(nonfinite={1, 2, 3}), OBJECTIVE, Steps(), schedule(save_every=1), log.run(), Progress())
+    assert [progress.step for progress in log.saved] == [1, 2, 3]
+
+
+def test_speed_counts_all_ranks_tokens() -> None:
+    log = Log()
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(evaluate=False), Progress())
+    for record in log.records:
+        assert record["perf/tokens_per_second"] == pytest.approx(100 / record["perf/step_time"])
+        assert record["perf/tokens_per_second_per_gpu"] == pytest.approx(record["perf/tokens_per_second"] / 2)
+        assert 0 <= record["perf/data_wait_fraction"] <= 1
+
+
+def test_held_out_loss_is_exact_over_tokens() -> None:
+    record = evaluation_record(OBJECTIVE, torch.tensor([30.0], dtype=torch.float64), {"tokens": 20})
+    assert record == {"eval/loss": 1.5, "eval/perplexity": pytest.approx(math.exp(1.5))}
+
+
+def test_random_numbers_differ_by_seed_step_and_rank() -> None:
+    draws = set()
+    for place in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]:
+        seed_step(*place)
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 4
