@@ -1,0 +1,252 @@
+"""A DeepSpeed JSON of the user's own (`--deepspeed_config FILE`) laid over a spec. Reads that one file.
+
+The file decides how (ZeRO, offload, aio, precision, communication, profiling), the spec what (batch sizes,
+accumulation, clipping, optimizer, schedule). What the file says of the latter is compared and told, never used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.plan.batch import BatchSizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_keys import unknown_keys
+from dsft.spec.schema import Spec
+
+SPEC_DECIDES = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline checkpoint "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+).split()
+"""Keys whose value in the file is compared with the spec's and not used."""
+
+WITHOUT_EFFECT = {
+    "tensorboard": "dsft writes metrics.jsonl and W&B",
+    "csv_monitor": "dsft writes metrics.jsonl and W&B",
+    "comet": "dsft writes metrics.jsonl and W&B",
+    "wandb": "the spec's wandb section is used",
+    "activation_checkpointing": "the spec's model.gradient_checkpointing decides",
+    "dataloader_drop_last": "dsft reads the data",
+    "vocabulary_size": "the tokenizer has it",
+    "use_data_before_expert_parallelism": "there are no experts to place",
+}
+"""Keys that DeepSpeed reads and dsft leaves out, with what counts instead."""
+
+NOT_BUILT = (
+    "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning data_efficiency "
+    "hybrid_engine weight_quantization datastates_ckpt zero_optimization.zenflow"
+).split()
+"""Features of DeepSpeed that dsft has not; refused, since the run would not be what the file says."""
+
+FIXED: Mapping[str, Any] = {
+    "fp16.enabled": False,
+    "torch_autocast.enabled": False,
+    "gradient_allreduce_op": "mean",
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "managed_gradient_accumulation": True,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.legacy_stage1": False,
+    "zero_optimization.elastic_checkpoint": False,
+}
+"""Keys on whose value the loss or the gradient norm depends, with the only one that dsft computes rightly with."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The spec with the file's stage, offload and precision; the configuration for DeepSpeed; lines to print."""
+
+    spec: Spec
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
+    """Lay the file over the spec. MissingInputError where there is no file; SpecError for keys and values that
+    cannot be used and, with `strict`, for each that the spec overrules."""
+    file = read_config_file(path)
+    name = path.name
+    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file)])
+    decided, decisions = _decided(spec, file)
+    base = deepspeed_config(decided, batch)
+    overruled = list(_overruled(decided, base, file))
+    if strict:
+        _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in overruled])
+    how = {key: value for key, value in file.items() if key not in _LEFT_OUT}
+    problems: list[Problem] = []
+    config = _laid_over(base, how, "", problems)
+    _refuse(path, problems)
+    notes = [f"{name}: {line}" for line in decisions] + [f"{name}: {key} {rest}" for key, rest in overruled]
+    return Merged(decided, config, tuple(notes))
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, without keys that stand twice."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise MissingInputError(f"--deepspeed_config {path}: there is no such file; correct the path") from error
+    except OSError as error:
+        raise MissingInputError(f"--deepspeed_config {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise _bad_file(path, "is not UTF-8 text; a DeepSpeed JSON is expected") from error
+    except json.JSONDecodeError as error:
+        raise _bad_file(path, f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except _Duplicate as error:
+        raise _bad_file(path, f"has the key {error.args[0]!r} twice in one section; keep one") from error
+    if not isinstance(values, dict):
+        raise _bad_file(path, "holds no JSON object; a DeepSpeed configuration is expected")
+    return values
+
+
+_LEFT_OUT = {*SPEC_DECIDES, *WITHOUT_EFFECT, "optimizer", "scheduler", *NOT_BUILT}
+
+
+class _Duplicate(Exception):
+    pass
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Duplicate(next(key for key in keys if keys.count(key) > 1))
+    return values
+
+
+def _bad_file(path: Path, reason: str) -> SpecError:
+    return SpecError("The DeepSpeed configuration cannot be used.", [Problem(str(path), reason)])
+
+
+def _refuse(path: Path, problems: list[Problem]) -> None:
+    if problems:
+        raise SpecError(f"{path} cannot be used.", problems)
+
+
+def _unknown(sentence: str) -> Problem:
+    where, _, message = sentence.partition(": ")
+    return Problem(where, message)
+
+
+def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
+    """The value at a dotted key; None where it or a section above it is absent or null."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _unusable(file: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast"):
+        if not isinstance(file.get(key, {}), Mapping):
+            yield Problem(key, f"{json.dumps(file[key])} is no section; write {{…}}")
+    for key in NOT_BUILT:
+        value = _lookup(file, key)
+        off = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
+        if not off:
+            yield Problem(key, "dsft does not have this feature of DeepSpeed; leave it out")
+    for key, wanted in FIXED.items():
+        value = _lookup(file, key)
+        if value is not None and value not in (wanted, "auto"):
+            way_out = "use bf16" if key == "fp16.enabled" else "leave it out"
+            yield Problem(key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}")
+    stage = _lookup(file, "zero_optimization.stage")
+    if stage is not None and stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        yield Problem("zero_optimization.stage", f"{json.dumps(stage)} is no stage; write 0, 1, 2 or 3")
+
+
+def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """The spec with what the file decides, and a line for each value that it changes."""
+    found: dict[str, Any] = {}
+    if "zero_optimization" in file:
+        found["parallel.zero_stage"] = _lookup(file, "zero_optimization.stage")
+        for ours, theirs in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+            found[f"parallel.{ours}.device"] = _lookup(file, f"zero_optimization.{theirs}.device") or "none"
+            found[f"parallel.{ours}.nvme_path"] = _lookup(file, f"zero_optimization.{theirs}.nvme_path")
+    bf16 = _lookup(file, "bf16.enabled" if "bf16" in file else "bfloat16.enabled")
+    if isinstance(bf16, bool):
+        found["train.precision"] = "bf16" if bf16 else "fp32"
+    found["train.reduce_dtype"] = _lookup(file, "communication_data_type")
+    values = spec.model_dump()
+    lines = []
+    for dotted, value in found.items():
+        *sections, key = dotted.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        optional = key in ("nvme_path",)
+        if value == "auto" or (value is None and not optional) or value == place[key]:
+            continue
+        lines.append(f"decides {dotted}: {value} (the spec says {place[key]})")
+        place[key] = value
+    return validated(values), lines
+
+
+def validated(values: Mapping[str, Any]) -> Spec:
+    """A spec from changed values, held against the schema and the table of combinations again."""
+    return Spec.model_validate(values)
+
+
+def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Key, and the rest of the sentence, for each value of the file that is not used."""
+    for key in SPEC_DECIDES:
+        yield from _differing(key, file.get(key), base.get(key), spec)
+    for key, reason in WITHOUT_EFFECT.items():
+        value = file.get(key)
+        if value is not None and not (isinstance(value, Mapping) and value.get("enabled") is False):
+            yield key, f"is left out: {reason}"
+    yield from _optimizer(spec, file.get("optimizer") or {})
+    kind = _lookup(file, "scheduler.type")
+    if kind is not None and kind != "auto":
+        yield "scheduler", f"{kind}, the spec's {spec.optim.lr_scheduler_type} is used"
+
+
+def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[str, str]]:
+    if key == "gradient_clipping":
+        ours = spec.train.max_grad_norm  # what happens, also where dsft clips instead of DeepSpeed
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _differing(f"{key}.{name}", below, _lookup(ours or {}, name), spec)
+    elif value is not None and value != "auto" and value != ours:
+        used = f"the spec's {json.dumps(ours)} is used" if ours is not None else "without effect here"
+        yield key, f"{json.dumps(value)}, {used}"
+
+
+def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    optim = spec.optim
+    kind = section.get("type")
+    if kind is not None and str(kind).lower() not in ("auto", optim.name):
+        yield "optimizer.type", f"{kind}, the spec's {optim.name} is used"
+    ours = {
+        "lr": optim.learning_rate,
+        "weight_decay": optim.weight_decay,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "momentum": optim.momentum,
+    }
+    for name, value in (section.get("params") or {}).items():
+        if name in ours:
+            yield from _differing(f"optimizer.params.{name}", value, ours[name], spec)
+        elif value != "auto":
+            yield f"optimizer.params.{name}", "is left out: the engine builds the optimizer from the spec"
+
+
+def _laid_over(
+    base: Mapping[str, Any], file: Mapping[str, Any], prefix: str, problems: list[Problem]
+) -> dict[str, Any]:
+    """`base` with the file's values; an "auto" takes the value of `base`, or is a problem where that has none."""
+    result = dict(base)
+    for key, value in file.items():
+        name = f"{prefix}{key}"
+        ours = base.get(key)
+        if isinstance(value, Mapping):
+            result[key] = _laid_over(ours if isinstance(ours, Mapping) else {}, value, f"{name}.", problems)
+        elif value == "auto" and key not in base:
+            problems.append(Problem(name, '"auto", but nothing in the spec gives a value; write one, or leave it out'))
+        elif value != "auto" and value is not None:
+            result[key] = value
+    return result

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.errors import MissingInputError, SpecError
+from dsft.plan.batch import batch_sizes
+from dsft.plan.config_file import Merged, merge_config_file
+from dsft.plan.ds_config import deepspeed_config
+
+
+@pytest.fixture
+def merge(tmp_path: Path, make_spec: Any) -> Any:
+    def run(file: Any, *, strict: bool = False, **sections: Any) -> Merged:
+        path = tmp_path / "zero3.json"
+        path.write_text(file if isinstance(file, str) else json.dumps(file))
+        spec = make_spec(**sections)
+        return merge_config_file(spec, batch_sizes(spec.train, 4), path, strict=strict)
+
+    return run
+
+
+HUGGING_FACE = {  # the shape of the files that users of the Trainer have
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def autos(config: Any) -> bool:
+    return config == "auto" or (isinstance(config, dict) and any(map(autos, config.values())))
+
+
+def test_a_trainers_file_is_filled_from_the_spec_and_decides_the_stage(merge: Any) -> None:
+    merged = merge(HUGGING_FACE)
+    assert merged.spec.parallel.zero_stage == 3
+    assert not autos(merged.config)
+    assert merged.config["train_batch_size"] == 24
+    assert merged.config["zero_optimization"]["sub_group_size"] == 1e9
+    assert merged.config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+    assert merged.config["steps_per_print"] == 2000
+    assert "optimizer" not in merged.config and "scheduler" not in merged.config
+    assert merged.notes == (
+        "zero3.json: decides parallel.zero_stage: 3 (the spec says 1)",
+        "zero3.json: scheduler WarmupLR, the spec's linear is used",
+    )
+
+
+def test_deepspeed_takes_what_comes_out(merge: Any) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = merge(HUGGING_FACE).config | {"train_batch_size": 6}  # one process here
+    assert DeepSpeedConfig(config).zero_config.gather_16bit_weights_on_model_save is True
+
+
+def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
+    file = {
+        "train_batch_size": 16,
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "Lamb", "params": {"lr": 3e-5, "weight_decay": 0.0, "torch_adam": True}},
+        "wandb": {"enabled": True},
+    }
+    merged = merge(file)
+    assert merged.config["train_batch_size"] == 24 and merged.config["gradient_clipping"] == 1.0
+    assert merged.notes == (
+        "zero3.json: train_batch_size 16, the spec's 24 is used",
+        "zero3.json: gradient_clipping 0.3, the spec's 1.0 is used",
+        "zero3.json: wandb is left out: the spec's wandb section is used",
+        "zero3.json: optimizer.type Lamb, the spec's adamw is used",
+        "zero3.json: optimizer.params.lr 3e-05, the spec's 0.001 is used",
+        "zero3.json: optimizer.params.torch_adam is left out: the engine builds the optimizer from the spec",
+    )
+    with pytest.raises(SpecError) as error:
+        merge(file, strict=True)
+    assert len(error.value.problems) == 6
+    assert "train_batch_size: 16, the spec's 24 is used; with --strict the file must agree" in str(error.value)
+
+
+def test_values_that_agree_are_silent_and_pass_strict(merge: Any) -> None:
+    file = {"train_batch_size": 24, "gradient_clipping": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    assert merge(file, strict=True).notes == ()
+
+
+def test_clipping_is_compared_with_what_happens(merge: Any) -> None:
+    merged = merge({"zero_optimization": {"stage": 0}, "gradient_clipping": 1.0})
+    assert merged.config["gradient_clipping"] == 0.0  # dsft clips
+    assert merged.notes == ("zero3.json: decides parallel.zero_stage: 0 (the spec says 1)",)
+
+
+def test_the_file_decides_offload_precision_and_communication(merge: Any) -> None:
+    file = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        "bf16": {"enabled": True},
+        "communication_data_type": "bf16",
+    }
+    merged = merge(file)
+    assert merged.spec.parallel.offload_optimizer.device == "cpu"
+    assert (merged.spec.train.precision, merged.spec.train.reduce_dtype) == ("bf16", "bf16")
+    assert merged.config["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    assert merged.config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert merged.config["zero_force_ds_cpu_optimizer"] is True
+
+
+def test_a_file_without_offload_switches_it_off(merge: Any) -> None:
+    merged = merge({"zero_optimization": {"stage": 2}}, parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
+    assert merged.spec.parallel.offload_optimizer.device == "none"
+    assert "offload_optimizer" not in merged.config["zero_optimization"]
+
+
+def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any) -> None:
+    spec = make_spec()
+    assert merge({}).config == deepspeed_config(spec, batch_sizes(spec.train, 4))
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation: DeepSpeed does not know this key; did you mean"),
+        ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed removed elastic training"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled: true, but dsft trains with false only; use bf16"),
+        ({"prescale_gradients": True}, "prescale_gradients: true"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not have this feature"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is no stage"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
+        ({"zero_optimization": True}, "zero_optimization: true is no section"),
+        ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, 'zero_optimization.sub_group_size: "auto", but'),
+        ({"communication_data_type": "fp8"}, "communication_data_type"),
+        ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+        ("{", "is not JSON at line 1"),
+        ("[]", "holds no JSON object"),
+    ],
+)
+def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:
+    with pytest.raises(SpecError) as error:
+        merge(file)
+    assert problem in str(error.value)
+
+
+def test_a_file_that_is_not_there(make_spec: Any, tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match="there is no such file"):
+        merge_config_file(make_spec(), None, tmp_path / "absent.json")
