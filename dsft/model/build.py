@@ -1,0 +1,55 @@
+"""Takes a spec's `model` section, the tokenizer's facts and a seed; gives the module that an engine trains.
+
+A fresh model is built on the meta device, cut to its stage, and only then filled, so a stage holds only its own
+parameters. A pretrained one is read whole by every rank, then cut: reading once per host is still to come.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dsft.errors import MissingInputError
+from dsft.model.config import TokenFacts, resolve_config
+from dsft.model.init import fill
+from dsft.model.policy import Policy
+from dsft.model.stage import check_cut, cut
+from dsft.spec.schema import Model
+
+
+def build_model(
+    model: Model, facts: TokenFacts, seed: int, dtype: torch.dtype, stage: int = 0, stages: int = 1
+) -> Policy:
+    """Stage `stage` of `stages` (the whole model where there is one), on the CPU, parameters in `dtype`.
+
+    Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be read.
+    """
+    config = resolve_config(model, facts)
+    check_cut(config, stages)
+    causal_lm = _on_meta(config) if model.from_config is not None else _pretrained(model, config, dtype)
+    if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
+        causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+    if stages > 1:
+        cut(causal_lm, stage, stages)
+    if model.from_config is not None:
+        fill(causal_lm, seed, dtype)
+    return Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return causal_lm
+
+
+def _pretrained(model: Model, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model.name_or_path, config=config, dtype=dtype, trust_remote_code=False
+        )
+    except OSError as error:
+        raise MissingInputError(
+            f"model.name_or_path {model.name_or_path!r} has no readable weights: {str(error).splitlines()[0]} Give a "
+            "folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+        ) from None
+    return causal_lm

@@ -1,0 +1,106 @@
+"""The model's configuration: takes a spec's `model` section and the tokenizer's facts, gives a transformers config.
+
+A pretrained model's config is read from its folder (or the hub's cache); a fresh one's is made of `from_config`,
+whose keys are checked against the config class, since transformers keeps unknown ones without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.spec.schema import Model
+
+WHERE = "model.from_config"
+
+# Read by transformers on the way to `rope_parameters`, so right although no field has their name.
+ROPE_KEYS = ("rope_theta", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What a model must know of its tokenizer: vocab_size counts all tokens, special ones included."""
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+
+def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
+    return TokenFacts(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
+    """The config of the model to train, with cache and labels off and the attention implementation set.
+
+    Raises SpecError where `from_config` holds what its class does not know or refuses, or where the vocabulary is
+    smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
+    """
+    config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _error("model", f"{config.model_type} is no causal language model of transformers; choose another")
+    if config.vocab_size < facts.vocab_size:
+        raise _error(
+            f"{WHERE}.vocab_size" if model.from_config is not None else "model.tokenizer",
+            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would have no "
+            "embedding; give a larger vocab_size or the model's own tokenizer",
+        )
+    config.use_cache = False
+    config._attn_implementation = "sdpa" if model.attention == "auto" else model.attention
+    return config
+
+
+def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
+    kind = given.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise _error(f"{WHERE}.model_type", f"{kind!r} is no model type of transformers{_meant(kind, CONFIG_MAPPING)}")
+    config_class = CONFIG_MAPPING[kind]
+    keys = {name: value for name, value in given.items() if name != "model_type"}
+    known = _known_keys(config_class)
+    problems = [
+        Problem(f"{WHERE}.{name}", f"{name} is no key of {config_class.__name__}{_meant(name, known)}")
+        for name in keys
+        if name not in known
+    ]
+    if problems:
+        raise SpecError("The model's config cannot be made.", problems)
+    try:
+        config: PreTrainedConfig = config_class(**(dataclasses.asdict(facts) | keys))
+    except (ValueError, TypeError, KeyError) as error:  # huggingface_hub's validation errors are ValueErrors
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise _error(WHERE, f"{config_class.__name__} refuses it: {reason}") from None
+    return config
+
+
+def _pretrained(model: Model) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise MissingInputError(
+            f"model.name_or_path {model.name_or_path!r} cannot be read: {reason} Give a folder with a config.json, or "
+            "a hub id that is in the cache or can be downloaded."
+        ) from None
+    return config
+
+
+def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    rope = ROPE_KEYS if "rope_parameters" in fields else ()
+    return frozenset(fields | set(config_class.attribute_map) | set(rope))
+
+
+def _meant(name: Any, known: Any) -> str:
+    close = get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "; leave it out or look it up in transformers' documentation"
+
+
+def _error(where: str, message: str) -> SpecError:
+    return SpecError("The model's config cannot be made.", [Problem(where, message)])

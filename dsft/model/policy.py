@@ -1,0 +1,46 @@
+"""The module that both engines train: takes tokens and targets, gives the targets' log-probabilities.
+
+A pipeline stage that is not the last gives hidden states instead, and one that is not the first takes them.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.data.batch import NO_TARGET
+
+
+class Policy(nn.Module):
+    """A causal language model, or one stage of it, behind the engines' signature."""
+
+    def __init__(self, causal_lm: PreTrainedModel, is_first: bool = True, is_last: bool = True) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def forward(
+        self, inputs: Tensor, position_ids: Tensor, targets: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
+        (B, T) int64. Gives (B, T) float32 log-probabilities, 0 where there is no target; or, before the last
+        stage, what the next one takes."""
+        given = {"input_ids" if self.is_first else "inputs_embeds": inputs}
+        if self.is_last:
+            logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
+            return target_logps(logits, targets)
+        hidden = self.causal_lm.base_model(**given, position_ids=position_ids, use_cache=False).last_hidden_state
+        return hidden, position_ids, targets
+
+    def named_trained(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding."""
+        return {name: p for name, p in self.causal_lm.named_parameters() if p.requires_grad}
+
+
+def target_logps(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, T, V) logits of any type -> (B, T) float32 log-probability of each target, 0 where it is NO_TARGET."""
+    flat = logits.flatten(0, 1).float()
+    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
+    return -losses.view_as(targets)

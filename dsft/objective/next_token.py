@@ -1,0 +1,20 @@
+"""Next-token loss: the negative log-likelihood of the targets, in nats, divided by their global number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.objective.api import Objective, Term
+
+
+def next_token() -> Objective:
+    """One term, counted in `tokens`: the targets of the step, over all ranks and micro-batches."""
+    return Objective(terms=(Term("tokens"),), sums=_sums)
+
+
+def _sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
+    """logps (B, T) float32 -> -Σ logps over the targets, float64."""
+    targets = logps.double().masked_fill(micro_batch.targets == NO_TARGET, 0.0)
+    return (-torch.sum(targets),)
