@@ -1,0 +1,93 @@
+"""Rows that dsft makes itself, so that a bare command has something to learn.
+
+Takes a name. Gives chat rows, the same on every machine: questions and answers about invented facts of
+animals, in short and regular English, some with a second question. The held-out rows ask what the training
+rows tell, in combinations of words that these do not have. Touches nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+PREFIX = "builtin:"
+QUICKSTART = "quickstart"
+QUICKSTART_HELDOUT = "quickstart-heldout"
+NAMES = (QUICKSTART, QUICKSTART_HELDOUT)
+
+# fmt: off
+_ANIMALS = (
+    "ant", "bat", "bear", "bee", "cat", "cow", "crab", "crow", "deer", "dog", "duck", "eel",
+    "fox", "frog", "goat", "hare", "hen", "lion", "mole", "mouse", "owl", "pig", "seal", "wolf",
+)
+# fmt: on
+_FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    # attribute: its values, the ways to ask, the answer
+    "color": (
+        ("red", "blue", "green", "black", "white"),
+        ("What color is the {a}?", "Color of the {a}?"),
+        "It is {v}.",
+    ),
+    "food": (
+        ("corn", "fish", "grass", "nuts"),
+        ("What does the {a} eat?", "Food of the {a}?"),
+        "It eats {v}.",
+    ),
+    "home": (
+        ("barn", "cave", "lake"),
+        ("Where does the {a} live?", "Home of the {a}?"),
+        "In a {v}.",
+    ),
+}
+_HELD_OUT_EVERY = 21  # of the rows, in a fixed shuffle
+
+
+def builtin_rows(name: str) -> list[dict[str, Any]]:
+    """Rows of `builtin:NAME`, each {"messages": [...]}: about 2,000 for quickstart, 100 held out.
+
+    Raises KeyError for another name.
+    """
+    if name not in NAMES:
+        raise KeyError(name)
+    conversations = _shuffled(_single_questions() + _double_questions())
+    held_out = name == QUICKSTART_HELDOUT
+    chosen = [c for i, c in enumerate(conversations) if (i % _HELD_OUT_EVERY == 0) == held_out]
+    return [{"messages": _messages(conversation)} for conversation in chosen]
+
+
+def _turn(animal: int, attribute: str, way: int) -> tuple[str, str]:
+    values, questions, answer = _FACTS[attribute]
+    # 7 and the length of the attribute's name spread the values, so that no rule but memory tells them
+    value = values[(animal * 7 + animal // 3 + len(attribute)) % len(values)]
+    return questions[way].format(a=_ANIMALS[animal]), answer.format(a=_ANIMALS[animal], v=value)
+
+
+def _single_questions() -> list[list[tuple[str, str]]]:
+    return [[_turn(a, t, w)] for a, t, w in product(range(len(_ANIMALS)), _FACTS, range(2))]
+
+
+def _double_questions() -> list[list[tuple[str, str]]]:
+    """Two questions, about two attributes of one animal or one attribute of two animals."""
+    one_animal = [
+        [_turn(a, s, v), _turn(a, t, w)]
+        for a, s, t, v, w in product(range(len(_ANIMALS)), _FACTS, _FACTS, range(2), range(2))
+        if s != t
+    ]
+    two_animals = [
+        [_turn(a, t, w), _turn((a + step) % len(_ANIMALS), t, w)]
+        for a, t, w, step in product(range(len(_ANIMALS)), _FACTS, range(2), range(1, 11))
+    ]
+    return one_animal + two_animals
+
+
+def _shuffled(rows: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
+    """A fixed order: steps of a number that has no factor in common with the number of rows (2,160)."""
+    return [rows[(i * 1009) % len(rows)] for i in range(len(rows))]
+
+
+def _messages(conversation: list[tuple[str, str]]) -> list[dict[str, str]]:
+    messages = []
+    for question, answer in conversation:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages

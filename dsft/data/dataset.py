@@ -1,0 +1,204 @@
+"""The examples of a run, in memory, and the account of what became of every row.
+
+Takes the spec's sources and a tokenizer. Gives a Dataset. Reads the data files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.render import render_rows
+from dsft.data.sources import Source, data_error, read_sources
+from dsft.data.tokenizer import read_chat_template
+from dsft.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OnTooLong = Literal["error", "drop", "truncate", "split"]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """input_ids (T,) int32; trained (T,) bool: token t is to be predicted (never so for t = 0, which has
+    nothing before it); source "file:line"."""
+
+    input_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    source: str
+
+    @property
+    def target_count(self) -> int:
+        return int(np.count_nonzero(self.trained[1:]))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of the rows. Lengths and counts are in tokens, the others in rows.
+
+    rows            read from the files, blank lines not among them
+    examples        trained on; more than rows where rows were split
+    tokens          of the examples
+    trained_tokens  targets of the examples
+    blank_lines     skipped in the files
+    dropped         rows longer than max_length that were left out
+    truncated       rows cut at max_length
+    split           rows cut into several examples
+    lost_tokens     of dropped and truncated rows
+    without_target  rows left out because nothing of them is trained on (after truncation, too)
+    """
+
+    rows: int
+    examples: int
+    tokens: int
+    trained_tokens: int
+    blank_lines: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    lost_tokens: int = 0
+    without_target: int = 0
+
+    def text(self) -> str:
+        """One paragraph; what did not happen is left out."""
+        said = [f"{self.rows:,} rows gave {self.examples:,} examples of {self.tokens:,} tokens,"]
+        said.append(f"{self.trained_tokens:,} of them trained on.")
+        happened = (
+            (self.dropped, "too long and dropped"),
+            (self.truncated, "truncated"),
+            (self.split, "split"),
+            (self.without_target, "left out, with nothing to train on"),
+        )
+        said += [f"{count:,} {_rows(count)} {what}." for count, what in happened if count]
+        if self.lost_tokens:
+            said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
+        if self.blank_lines:
+            said.append(f"{self.blank_lines:,} blank lines were skipped.")
+        return " ".join(said)
+
+
+def _rows(count: int) -> str:
+    return "row was" if count == 1 else "rows were"
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Examples in the order of the files, never empty. `notes`: a sentence per finding, as what was detected."""
+
+    examples: tuple[Example, ...]
+    ledger: Ledger
+    notes: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) tokens of each example."""
+        return np.array([len(example.input_ids) for example in self.examples], dtype=np.int64)
+
+    @cached_property
+    def target_counts(self) -> NDArray[np.int64]:
+        """(n,) targets of each example."""
+        return np.array([example.target_count for example in self.examples], dtype=np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over all lengths, tokens and masks, in order: what a resumed run must find unchanged."""
+        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
+        for example in self.examples:
+            digest.update(example.input_ids.astype("<i4").tobytes())
+            digest.update(example.trained.tobytes())
+        return digest.hexdigest()
+
+
+def load_dataset(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    task: str,
+    max_length: int,
+    on_too_long: OnTooLong,
+    chat_template: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Dataset:
+    """Read, check, render and cut all rows.
+
+    `max_length` in tokens; `chat_template` is a file that stands for the tokenizer's own template; `progress`
+    is called with (rows tokenised, rows in all). Raises MissingInputError for a file that is not there, and
+    DataError with every bad row, or where nothing is left to train on.
+    """
+    if on_too_long == "split" and task != "pretrain":
+        rule = f"split is for pretraining, and the task is {task}; use error, drop or truncate"
+        raise DataError("too long rows cannot be cut so:", [Problem("data.on_too_long", rule)])
+    template = read_chat_template(chat_template) if chat_template is not None else None
+    read = read_sources(sources, task)
+    rendered = render_rows(read.rows, tokenizer, template, progress)
+    whole = [Example(r.input_ids, r.trained, row.source) for r, row in zip(rendered, read.rows, strict=True)]
+    examples, ledger = _cut(whole, max_length, on_too_long)
+    kept = [example for example in examples if example.target_count > 0]
+    ledger = replace(
+        ledger,
+        examples=len(kept),
+        tokens=sum(len(example.input_ids) for example in kept),
+        trained_tokens=sum(example.target_count for example in kept),
+        blank_lines=read.blank_lines,
+        without_target=len(examples) - len(kept),
+    )
+    if not kept:
+        raise DataError("no rows are left to train on:", [Problem("data", _nothing_left(ledger, max_length))])
+    return Dataset(tuple(kept), ledger, read.notes)
+
+
+def _nothing_left(ledger: Ledger, max_length: int) -> str:
+    return (
+        f"of {ledger.rows} rows {ledger.dropped} were longer than data.max_length ({max_length} tokens) and dropped, "
+        f"{ledger.without_target} hold nothing to train on ({ledger.truncated} after truncation); "
+        "raise data.max_length or look at the rows"
+    )
+
+
+def _cut(
+    examples: Sequence[Example], max_length: int, on_too_long: OnTooLong
+) -> tuple[list[Example], Ledger]:
+    """The examples of at most `max_length` tokens, and how many rows were longer."""
+    ledger = Ledger(rows=len(examples), examples=0, tokens=0, trained_tokens=0)
+    too_long = [example for example in examples if len(example.input_ids) > max_length]
+    tokens = sum(len(example.input_ids) for example in too_long)
+    if not too_long:
+        return list(examples), ledger
+    if on_too_long == "error":
+        raise data_error([_too_long(e, max_length) for e in too_long], "row is too long", "rows are too long")
+    if on_too_long == "drop":
+        short = [example for example in examples if len(example.input_ids) <= max_length]
+        return short, replace(ledger, dropped=len(too_long), lost_tokens=tokens)
+    if on_too_long == "truncate":
+        ledger = replace(ledger, truncated=len(too_long), lost_tokens=tokens - max_length * len(too_long))
+        return [_piece(example, 0, max_length) for example in examples], ledger
+    pieces = [piece for example in examples for piece in _pieces(example, max_length)]
+    return pieces, replace(ledger, split=len(too_long))
+
+
+def _too_long(example: Example, max_length: int) -> Problem:
+    return Problem(
+        example.source,
+        f"{len(example.input_ids)} tokens, data.max_length is {max_length}; raise it, or choose data.on_too_long",
+    )
+
+
+def _piece(example: Example, start: int, stop: int) -> Example:
+    return Example(example.input_ids[start:stop], example.trained[start:stop], example.source)
+
+
+def _pieces(example: Example, max_length: int) -> list[Example]:
+    """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
+    starts = range(0, max(1, len(example.input_ids) - 1), max_length - 1)
+    return [_piece(example, start, start + max_length) for start in starts]

@@ -1,0 +1,286 @@
+"""From rows to tokens, and which of them are trained on.
+
+Takes rows and a tokenizer. Gives token ids and a mask of the same length. Touches nothing.
+
+Of a conversation the assistant's turns are trained on, with the token that ends them. Where the chat
+template marks them (`{% generation %}`), the marks are taken. Where it does not, a turn begins after the
+generation prompt, which is what the model is given when it is used: the template renders the messages before
+the turn with that prompt, and both the text and its tokens must begin the row. The turn ends where what the
+template writes after the content begins, found by rendering the row once more with another content; of that
+it holds everything up to the first special token. The row's own text is never searched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.sources import Message, Row, data_error
+from dsft.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_BATCH = 1000  # rows tokenised in one call
+_WAY_OUT = "give data.chat_template a template with {% generation %} marks around the assistant's turns"
+_MERGED = (
+    "turn {number}: the tokenizer makes one token of its border and what stands beside it, so the row shows what "
+    "the model would never see; let the content not begin with white space"
+)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """input_ids (T,) int32; trained (T,) bool."""
+
+    input_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template, with what is needed to find the assistant's turns in what it writes."""
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    end_of_turn: str
+    """What ends a turn, its last special token included; empty where the template has generation marks."""
+
+    @property
+    def is_marked(self) -> bool:
+        return _GENERATION.search(self.text) is not None
+
+    def render(
+        self, messages: Sequence[Message], *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the (start, stop) characters of what is marked in it.
+
+        Raises jinja2.TemplateError where the template refuses the messages.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
+        # annotated as -> str in transformers 5.23; it returns (texts, marks of each text)
+        result: Any = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.text,
+            return_assistant_tokens_mask=self.is_marked,
+            add_generation_prompt=prompt,
+            **special_tokens,
+        )
+        texts, marks = result
+        return texts[0], marks[0] if marks else []
+
+
+class _UnrenderableError(Exception):
+    """The reason alone; whoever catches it knows the row."""
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None = None) -> ChatTemplate:
+    """The template `text`, or the tokenizer's own. Raises DataError where there is none that can be used."""
+    text = text if text is not None else tokenizer.chat_template
+    if not isinstance(text, str):
+        raise _template_error(
+            "the tokenizer has no chat template"
+            if text is None
+            else "the tokenizer has several chat templates and none is chosen",
+            "name a Jinja file with data.chat_template, take the tokenizer of the model's chat version with "
+            "model.tokenizer, or train on text rows",
+        )
+    template = ChatTemplate(tokenizer, text, end_of_turn="")
+    return template if template.is_marked else replace(template, end_of_turn=_end_of_turn(template))
+
+
+def render_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    template_text: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Rendered]:
+    """Tokens and masks of all rows, in order.
+
+    `template_text` stands for the tokenizer's own chat template; `progress` is called with (rows done, rows
+    in all). Raises DataError with every row that the template refuses or whose assistant turns cannot be told
+    apart, and where the tokenizer has no template or no token that ends a text.
+    """
+    rendered: list[Rendered] = []
+    problems: list[Problem] = []
+    for is_text, group in groupby(rows, key=lambda row: row.messages is None):
+        group_rows = list(group)
+        template = None if is_text else chat_template(tokenizer, template_text)
+        for start in range(0, len(group_rows), _BATCH):
+            batch = group_rows[start : start + _BATCH]
+            if template is None:
+                rendered += _render_texts(batch, tokenizer)
+            else:
+                rendered += _render_conversations(batch, template, problems)
+            if progress is not None:
+                progress(len(rendered) + len(problems), len(rows))
+    if problems:
+        raise data_error(problems, "row that the chat template cannot render", "rows that it cannot render")
+    return rendered
+
+
+# --- texts ------------------------------------------------------------------------------------------------
+
+
+def _render_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
+    """What the tokenizer makes of the text, and the end of text. The first token has nothing before it to be
+    predicted from, so it is no target whatever its mask says."""
+    if tokenizer.eos_token_id is None:
+        problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
+        raise DataError("text rows cannot be made tokens of:", [problem])
+    rendered = []
+    for ids in _tokenize([row.text or "" for row in rows], tokenizer, add_special_tokens=True):
+        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+            ids = ids[1:]  # the text brought its own
+        if ids[-1:] != [tokenizer.eos_token_id]:
+            ids = [*ids, tokenizer.eos_token_id]
+        rendered.append(Rendered(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)))
+    return rendered
+
+
+def _tokenize(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded = tokenizer(
+        texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+    )
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+# --- conversations ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An assistant's turn: its number in the conversation, from 1, and the characters trained on."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def _render_conversations(
+    rows: Sequence[Row], template: ChatTemplate, problems: list[Problem]
+) -> list[Rendered]:
+    found: list[tuple[Row, str, list[_Turn]]] = []
+    for row in rows:
+        try:
+            found.append((row, *_turns(row.messages or (), template)))
+        except _UnrenderableError as error:
+            problems.append(Problem(row.source, str(error)))
+    # a template writes the beginning-of-text token itself
+    whole = _tokenize([text for _, text, _ in found], template.tokenizer, add_special_tokens=False)
+    cuts = [text[:end] for _, text, turns in found for turn in turns for end in (turn.start, turn.stop)]
+    before = iter(_tokenize(cuts, template.tokenizer, add_special_tokens=False))
+    rendered = []
+    for (row, _, turns), ids in zip(found, whole, strict=True):
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        bad = None
+        for turn, start, stop in [(turn, next(before), next(before)) for turn in turns]:
+            if ids[: len(start)] != start or ids[: len(stop)] != stop:
+                bad = bad or turn
+            trained[len(start) : len(stop)] = True
+        if bad is None:
+            rendered.append(Rendered(np.array(ids, dtype=np.int32), trained))
+        else:
+            problems.append(Problem(row.source, _MERGED.format(number=bad.number)))
+    return rendered
+
+
+def _turns(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
+    """The rendered conversation, and the assistant's turns in it."""
+    text, marks = _render(messages, template)
+    numbers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+    if not template.is_marked:
+        return text, [_turn(messages, number, text, template) for number in numbers]
+    if len(marks) != len(numbers):
+        raise _UnrenderableError(
+            f"the chat template marks {len(marks)} turns and the row has {len(numbers)} of the assistant"
+        )
+    return text, [_Turn(number, *mark) for number, mark in zip(numbers, marks, strict=True)]
+
+
+def _turn(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> _Turn:
+    """Where turn `number` stands in `text`, by what the template writes before and after its content."""
+    before, _ = _render(messages[: number - 1], template, prompt=True)
+    if not text.startswith(before):
+        raise _UnrenderableError(
+            f"turn {number}: the chat template does not write the turns before it as it writes them when the "
+            f"answer is asked for, so the row shows what the model would never see; {_WAY_OUT}"
+        )
+    start = len(before)
+    after = _after_content(messages, number, text, template)
+    stop = max(start, len(text) - len(after))
+    if not text.startswith(template.end_of_turn, stop):
+        raise _UnrenderableError(
+            f"turn {number}: the chat template does not end it with {template.end_of_turn!r} as it ends a last "
+            f"turn; {_WAY_OUT}"
+        )
+    return _Turn(number, start, stop + len(template.end_of_turn))
+
+
+def _after_content(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> str:
+    """What the template writes after the content of a turn: the end that stays when the content is another."""
+    content = messages[number - 1]["content"]
+    other = next(c for c in "0123" if c not in {content[-1:], content.rstrip()[-1:]})
+    changed = [*messages[: number - 1], {"role": "assistant", "content": other}, *messages[number:]]
+    return _common_end(text, _render(changed, template)[0])
+
+
+def _common_end(one: str, other: str) -> str:
+    return commonprefix([one[::-1], other[::-1]])[::-1]
+
+
+def _render(
+    messages: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    """As ChatTemplate.render, with the template's refusal as a reason."""
+    from jinja2 import TemplateError
+
+    try:
+        return template.render(messages, prompt=prompt)
+    except (TemplateError, TypeError) as error:
+        raise _UnrenderableError(f"the chat template refuses the row: {error}") from error
+
+
+# --- the template itself ----------------------------------------------------------------------------------
+
+
+def _end_of_turn(template: ChatTemplate) -> str:
+    """What stands after the content of a last turn, up to and including the first special token."""
+    question: Message = {"role": "user", "content": "0"}
+    answer: Message = {"role": "assistant", "content": "1"}
+    try:
+        text, _ = _render([question, answer], template)
+        after = _after_content([question, answer], 2, text, template)
+    except _UnrenderableError as error:
+        raise _template_error(str(error), _WAY_OUT) from error
+    added = (token.content for token in template.tokenizer.added_tokens_decoder.values())
+    known = {*added, *template.tokenizer.all_special_tokens}
+    names = sorted((re.escape(name) for name in known if name.strip()), key=len, reverse=True)
+    found = re.search("|".join(names), after) if names else None
+    if found is None:
+        wrote = (
+            f"ends an assistant's turn with {after!r}, in which" if after else "writes nothing after a turn;"
+        )
+        raise _template_error(
+            f"the chat template {wrote} no special token of this tokenizer stands, so generation could not stop",
+            f"take the tokenizer that the template was made for, or {_WAY_OUT}",
+        )
+    return after[: found.end()]
+
+
+def _template_error(reason: str, way_out: str) -> DataError:
+    return DataError("conversations cannot be rendered:", [Problem("chat template", f"{reason}; {way_out}")])

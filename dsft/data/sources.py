@@ -1,0 +1,296 @@
+"""From files of rows to rows with a meaning: text, or a conversation.
+
+Takes the spec's sources. Gives every row with the place it stands at, and what was found out about each
+file. Reads the files. Every bad row is named before any is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsft.data import builtin
+from dsft.data.json_rows import JsonRows, kind, read_json_rows
+from dsft.errors import DataError, MissingInputError, Problem
+
+MAX_SHOWN = 20
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "alpaca": ("instruction", "output", "input", "system", "history"),
+    "text": ("text",),
+}
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+TASK_FORMATS: Mapping[str, tuple[str, ...]] = {"sft": ("messages", "alpaca", "text"), "pretrain": ("text",)}
+ROLES = ("system", "user", "assistant", "tool")
+
+Message = Mapping[str, str]
+"""{"role": one of ROLES, "content": text}, as chat templates take it."""
+
+
+class Source(Protocol):
+    """What is read of a `data.train` or `data.eval` entry."""
+
+    @property
+    def path(self) -> Any: ...
+    @property
+    def format(self) -> str | None: ...
+    @property
+    def columns(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """`source` is "file:line"; exactly one of `text` and `messages` is there."""
+
+    source: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of all sources, in the order of the spec and of the files. `notes`: one sentence per finding."""
+
+    rows: tuple[Row, ...]
+    blank_lines: int
+    notes: tuple[str, ...]
+
+
+class _BadRowError(Exception):
+    """The reason alone; whoever catches it knows the place."""
+
+
+def read_sources(sources: Sequence[Source], task: str) -> Rows:
+    """Read and check every row of every source.
+
+    Raises MissingInputError for a file that is not there, DataError with the bad rows of all files (the first
+    20 in full), or where no row is left.
+    """
+    problems: list[Problem] = []
+    read = [_read_source(source, task, problems) for source in sources]
+    if problems:
+        raise data_error(problems, "bad row", "bad rows")
+    rows = Rows(
+        rows=tuple(row for part in read for row in part.rows),
+        blank_lines=sum(part.blank_lines for part in read),
+        notes=tuple(note for part in read for note in part.notes),
+    )
+    if not rows.rows:
+        names = ", ".join(str(source.path) for source in sources) or "no file given"
+        raise DataError("no rows to train on:", [Problem(names, "holds no row; give a file with rows")])
+    return rows
+
+
+def data_error(problems: Sequence[Problem], one: str, many: str) -> DataError:
+    """All problems up to MAX_SHOWN in full, the rest as a number."""
+    title = f"{len(problems)} {one if len(problems) == 1 else many}:"
+    shown = list(problems[:MAX_SHOWN])
+    rest = len(problems) - len(shown)
+    if rest:
+        shown.append(Problem(f"… and {rest} more", f"the first {MAX_SHOWN} are shown"))
+    return DataError(title, shown)
+
+
+def _read_source(source: Source, task: str, problems: list[Problem]) -> Rows:
+    name = str(source.path)
+    read = _objects(name)
+    problems += [Problem(f"{name}:{line}", reason) for line, reason in read.mistakes]
+    notes = [f"{name}: a byte order mark at the start was skipped"] if read.has_byte_order_mark else []
+    if not read.objects:
+        return Rows((), read.blank_lines, tuple(notes))
+    try:
+        _check_columns(source)
+        objects = [(line, _renamed(row, source.columns)) for line, row in read.objects]
+        format_name, reason = _format(source, objects, task)
+    except _BadRowError as error:
+        problems.append(Problem(f"{name}:{read.objects[0][0]}", str(error)))
+        return Rows((), read.blank_lines, tuple(notes))
+    rows = []
+    for line, row in objects:
+        try:
+            _check_keys(row, format_name, source.columns, objects[0][0])
+            rows.append(_CONVERT[format_name](f"{name}:{line}", row))
+        except _BadRowError as error:
+            problems.append(Problem(f"{name}:{line}", str(error)))
+    return Rows(tuple(rows), read.blank_lines, (*notes, f"{name}: {reason}"))
+
+
+def _objects(name: str) -> JsonRows:
+    """The rows of a file or of dsft's own code, not yet looked into."""
+    if name.startswith(builtin.PREFIX):
+        return _builtin_objects(name)
+    path = Path(name)
+    if not path.exists():
+        raise MissingInputError(
+            f"data {name}: there is no such file; paths are relative to the working folder"
+        )
+    if not path.is_file():
+        raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
+    if path.suffix not in (".json", ".jsonl", ".ndjson"):
+        raise MissingInputError(
+            f"data {name}: {path.suffix or 'no ending'} is not a format that is read; give a .jsonl or .json file"
+        )
+    try:
+        return read_json_rows(path)
+    except OSError as error:
+        raise MissingInputError(
+            f"data {name}: cannot be read ({error.strerror}); check its rights"
+        ) from error
+
+
+def _builtin_objects(name: str) -> JsonRows:
+    try:
+        rows = builtin.builtin_rows(name.removeprefix(builtin.PREFIX))
+    except KeyError as error:
+        known = " and ".join(builtin.PREFIX + known for known in builtin.NAMES)
+        raise MissingInputError(f"data {name}: there are no such rows in dsft; it has {known}") from error
+    return JsonRows(tuple(enumerate(rows, start=1)), (), 0, False)
+
+
+# --- which format -----------------------------------------------------------------------------------------
+
+
+def _check_columns(source: Source) -> None:
+    names = COLUMNS.get(source.format or "", sum(COLUMNS.values(), ()))
+    for ours in source.columns:
+        if ours not in names:
+            raise _BadRowError(
+                f'columns has "{ours}"; what can be renamed is {_listed(names)} (ours: theirs)'
+            )
+
+
+def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row under our names. A column of ours that `columns` takes from elsewhere never stands for itself."""
+    kept = {key: value for key, value in row.items() if key not in columns}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def _format(source: Source, objects: Sequence[tuple[int, dict[str, Any]]], task: str) -> tuple[str, str]:
+    """The format of a file and why, checked against what the task takes."""
+    name = source.format
+    if name is not None and name not in COLUMNS:
+        raise _BadRowError(f'format "{name}" is not read; the formats are {", ".join(COLUMNS)}')
+    reason = f"read as {name}: the spec says so"
+    if name is None:
+        name = _detected(objects[0][1])
+        reason = f"detected {name}: every row has {_listed(REQUIRED[name])}"
+    taken = TASK_FORMATS[task]
+    if name not in taken:
+        raise _BadRowError(
+            f"{name} rows, and task {task} takes {', '.join(taken)}; change the task or the file"
+        )
+    return name, reason
+
+
+def _matches(row: Mapping[str, Any]) -> list[str]:
+    return [name for name, required in REQUIRED.items() if all(key in row for key in required)]
+
+
+def _detected(row: Mapping[str, Any]) -> str:
+    matches = _matches(row)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise _BadRowError(f"fits {' and '.join(matches)}; say which with format: {matches[0]}")
+    formats = "; ".join(f"{name} needs {_listed(required)}" for name, required in REQUIRED.items())
+    raise _BadRowError(
+        f"no format fits the keys {_listed(row)}: {formats}; name yours with columns: {{ours: theirs}}"
+    )
+
+
+def _check_keys(
+    row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], first_line: int
+) -> None:
+    """A row that lacks what its file's format needs."""
+    missing = [key for key in REQUIRED[format_name] if key not in row]
+    if not missing:
+        return
+    others = [name for name in _matches(row) if name != format_name]
+    if others:
+        raise _BadRowError(
+            f"a row of {others[0]}, and line {first_line} is {format_name}; a file holds rows of one format"
+        )
+    theirs = [columns.get(key, key) for key in missing]
+    raise _BadRowError(f"{_listed(theirs)} is missing; the row has {_listed(row) or 'no keys'}")
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+# --- from an object to a row ------------------------------------------------------------------------------
+
+
+def _string(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _BadRowError(f'"{name}" is {kind(value)}; it must be a string')
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _BadRowError(
+            f'"{name}" holds half of a surrogate pair at character {error.start + 1}, which is no text'
+        ) from None
+    return value
+
+
+def _text(source: str, row: Mapping[str, Any]) -> Row:
+    return Row(source, text=_string(row["text"], "text"))
+
+
+def _conversation(source: str, row: Mapping[str, Any]) -> Row:
+    listed = row["messages"]
+    if not isinstance(listed, list):
+        raise _BadRowError(f'"messages" is {kind(listed)}; it must be a list of role and content')
+    messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(listed))
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _BadRowError('"messages" has no assistant turn, so there is nothing to train on')
+    return Row(source, messages=messages)
+
+
+def _message(message: object, name: str) -> Message:
+    if not isinstance(message, dict):
+        raise _BadRowError(f'"{name}" is {kind(message)}; it must be an object with role and content')
+    missing = [key for key in ("role", "content") if key not in message]
+    if missing:
+        has = _listed(message) or "no keys"
+        raise _BadRowError(f'"{missing[0]}" is missing in "{name}", which has {has}')
+    unknown = [key for key, value in message.items() if key not in ("role", "content") and value is not None]
+    if unknown:
+        raise _BadRowError(f'"{name}" has "{unknown[0]}"; only role and content are read so far')
+    role = _string(message["role"], f"{name}.role")
+    if role not in ROLES:
+        raise _BadRowError(f'"{name}.role" is "{role[:40]}"; the roles are {", ".join(ROLES)}')
+    return {"role": role, "content": _string(message["content"], f"{name}.content")}
+
+
+def _alpaca(source: str, row: Mapping[str, Any]) -> Row:
+    if row.get("history"):
+        raise _BadRowError('"history" is not read yet; put the earlier turns into "messages"')
+    given = {key: _string(row[key], key) for key in COLUMNS["alpaca"][:4] if row.get(key) is not None}
+    for key in REQUIRED["alpaca"]:
+        if key not in given:
+            raise _BadRowError(f'"{key}" is null; it must be a string')
+    question = given["instruction"]
+    if given.get("input"):
+        question = f"{question}\n\n{given['input']}"
+    system: tuple[Message, ...] = (
+        ({"role": "system", "content": given["system"]},) if given.get("system") else ()
+    )
+    turns: tuple[Message, ...] = (
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": given["output"]},
+    )
+    return Row(source, messages=system + turns)
+
+
+_CONVERT: Mapping[str, Callable[[str, Mapping[str, Any]], Row]] = {
+    "messages": _conversation,
+    "alpaca": _alpaca,
+    "text": _text,
+}

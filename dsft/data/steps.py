@@ -1,0 +1,134 @@
+"""Which examples a step holds, and which of them a rank computes.
+
+Takes a dataset, the batch sizes, a data-parallel rank and a seed. Gives steps of micro-batches. Touches
+nothing: a step is a pure function of (data, seed, epoch, step), so any of them can be made at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.data.dataset import Dataset, Example
+
+EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+
+
+class BatchSizes(Protocol):
+    """What is read of the plan's batch sizes."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def data_parallel(self) -> int: ...
+
+
+class TrainSteps:
+    """The steps of training, for one data-parallel rank.
+
+    An epoch holds every example once: ceil(examples ÷ global_batch_size) steps, of which the last may be
+    shorter. Every rank has the same number of micro-batches in a step.
+    """
+
+    def __init__(self, dataset: Dataset, batch: BatchSizes, data_rank: int, seed: int, pad_id: int) -> None:
+        self._dataset, self._batch = dataset, batch
+        self._data_rank, self._seed, self._pad_id = data_rank, seed, pad_id
+        self.steps_per_epoch = -(-len(dataset) // batch.global_batch_size)
+
+    def step(self, index: int) -> GlobalStep:
+        """Step `index` of the run, from 0, through any number of epochs."""
+        epoch, position = divmod(index, self.steps_per_epoch)
+        size, count = self._batch.global_batch_size, len(self._dataset)
+        ids = epoch_order(count, self._seed, epoch)[position * size : (position + 1) * size]
+        return GlobalStep(
+            micro_batches=_micro_batches(self._dataset, ids, self._batch, self._data_rank, self._pad_id),
+            counts=_counts(self._dataset, ids),
+            num_tokens=int(self._dataset.lengths[ids].sum()),
+            epoch=epoch + min((position + 1) * size, count) / count,
+            example_ids=tuple(ids.tolist()),
+        )
+
+
+def evaluation(
+    dataset: Dataset, batch: BatchSizes, data_rank: int, pad_id: int
+) -> tuple[tuple[MicroBatch, ...], Mapping[str, int]]:
+    """The whole held-out set, dealt like one step: this rank's micro-batches and the global counts."""
+    ids = np.arange(len(dataset))
+    return _micro_batches(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+
+
+# --- the order of an epoch --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of range(count), (count,), the same with every version of every library.
+
+    The examples are sorted by a hash of (seed, epoch, index); equal hashes stay in order.
+    """
+    key: NDArray[np.uint64] = np.array([seed % 2**64], dtype=np.uint64)
+    for number in (np.uint64(epoch), np.arange(count, dtype=np.uint64)):
+        key = _splitmix64(key) + number
+    order = np.argsort(_splitmix64(key), kind="stable")
+    order.flags.writeable = False  # shared by all who ask
+    return order
+
+
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output of the SplitMix64 generator for each state (Steele, Lea and Flood 2014), modulo 2^64."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+# --- dealing ----------------------------------------------------------------------------------------------
+
+
+def deal(
+    lengths: NDArray[np.int64], micro_batch_size: int, data_parallel: int, data_rank: int
+) -> list[NDArray[np.int64]]:
+    """The positions in a step that each micro-batch of one rank holds; some are empty at the end.
+
+    Longest first, so that the micro-batches that all ranks compute together hold rows of about one length:
+    the n-th `data_parallel` × `micro_batch_size` of them make the n-th micro-batch, dealt like cards.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    together = data_parallel * micro_batch_size
+    return [order[i : i + together][data_rank::data_parallel] for i in range(0, len(order), together)]
+
+
+def _micro_batches(
+    dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, data_rank: int, pad_id: int
+) -> tuple[MicroBatch, ...]:
+    hands = deal(dataset.lengths[ids], batch.micro_batch_size, batch.data_parallel, data_rank)
+    return tuple(collate([dataset.examples[i] for i in ids[hand]], pad_id) for hand in hands)
+
+
+def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
+    return {"tokens": int(dataset.target_counts[ids].sum())}
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> MicroBatch:
+    """Rows of the longest example's length, padded on the right; without examples one row without targets."""
+    rows = max(1, len(examples))
+    length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
+    input_ids = np.full((rows, length), pad_id, dtype=np.int64)
+    targets = np.full((rows, length), NO_TARGET, dtype=np.int64)
+    for row, example in enumerate(examples):
+        n = len(example.input_ids)
+        input_ids[row, :n] = example.input_ids
+        targets[row, : n - 1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.arange(length).repeat(rows, 1),
+        targets=torch.from_numpy(targets),
+    )

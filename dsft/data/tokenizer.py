@@ -1,0 +1,121 @@
+"""Tokenizers: read from a folder or the hub, or built here from the 256 bytes.
+
+Takes a name or a path. Gives a transformers tokenizer. Reads the folder, or the hub through transformers,
+which is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsft.errors import MissingInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD_TOKEN = "<|pad|>"
+TURN_START_TOKEN = "<|im_start|>"
+TURN_END_TOKEN = "<|im_end|>"
+SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
+BYTE_LEVEL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+"""Byte b is token b; the special tokens follow."""
+
+# ChatML; the generation block marks what is trained on: the assistant's content and the end of its turn.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+        {{- message['content'] + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local folder, or of a hub id. Code that comes with it is never run.
+
+    Raises MissingInputError where there is none, or none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
+
+
+def _no_tokenizer(name: str, error: Exception) -> str:
+    folder = Path(name)
+    if folder.is_file():
+        return f"tokenizer {name}: this is a file; give the folder that holds it"
+    if folder.is_dir():
+        reason = str(error).strip().split("\n")[0]
+        return f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); \
+model.tokenizer names another"
+    if folder.is_absolute() or name.startswith((".", "~")):
+        return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"
+    return f"tokenizer {name}: no such folder here, and not to be had from the hub (its cache included); \
+correct the name, download it first, or log in where it is gated"
+
+
+def read_chat_template(path: str | Path) -> str:
+    """The Jinja text of `data.chat_template`. Raises MissingInputError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise MissingInputError(
+            f"data.chat_template {path}: cannot be read ({reason}); give a file with a Jinja chat template"
+        ) from error
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills short rows. It is never a target and stands after all that is, so any will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of 256 bytes and the special tokens, built without any file.
+
+    Text -> ids -> text is the identity for every text. `save_pretrained` writes a Hugging Face folder.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    letters = _byte_letters()
+    model: Any = models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
+    backend: Any = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    return tokenizer_class(  # type: ignore[no-any-return]
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=TURN_END_TOKEN,
+        additional_special_tokens=[TURN_START_TOKEN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that stands for each byte in byte-level vocabularies, in the order of the bytes.
+
+    Printable bytes stand for themselves, the others for the letters from U+0100 on, as in GPT-2's encoder.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
