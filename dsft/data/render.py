@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_EXCERPT = 30  # characters shown of a rendered row
 _BATCH = 1000  # rows tokenised in one call
 _WAY_OUT = "give data.chat_template a template with {% generation %} marks around the assistant's turns"
 _MERGED = (
-    "turn {number}: the tokenizer makes one token of its border and what stands beside it, so the row shows what "
-    "the model would never see; let the content not begin with white space"
+    "{name}: the tokenizer makes one token of its first or last characters and what the template writes beside "
+    "them, which the model would never be given; let the content not begin with white space"
 )
 
 
@@ -89,9 +90,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None = None) -
     text = text if text is not None else tokenizer.chat_template
     if not isinstance(text, str):
         raise _template_error(
-            "the tokenizer has no chat template"
-            if text is None
-            else "the tokenizer has several chat templates and none is chosen",
+            "the tokenizer has none" if text is None else "the tokenizer has several and none is chosen",
             "name a Jinja file with data.chat_template, take the tokenizer of the model's chat version with "
             "model.tokenizer, or train on text rows",
         )
@@ -164,9 +163,9 @@ def _tokenize(
 
 @dataclass(frozen=True)
 class _Turn:
-    """An assistant's turn: its number in the conversation, from 1, and the characters trained on."""
+    """An assistant's turn or a marked part: what an error calls it, and the characters trained on."""
 
-    number: int
+    name: str
     start: int
     stop: int
 
@@ -195,30 +194,28 @@ def _render_conversations(
         if bad is None:
             rendered.append(Rendered(np.array(ids, dtype=np.int32), trained))
         else:
-            problems.append(Problem(row.source, _MERGED.format(number=bad.number)))
+            problems.append(Problem(row.source, _MERGED.format(name=bad.name)))
     return rendered
 
 
 def _turns(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
     """The rendered conversation, and the assistant's turns in it."""
     text, marks = _render(messages, template)
+    if template.is_marked:
+        return text, [_Turn(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
     numbers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
-    if not template.is_marked:
-        return text, [_turn(messages, number, text, template) for number in numbers]
-    if len(marks) != len(numbers):
-        raise _UnrenderableError(
-            f"the chat template marks {len(marks)} turns and the row has {len(numbers)} of the assistant"
-        )
-    return text, [_Turn(number, *mark) for number, mark in zip(numbers, marks, strict=True)]
+    return text, [_turn(messages, number, text, template) for number in numbers]
 
 
 def _turn(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> _Turn:
     """Where turn `number` stands in `text`, by what the template writes before and after its content."""
     before, _ = _render(messages[: number - 1], template, prompt=True)
     if not text.startswith(before):
+        same = len(commonprefix([text, before]))
+        asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
         raise _UnrenderableError(
-            f"turn {number}: the chat template does not write the turns before it as it writes them when the "
-            f"answer is asked for, so the row shows what the model would never see; {_WAY_OUT}"
+            f"turn {number}: the chat template writes {asked!r} when this answer is asked for and {stands!r} in "
+            f"the row, so the model would learn from what it is never given; {_WAY_OUT}"
         )
     start = len(before)
     after = _after_content(messages, number, text, template)
@@ -228,7 +225,7 @@ def _turn(messages: Sequence[Message], number: int, text: str, template: ChatTem
             f"turn {number}: the chat template does not end it with {template.end_of_turn!r} as it ends a last "
             f"turn; {_WAY_OUT}"
         )
-    return _Turn(number, start, stop + len(template.end_of_turn))
+    return _Turn(f"turn {number}", start, stop + len(template.end_of_turn))
 
 
 def _after_content(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> str:
@@ -272,11 +269,13 @@ def _end_of_turn(template: ChatTemplate) -> str:
     names = sorted((re.escape(name) for name in known if name.strip()), key=len, reverse=True)
     found = re.search("|".join(names), after) if names else None
     if found is None:
-        wrote = (
-            f"ends an assistant's turn with {after!r}, in which" if after else "writes nothing after a turn;"
-        )
+        reason = "writes nothing after an assistant's turn"
+        if after:
+            reason = (
+                f"ends an assistant's turn with {after!r}, which holds no special token of this tokenizer"
+            )
         raise _template_error(
-            f"the chat template {wrote} no special token of this tokenizer stands, so generation could not stop",
+            f"{reason}, so a model trained on it would not know how to stop",
             f"take the tokenizer that the template was made for, or {_WAY_OUT}",
         )
     return after[: found.end()]
