@@ -1,0 +1,79 @@
+"""The script that a launcher starts on every rank: one spec, from YAML to an exported model.
+
+    deepspeed --hostfile hostfiles/two_nodes dsft/train.py [SPEC] [key=value …] [--deepspeed_config FILE]
+
+Without SPEC it runs specs/quickstart.yaml, which trains on any world it finds. What can be wrong with the
+spec or the world is said here, in the first second, before torch and deepspeed are imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    # A script's own folder comes first on the path, where dsft's modules would shadow others; and a launcher
+    # on one host passes no PYTHONPATH.
+    sys.path[0] = str(ROOT)
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from dsft.errors import DsftError
+from dsft.launch.environment import Launched, detect
+from dsft.launch.promise import check_promise
+from dsft.plan.batch import batch_sizes
+from dsft.plan.config_file import merge_config_file
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import layout
+from dsft.spec.load import load_spec
+
+QUICKSTART = ROOT / "specs" / "quickstart.yaml"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone."""
+    try:
+        train(parse(arguments), detect(os.environ), [sys.argv[0], *arguments])
+    except DsftError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dsft/train.py", description="Train the model that SPEC describes.")
+    parser.add_argument("words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then values that replace its own")
+    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="a DeepSpeed JSON that decides how to train")
+    parser.add_argument("--strict", action="store_true", help="refuse a DeepSpeed JSON that contradicts the spec")
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher; LOCAL_RANK says it
+    options = parser.parse_intermixed_args(arguments)
+    has_spec = bool(options.words) and "=" not in options.words[0]
+    options.spec = Path(options.words[0]) if has_spec else QUICKSTART
+    options.overrides = options.words[has_spec:]
+    return options
+
+
+def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:
+    spec = load_spec(options.spec, options.overrides)
+    check_promise(spec.cluster.hosts if spec.cluster else None, launched)
+    places = layout(spec.parallel, launched.world_size)
+    batch = batch_sizes(spec.train, places.data_parallel)
+    notes: tuple[str, ...] = ()
+    if options.deepspeed_config is None:
+        config = deepspeed_config(spec, batch)
+    else:
+        merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
+        spec, config, notes = merged.spec, merged.config, merged.notes
+
+    from dsft.job import Job, run  # torch and deepspeed are imported from here on
+
+    run(Job(spec, batch, config, notes, launched, places, command))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
