@@ -1,8 +1,8 @@
 """What a spec may say: frozen models, one per section, each key with a sentence and its unit.
 
-Takes plain mappings (`dsft.spec.load` reads the file), gives `Spec`. Touches nothing: no file, no host, no torch.
-A default written here is the value that the run uses; nothing is "auto" except where a key says so. Keys whose
-feature is not built yet are here already; `dsft.spec.rules` refuses their values in one sentence.
+Takes plain mappings (`dsft.spec.load` reads the file), gives `Spec`. Touches no file, no host, no torch.
+A default written here is the value that the run uses. Keys whose feature is not built yet are here already;
+`dsft.spec.rules` refuses their values in one sentence.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Model(Section):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="Hub id or folder of the tokenizer; by default the model's own, for from_config a byte-level one made by dsft.",
+        description="Hub id or folder; by default the model's own, or a byte-level one for from_config.",
     )
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = Field(default="auto", description="Attention implementation of transformers; auto takes sdpa.")
     gradient_checkpointing: bool = Field(
         default=False,
-        description="Recompute each layer's activations in the backward pass instead of keeping them in memory.",
+        description="Recompute each layer's activations in the backward pass to save memory.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
@@ -88,7 +88,7 @@ class Source(Section):
 
     path: str = Field(
         min_length=1,
-        description="JSONL or JSON file, relative to the working folder; or builtin:quickstart, builtin:quickstart-heldout.",
+        description="JSONL or JSON file, or builtin:quickstart, builtin:quickstart-heldout.",
     )
     format: Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference"] | None = (
         Field(default=None, description="What a row is; detected from its keys and printed when not given.")
@@ -120,7 +120,7 @@ class Data(Section):
     max_length: int = Field(default=2048, ge=2, description="Longest row, in tokens.")
     on_too_long: Literal["error", "drop", "truncate", "split"] = Field(
         default="error",
-        description="What happens to a row over max_length; split cuts a text into several rows (pretraining only).",
+        description="What happens to a row over max_length; split makes several rows of it (pretraining).",
     )
     packing: bool = Field(
         default=False,
@@ -168,7 +168,7 @@ class Dpo(Section):
     )
     reference: Literal["precomputed", "live", "adapter"] = Field(
         default="precomputed",
-        description="Where the reference's log-probabilities come from: disk, a second engine, or the adapter off.",
+        description="Source of the reference's log-probabilities: disk, a second engine, or the adapter off.",
     )
     reference_model: str | None = Field(
         default=None, min_length=1, description="Hub id or folder of the reference; by default the model."
@@ -176,7 +176,7 @@ class Dpo(Section):
     sft_weight: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the next-token loss on chosen answers, added to the preference loss.",
+        description="Weight of the added next-token loss on chosen answers.",
     )
     simpo_gamma: float = Field(
         default=0.5, ge=0, description="Target margin of simpo, in units of the reward."
@@ -201,7 +201,7 @@ class Parallel(Section):
         default=1,
         ge=0,
         le=3,
-        description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.",
+        description="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
     )
     pipeline_stages: int = Field(
         default=1, ge=1, description="Number of groups that the layers are cut into, one after the other."
@@ -239,12 +239,12 @@ class Train(Section):
     eval_every: int | None = Field(
         default=None,
         ge=1,
-        description="Optimizer steps between evaluations; by default only at the end, where there is data.eval.",
+        description="Optimizer steps between evaluations of data.eval; by default only one, at the end.",
     )
     log_every: int = Field(default=1, ge=1, description="Optimizer steps between lines of metrics.")
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16",
-        description="Type of the weights in forward and backward; bf16 keeps fp32 master weights and moments.",
+        description="Type of weights in forward and backward; bf16 keeps fp32 master weights and moments.",
     )
     reduce_dtype: Literal["fp32", "bf16"] | None = Field(
         default=None, description="Type in which gradients are summed over ranks; by default fp32."
@@ -258,7 +258,7 @@ class Train(Section):
     max_consecutive_nonfinite: int = Field(
         default=3,
         ge=1,
-        description="Steps in a row with an infinite or NaN gradient (none is applied) after which the run stops.",
+        description="Steps in a row with an infinite or NaN gradient (never applied) that stop the run.",
     )
     neftune_alpha: float | None = Field(
         default=None, gt=0, description="Scale of the noise added to embeddings in training."
@@ -281,6 +281,9 @@ class OptimGroup(Section):
 Schedule = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr"
 ]
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optim(Section):
@@ -311,14 +314,14 @@ class Optim(Section):
         le=1,
         description="Last learning rate of cosine_with_min_lr, as a fraction of learning_rate.",
     )
-    betas: Annotated[tuple[float, float], Listed] = Field(
+    betas: Annotated[tuple[Beta, Beta], Listed] = Field(
         default=(0.9, 0.999), description="Decay per step of adamw's first and second moment."
     )
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of adamw's second moment.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the last update that sgd keeps.")
     scale_with_batch: Literal["none", "linear", "sqrt"] = Field(
         default="none",
-        description="How learning_rate grows with the global batch when the number of ranks differs from the spec's.",
+        description="How learning_rate grows with a global batch other than the spec's.",
     )
     groups: Annotated[tuple[OptimGroup, ...], Listed] = Field(
         default=(), description="Parameters with a learning rate or decay of their own."
@@ -326,7 +329,7 @@ class Optim(Section):
 
 
 class Checkpoint(Section):
-    """When the training state is written, how much of it stays, where a run begins. One is always written at the end."""
+    """When the training state is written and how much of it stays; the end of a run is always written."""
 
     every: int | None = Field(
         default=200, ge=1, description="Optimizer steps between checkpoints; null writes one at the end only."
@@ -337,7 +340,7 @@ class Checkpoint(Section):
     resume: str = Field(
         default="auto",
         min_length=1,
-        description="auto goes on from the newest whole checkpoint, never refuses a folder that holds one, else the path of a checkpoint.",
+        description="auto goes on from the newest checkpoint, never refuses a folder with one; or a path.",
     )
     keep_best: int | None = Field(
         default=None, ge=1, description="Checkpoints with the lowest evaluation loss that stay too."
@@ -354,7 +357,7 @@ class Accelerator(Section):
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="Peak of one device at the run's precision, in 10^12 operations a second.",
+        description="Peak of one device at the run's precision, in 10^12 operations per second.",
     )
 
 
@@ -404,7 +407,7 @@ class Spec(Section):
 
     name: str = Field(
         pattern=NAME_PATTERN,
-        description="Name of the run and of its folder: letters, digits, '.', '_' and '-', at most 100.",
+        description="Name of the run and its folder: letters, digits, '.', '_', '-', at most 100.",
     )
     task: Literal["sft", "pretrain", "dpo"] = Field(
         description="What is learned: answers in conversations, plain text, or preferences."

@@ -1,0 +1,202 @@
+"""Values that are fine by themselves and wrong together. Pure; the files that a spec names are `files`' part.
+
+Takes a spec, and the model's config.json as a mapping where there is one; gives findings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+from dsft.spec.document import shown
+from dsft.spec.finding import Finding
+from dsft.spec.hosts import is_host
+from dsft.spec.schema import Schedule, Spec
+
+_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_MODEL = ("model.name_or_path", "model.from_config")
+
+WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
+
+
+def combinations(spec: Spec) -> Iterator[Finding]:
+    """Everything that the spec alone tells."""
+    for check in _CHECKS:
+        yield from check(spec)
+
+
+def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the model's config tells: its positions, and what a pipeline needs."""
+    positions = config.get("max_position_embeddings")
+    if _is_count(positions) and spec.data.max_length > positions:
+        message = f"{spec.data.max_length} tokens are more than the model's {positions} positions"
+        reads = ("data.max_length", *_MODEL)
+        yield Finding(("data", "max_length"), f"{message}; set it to {positions} or less", reads)
+    if spec.parallel.pipeline_stages > 1:
+        yield from _pipeline_findings(spec.parallel.pipeline_stages, config)
+
+
+def _pipeline_findings(stages: int, config: Mapping[str, Any]) -> Iterator[Finding]:
+    path, reads = ("parallel", "pipeline_stages"), ("parallel.pipeline_stages", *_MODEL)
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind != "llama":
+        message = f"{stages} stages of a {shown(kind)} model are not built yet, only of llama; set it to 1"
+        yield Finding(path, message, reads)
+    if config.get("tie_word_embeddings") is True:
+        message = f"{stages} stages of a model with tied embeddings are not built yet; set it to 1"
+        yield Finding(path, message, reads)
+    layers = config.get("num_hidden_layers")
+    if _is_count(layers) and stages > layers:
+        message = f"{stages} stages are more than the model's {layers} layers; set it to {layers} or less"
+        yield Finding(path, message, reads)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _model(spec: Spec) -> Iterator[Finding]:
+    name, config = spec.model.name_or_path, spec.model.from_config
+    if name is None and config is None:
+        yield Finding(
+            ("model",), "there is no model; give name_or_path, or from_config for fresh weights", reads
+        )
+    if name is not None and config is not None:
+        yield Finding(("model",), "both name_or_path and from_config are given; keep one of the two", _MODEL)
+    if config is not None and not isinstance(config.get("model_type"), str):
+        message = "model_type is missing, a transformers config needs it; write it, such as model_type: llama"
+        yield Finding(("model", "from_config"), message, ("model.from_config",))
+
+
+def _batch(spec: Spec) -> Iterator[Finding]:
+    train = spec.train
+    sizes = {
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "accumulation_steps": train.accumulation_steps,
+    }
+    given = {key: size for key, size in sizes.items() if size is not None}
+    reads = tuple(f"train.{key}" for key in sizes)
+    if len(given) < 2:
+        values = " and ".join(f"{key} {size}" for key, size in given.items()) or "none"
+        rule = (
+            "two of global_batch_size, micro_batch_size and accumulation_steps are needed, the third follows"
+        )
+        missing = " or ".join(key for key in sizes if key not in given)
+        way_out = "give micro_batch_size and accumulation_steps" if not given else f"add {missing}"
+        yield Finding(("train",), f"{values} of the batch sizes is given; {rule}: {way_out}", reads)
+
+
+def _warmup(spec: Spec) -> Iterator[Finding]:
+    optim = spec.optim
+    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
+        message = f"{optim.warmup_ratio} stands beside warmup_steps {optim.warmup_steps}; keep one of the two"
+        yield Finding(("optim", "warmup_ratio"), message, ("optim.warmup_steps", "optim.warmup_ratio"))
+    for key, value in (("warmup_steps", optim.warmup_steps), ("warmup_ratio", optim.warmup_ratio)):
+        if value and optim.lr_scheduler_type in WITHOUT_WARMUP:
+            message = f"{value} has no effect with lr_scheduler_type constant; use constant_with_warmup"
+            yield Finding(("optim", key), message, (f"optim.{key}", "optim.lr_scheduler_type"))
+
+
+def _schedule(spec: Spec) -> Iterator[Finding]:
+    optim, reads = spec.optim, ("optim.min_lr_ratio", "optim.lr_scheduler_type")
+    if optim.lr_scheduler_type == "cosine_with_min_lr" and optim.min_lr_ratio is None:
+        yield Finding(
+            ("optim", "lr_scheduler_type"),
+            "'cosine_with_min_lr' needs min_lr_ratio; give it, such as 0.1",
+            reads,
+        )
+    if optim.lr_scheduler_type != "cosine_with_min_lr" and optim.min_lr_ratio is not None:
+        message = f"{optim.min_lr_ratio} has no effect with lr_scheduler_type {optim.lr_scheduler_type}"
+        yield Finding(("optim", "min_lr_ratio"), f"{message}; use cosine_with_min_lr or leave it out", reads)
+
+
+def _optimizer(spec: Spec) -> Iterator[Finding]:
+    if spec.optim.name == "adamw" and spec.optim.momentum:
+        message = (
+            f"{spec.optim.momentum} has no effect with adamw, whose first moment is betas[0]; leave it out"
+        )
+        yield Finding(("optim", "momentum"), message, ("optim.momentum", "optim.name"))
+
+
+def _data(spec: Spec) -> Iterator[Finding]:
+    if spec.data.on_too_long == "split" and spec.task != "pretrain":
+        message = f"'split' is for pretraining, no row of {spec.task} can be cut; use error, drop or truncate"
+        yield Finding(("data", "on_too_long"), message, ("data.on_too_long", "task"))
+    if spec.train.eval_every is not None and not spec.data.eval:
+        message = (
+            f"{spec.train.eval_every} needs rows to evaluate, data.eval has none; name them or leave it out"
+        )
+        yield Finding(("train", "eval_every"), message, ("train.eval_every", "data.eval"))
+
+
+def _offload(spec: Spec) -> Iterator[Finding]:
+    for key in ("offload_optimizer", "offload_parameters"):
+        offload = getattr(spec.parallel, key)
+        reads = (f"parallel.{key}.device", f"parallel.{key}.nvme_path")
+        if offload.device == "nvme" and offload.nvme_path is None:
+            message = "'nvme' needs nvme_path; give a folder on a local disk of each host"
+            yield Finding(("parallel", key, "device"), message, reads)
+        if offload.device != "nvme" and offload.nvme_path is not None:
+            message = f"{shown(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
+            yield Finding(("parallel", key, "nvme_path"), message, reads)
+
+    if spec.parallel.offload_optimizer.device == "cpu" and spec.parallel.zero_stage in (1, 2):
+        message = f"'cpu' at ZeRO {spec.parallel.zero_stage} is not built yet; set parallel.zero_stage to 3"
+        reads = ("parallel.offload_optimizer.device", "parallel.zero_stage")
+        yield Finding(("parallel", "offload_optimizer", "device"), message, reads)
+
+
+def _hosts(spec: Spec) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for host in spec.cluster.hosts if spec.cluster else ():
+        path = ("cluster", "hosts", host)
+        if not is_host(host):
+            message = (
+                f"{shown(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
+            )
+            yield Finding(path, message)
+        elif host.lower() in seen:
+            message = f"{shown(host)} is the same host as {shown(seen[host.lower()])}; keep one of the two"
+            yield Finding(path, message)
+        seen.setdefault(host.lower(), host)
+
+
+def _environment(spec: Spec) -> Iterator[Finding]:
+    for name, value in spec.cluster.env.items() if spec.cluster else ():
+        path = ("cluster", "env", name)
+        if not _VARIABLE.fullmatch(name):
+            message = f"{shown(name)} is no name of a variable; use letters, digits and '_'"
+            yield Finding(path, message)
+        elif _SECRET.search(name):
+            message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
+            yield Finding(path, message)
+        elif not value.isprintable():
+            message = (
+                f"{shown(value)} holds control characters, which no launch script carries; take them out"
+            )
+            yield Finding(path, message)
+
+
+def _paths(spec: Spec) -> Iterator[Finding]:
+    for key, value in (("output_dir", spec.output_dir), ("checkpoint.resume", spec.checkpoint.resume)):
+        if not value.isprintable():
+            message = f"{shown(value)} holds control characters; take them out"
+            yield Finding(tuple(key.split(".")), message, (key,))
+
+
+_CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
+    _model,
+    _batch,
+    _warmup,
+    _schedule,
+    _optimizer,
+    _data,
+    _offload,
+    _hosts,
+    _environment,
+    _paths,
+)

@@ -1,0 +1,219 @@
+"""YAML text to plain values, with the place of each.
+
+Takes text, gives a `Document`: mappings, lists, texts, numbers, booleans, nulls, the line of every entry, and
+what is wrong with the YAML itself. Touches nothing. No tags, no merge keys, no duplicate keys; scalars follow
+YAML 1.2 (`1e-5` is a number, `on` and `yes` are texts), https://yaml.org/spec/1.2.2/#103-core-schema.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from dsft.errors import Problem
+
+Path = tuple[str | int, ...]
+
+MAX_VALUES = 20_000  # after aliases are followed: an alias bomb ends here
+MAX_DEPTH = 40
+
+_NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
+_BARE_PART = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a line of the file, or the text of an override."""
+
+    line: int | None = None
+    override: str | None = None
+
+
+@dataclass
+class Document:
+    """`origins` has an entry for every key and list item that was written; problems are those of the YAML."""
+
+    data: Any = None
+    origins: dict[Path, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, path: Path, message: str) -> Problem:
+        """A Problem placed at `path`, or at the nearest of its parents that was written."""
+        origin = self._origin(path)
+        if origin.override is None:
+            return Problem(dotted(path) or "spec", message, origin.line)
+        return Problem(f"override {shown(origin.override)}", f"{dotted(path)}: {message}")
+
+    def _origin(self, path: Path) -> Origin:
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.origins:
+                return self.origins[path[:end]]
+        return Origin()
+
+
+def dotted(path: Path) -> str:
+    """`('cluster', 'hosts', '10.0.0.1')` as `cluster.hosts."10.0.0.1"`, the way an override writes it."""
+    return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as a message shows it: YAML's null, true and false, control characters escaped, cut short."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+
+
+def _quoted(part: str) -> str:
+    return f'"{repr(part)[1:-1]}"'
+
+
+class _Reader(yaml.SafeLoader):
+    """Composes nodes only; values are made by `_Builder`."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.tags: list[tuple[str, int]] = []
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            self.tags.append((tag, event.start_mark.line + 1))
+        return super().compose_node(parent, index)
+
+
+class Writer(yaml.SafeDumper):
+    """Quotes whatever the reader would not read back as a text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_SCALARS = (
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_INT, r"[-+]?[0-9]{1,40}|0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}", "-+0123456789"),
+    (_FLOAT, r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+0123456789."),
+)
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Reader, Writer):
+        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+
+
+def read_document(text: str) -> Document:
+    """The values of a YAML text. Never raises for bad text: what is wrong stands in `problems`."""
+    try:
+        reader = _Reader(text)
+        node = reader.get_single_node()
+    except yaml.YAMLError as error:
+        return Document(problems=[_syntax_problem(error)])
+    except RecursionError:
+        return Document(problems=[Problem("YAML", _TOO_DEEP)])
+    builder = _Builder()
+    try:
+        builder.document.data = None if node is None else builder.value(node, ())
+    except _TooLarge as error:
+        return Document(problems=[Problem("YAML", str(error))])
+    for tag, line in reader.tags:
+        message = f"the tag {shown(tag)} is not allowed; write the plain value"
+        builder.document.problems.append(Problem("YAML", message, line))
+    return builder.document
+
+
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; a spec needs fewer"
+
+
+class _TooLarge(Exception):
+    """More values or levels than a spec can need."""
+
+
+class _Builder:
+    """Nodes to values; `document` collects lines and problems on the way."""
+
+    def __init__(self) -> None:
+        self.document = Document()
+        self.count = 0
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise _TooLarge(f"more than {MAX_VALUES} values once aliases are followed; a spec needs fewer")
+        if len(path) > MAX_DEPTH:
+            raise _TooLarge(_TOO_DEEP)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._entry(item, item, (*path, index)) for index, item in enumerate(node.value)]
+        return _scalar(node)
+
+    def _entry(self, place: yaml.Node, node: yaml.Node, path: Path) -> Any:
+        self.document.origins[path] = Origin(line=place.start_mark.line + 1)
+        return self.value(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            if key is None:
+                continue
+            here = (*path, key)
+            if key in values:
+                self._refuse_duplicate(here, key_node)
+                continue
+            values[key] = self._entry(key_node, value_node, here)
+        return values
+
+    def _key(self, node: yaml.Node, path: Path) -> str | None:
+        line = node.start_mark.line + 1
+        where = dotted(path) or "spec"
+        if not isinstance(node, yaml.ScalarNode):
+            self.document.problems.append(
+                Problem(where, "a list or mapping stands as a key; keys are texts", line)
+            )
+            return None
+        if not isinstance(_scalar(node), str):
+            message = f"the key {node.value or 'of nothing'} is not a text; put it in quotes"
+            self.document.problems.append(Problem(where, message, line))
+            return None
+        return str(node.value)
+
+    def _refuse_duplicate(self, path: Path, node: yaml.Node) -> None:
+        line = node.start_mark.line + 1
+        message = f"stands twice, first on line {self.document.origins[path].line}; keep one of the two"
+        self.document.problems.append(Problem(dotted(path), message, line))
+
+
+def _scalar(node: Any) -> Any:
+    text: str = node.value
+    if node.tag == _NULL:
+        return None
+    if node.tag == _BOOL:
+        return text.lower() == "true"
+    if node.tag == _INT:
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    return float(text) if node.tag == _FLOAT else text
+
+
+def _syntax_problem(error: yaml.YAMLError) -> Problem:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = None if mark is None else mark.line + 1
+    if isinstance(error, yaml.reader.ReaderError):
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        return Problem("YAML", f"the character U+{code:04X} is not allowed in YAML; remove it")
+    reason = getattr(error, "problem", None) or "it cannot be read"
+    if "'\\t'" in reason:
+        return Problem("YAML", "a tab stands where YAML allows only spaces; indent with spaces", line)
+    if "expected a single document" in (getattr(error, "context", None) or ""):
+        return Problem("YAML", "a second document begins here; a spec is one document", line)
+    way_out = "check indentation and quotes here (a text that holds ': ' or ' #' needs quotes)"
+    return Problem("YAML", f"{reason}; {way_out}", line)

@@ -1,0 +1,116 @@
+"""Files and folders that a spec names. Reads the disk: whether they are there, and the model's config.json.
+
+Takes a spec, gives findings. Rows are read later, by `dsft.data`; a hub id is not looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from dsft.spec.document import Path, shown
+from dsft.spec.finding import Finding
+from dsft.spec.schema import Source, Spec
+
+BUILTIN = ("builtin:quickstart", "builtin:quickstart-heldout")
+SUFFIXES = (".jsonl", ".json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+def source_findings(spec: Spec) -> Iterator[Finding]:
+    """What the paths of data say by themselves; the disk is not asked."""
+    for path, source in _sources(spec):
+        name = source.path
+        if name.startswith("builtin:") and name not in BUILTIN:
+            yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
+        elif any(character in name for character in "*?"):
+            yield Finding(
+                path,
+                f"{shown(name)} is a pattern, which is not built yet; name each file as an item of the list",
+            )
+        elif not name.startswith("builtin:") and FilePath(name).suffix.lower() not in SUFFIXES:
+            yield Finding(
+                path, f"{shown(name)} is neither .jsonl nor .json; other files are not built yet, convert it"
+            )
+
+
+def file_findings(spec: Spec) -> Iterator[Finding]:
+    """What is not there, or is of the wrong kind."""
+    for path, source in _sources(spec):
+        if not source.path.startswith("builtin:"):
+            yield from _file(path, source.path)
+    if spec.data.chat_template is not None:
+        yield from _file(("data", "chat_template"), spec.data.chat_template)
+    for key, needed in (("name_or_path", "config.json"), ("tokenizer", "tokenizer_config.json")):
+        value = getattr(spec.model, key)
+        if value is not None:
+            yield from _folder(("model", key), value, needed)
+    if spec.checkpoint.resume not in ("auto", "never"):
+        yield from _folder(("checkpoint", "resume"), spec.checkpoint.resume, "MANIFEST.json", hub=False)
+
+
+def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """The model's config without a network: from_config, or config.json of a folder; None for a hub id."""
+    if spec.model.from_config is not None:
+        return spec.model.from_config, []
+    if not check_files or spec.model.name_or_path is None:
+        return None, []
+    file = FilePath(spec.model.name_or_path) / "config.json"
+    if not _is_file(file):
+        return None, []
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        message = f"{shown(str(file))} cannot be read as JSON ({shown(str(error))}); mend the model's folder"
+        return None, [Finding(("model", "name_or_path"), message)]
+    if not isinstance(config, dict):
+        message = f"{shown(str(file))} holds no mapping, a model's config is one; mend the model's folder"
+        return None, [Finding(("model", "name_or_path"), message)]
+    return config, []
+
+
+def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
+    for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for index, source in enumerate(sources):
+            yield ("data", part, index, "path"), source
+
+
+def _file(path: Path, name: str) -> Iterator[Finding]:
+    if _is_folder(FilePath(name)):
+        yield Finding(path, f"{shown(name)} is a folder, a file is needed; name each file in it")
+    elif not _is_file(FilePath(name)):
+        yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
+
+
+def _folder(path: Path, name: str, needed: str, *, hub: bool = True) -> Iterator[Finding]:
+    folder = FilePath(name)
+    if _is_folder(folder):
+        if not _is_file(folder / needed):
+            yield Finding(path, f"{shown(name)} is a folder without {needed}; name the folder that holds it")
+    elif _is_file(folder):
+        yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")
+    elif not (hub and _HUB_ID.fullmatch(name)):
+        kind = "neither a folder nor a hub id (owner/name)" if hub else "not a folder"
+        yield Finding(path, f"{shown(name)} is {kind}{_searched(name)}; correct the path")
+
+
+def _searched(name: str) -> str:
+    return "" if FilePath(name).is_absolute() else " (looked for in the folder the command runs in)"
+
+
+def _is_file(path: FilePath) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, a NUL character
+        return False
+
+
+def _is_folder(path: FilePath) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False

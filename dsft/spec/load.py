@@ -1,0 +1,189 @@
+"""A spec's file and overrides to a checked `Spec`, and back.
+
+Takes a path and `key=value` texts, gives `Spec`; reads the file, the model's config.json, and whether the
+files that the spec names exist. Every mistake that can be seen is told at once, each with its line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.spec.aliases import descriptions, meant
+from dsft.spec.combinations import combinations, model_findings
+from dsft.spec.document import Document, Path, Writer, read_document, shown
+from dsft.spec.files import file_findings, model_config, source_findings
+from dsft.spec.finding import Finding
+from dsft.spec.overrides import apply_overrides
+from dsft.spec.rules import refused
+from dsft.spec.schema import Spec
+from dsft.spec.unbuilt import unbuilt
+from dsft.spec.wording import errors_of, key_of, path_in, worded
+
+MAX_BYTES = 1_000_000
+
+
+def load_spec(path: FilePath | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
+    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
+    document = read_document(_read(FilePath(path)))
+    readable = not document.problems or document.data is not None
+    apply_overrides(document, overrides)
+    spec = _validate(document, check_files=check_files) if readable else None
+    if document.problems or spec is None:
+        raise _all_problems(path, document.problems)
+    return spec
+
+
+def dump_spec(spec: Spec) -> str:
+    """The spec with every default written out, as YAML that `load_spec` reads back to an equal spec."""
+    return yaml.dump(
+        spec.model_dump(mode="json"), Dumper=Writer, sort_keys=False, allow_unicode=True, width=110
+    )
+
+
+def _read(path: FilePath) -> str:
+    """The text of the file, at most `MAX_BYTES`."""
+    name = shown(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
+        detail = (
+            "" if isinstance(error, FileNotFoundError) else f" ({getattr(error, 'strerror', None) or error})"
+        )
+        message = f"the spec {name} {reason}{detail}; give the path of a YAML file (dsft init writes one)"
+        raise MissingInputError(message) from error
+    if len(content) > MAX_BYTES:
+        raise SpecError(
+            f"{name}: 1 problem", [Problem("file", f"over {MAX_BYTES} bytes; a spec is far smaller")]
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        problem = Problem("file", "this is not UTF-8; save the file as UTF-8", line)
+        raise SpecError(f"{name}: 1 problem", [problem]) from error
+
+
+def _validate(document: Document, *, check_files: bool) -> Spec | None:
+    """The spec, or None; problems join the document's."""
+    if not isinstance(document.data, dict):
+        what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
+        document.problems.append(
+            Problem("spec", f"{what}; a spec is a mapping that begins with name: and task:")
+        )
+        return None
+    try:
+        spec: Spec | None = Spec.model_validate(document.data)
+        stand_in, broken = spec, set[str]()
+    except ValidationError as error:
+        errors = errors_of(error)
+        sentences = worded(errors, document.data, descriptions())
+        document.problems += [document.problem(path, message) for path, message in sentences]
+        spec, broken = None, _broken_keys(errors, document.data)
+        stand_in = _stand_in(document.data)
+    if stand_in is not None:
+        found = _findings(stand_in, check_files=check_files)
+        document.problems += [document.problem(f.path, f.message) for f in _trusted(found, broken)]
+    return spec
+
+
+def _findings(spec: Spec, *, check_files: bool) -> Iterator[Finding]:
+    """What is wrong beyond single values. A rule says nothing of a key that is not built."""
+    not_built = list(unbuilt(spec))
+    yield from not_built
+    silenced = {key for finding in not_built for key in finding.reads}
+    config, unreadable = model_config(spec, check_files=check_files)
+    more: list[Finding] = [*combinations(spec), *refused(spec), *source_findings(spec), *unreadable]
+    if config is not None:
+        more += model_findings(spec, config)
+    told = {finding.path for finding in more}
+    if check_files:
+        more += (finding for finding in file_findings(spec) if finding.path not in told)
+    yield from _trusted(more, silenced)
+
+
+def _trusted(findings: Iterable[Finding], broken: set[str]) -> Iterator[Finding]:
+    """Those that follow from no key that is itself wrong."""
+    for finding in findings:
+        reads = finding.reads or (key_of(finding.path),)
+        if not any(_overlap(read, key) for read in reads for key in broken):
+            yield finding
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def _broken_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
+    """Keys whose value is not what the user meant: those refused, and those that an unknown key stood for."""
+    broken: set[str] = set()
+    for error in errors:
+        path = path_in(data, error)
+        if error["type"] != "extra_forbidden":
+            broken.add(key_of(path))
+            continue
+        target = meant(key_of(path[:-1]), str(path[-1]))
+        if target is not None:
+            broken.update(word.strip("(),:") for word in target.split())
+    return broken
+
+
+# What stands in for a required key that is missing or wrong, so that the rest can still be looked at.
+_STAND_INS: Mapping[str, Any] = {
+    "name": "x",
+    "task": "sft",
+    "model": {"name_or_path": "x"},
+    "data": {},
+    "data.train": [{"path": "builtin:quickstart"}],
+    "data.train.path": "builtin:quickstart",
+    "data.eval.path": "builtin:quickstart",
+    "train": {},
+    "optim": {},
+    "optim.learning_rate": 1.0,
+    "optim.groups.parameters": "x",
+    "cluster.hosts": {"localhost": 1},
+    "cluster.accelerator.name": "cpu",
+}
+
+
+def _stand_in(data: Mapping[str, Any]) -> Spec | None:
+    """A spec of all that is right; wrong values are left out or stood in for. None where that fails."""
+    mended = copy.deepcopy(dict(data))
+    for _ in range(4):  # sections, their keys, keys in lists; then it holds or never will
+        try:
+            return Spec.model_validate(mended)
+        except ValidationError as error:
+            for detail in errors_of(error):
+                _mend(mended, path_in(mended, detail))
+    return None
+
+
+def _mend(data: dict[str, Any], path: Path) -> None:
+    """Take out what stands at `path`, and put its stand-in there if it has one."""
+    key = key_of(path)
+    while path and isinstance(path[-1], int):
+        path = path[:-1]
+    container: Any = data
+    for part in path[:-1]:
+        container = container[part] if part in container or isinstance(part, int) else {}
+    if not isinstance(container, dict) or not path:
+        return
+    container.pop(path[-1], None)
+    if key in _STAND_INS:
+        container[path[-1]] = copy.deepcopy(_STAND_INS[key])
+
+
+def _all_problems(path: FilePath | str, problems: Sequence[Problem]) -> SpecError:
+    """In the order of the file's lines; what has no line stands last."""
+    ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
+    count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"
+    return SpecError(f"{shown(str(path))[1:-1]}: {count}", ordered)

@@ -1,0 +1,283 @@
+"""What DeepSpeed 0.19.8 refuses or silently gets wrong, as one table. Pure.
+
+Takes a spec, gives findings and warnings; `table_markdown` prints the table for docs/limits.md. A row is
+`refused` (validation stops), `mended` (dsft does it right by itself) or `warned` (validation goes on).
+`source` is a file and line of DeepSpeed, or "ran" for what was tried on its CPU backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dsft.spec.document import shown
+from dsft.spec.finding import Finding, value_at
+from dsft.spec.schema import Spec
+
+Verdict = Literal["refused", "mended", "warned"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys`: what the row is about, told at the first. `applies`: None where no spec decides it.
+
+    `behaviour` says what DeepSpeed does, `answer` what to write instead, or what dsft does.
+    """
+
+    title: str
+    verdict: Verdict
+    keys: tuple[str, ...]
+    applies: Callable[[Spec], bool] | None
+    behaviour: str
+    answer: str
+    source: str
+
+    def message(self, spec: Spec) -> str:
+        """Value, rule, way out."""
+        first, *others = (value_at(spec, key) for key in self.keys)
+        together = [f"{key} {shown(value)}" for key, value in zip(self.keys[1:], others, strict=True)]
+        values = f"{shown(first)}{' with ' if together else ''}{' and '.join(together)}"
+        return f"{values}: {self.behaviour}; {self.answer}"
+
+
+def _pipeline(spec: Spec) -> bool:
+    return spec.parallel.pipeline_stages > 1
+
+
+def _bf16(spec: Spec) -> bool:
+    return spec.train.precision == "bf16"
+
+
+STAGES, ZERO = "parallel.pipeline_stages", "parallel.zero_stage"
+OFFLOAD, OFFLOAD_PARAMETERS = "parallel.offload_optimizer.device", "parallel.offload_parameters.device"
+PRECISION, CLIP, REDUCE = "train.precision", "train.max_grad_norm", "train.reduce_dtype"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "pipeline with ZeRO 2 or 3",
+        "refused",
+        (STAGES, ZERO),
+        lambda s: _pipeline(s) and s.parallel.zero_stage >= 2,
+        "DeepSpeed's pipeline refuses sharded gradients and parameters, after everything is loaded",
+        "set parallel.zero_stage to 0 or 1, or parallel.pipeline_stages to 1",
+        "pipe/engine.py:77, ran",
+    ),
+    Rule(
+        "pipeline with tied embeddings, ZeRO 1 and gradients kept in another type than the weights",
+        "refused",
+        (STAGES, "model"),
+        None,
+        "the sum over the two copies is skipped in silence, and they drift apart",
+        "dsft refuses tied embeddings in a pipeline; set parallel.pipeline_stages to 1",
+        "pipe/engine.py:269, ran",
+    ),
+    Rule(
+        "optimizer on NVMe below ZeRO 3",
+        "refused",
+        (OFFLOAD, ZERO),
+        lambda s: s.parallel.offload_optimizer.device == "nvme" and s.parallel.zero_stage < 3,
+        "DeepSpeed keeps it in host memory instead, in silence",
+        "set parallel.zero_stage to 3, or the device to cpu",
+        "zero/stage_1_and_2.py:221, ran",
+    ),
+    Rule(
+        "optimizer offload at ZeRO 0",
+        "refused",
+        (OFFLOAD, ZERO),
+        lambda s: s.parallel.offload_optimizer.device != "none" and s.parallel.zero_stage == 0,
+        "offload is a part of ZeRO, DeepSpeed ignores it at stage 0 in silence",
+        "set parallel.zero_stage to 3, or the device to none",
+        "zero/config.py, read",
+    ),
+    Rule(
+        "parameter offload below ZeRO 3",
+        "refused",
+        (OFFLOAD_PARAMETERS, ZERO),
+        lambda s: s.parallel.offload_parameters.device != "none" and s.parallel.zero_stage < 3,
+        "parameters are whole on every GPU there, DeepSpeed ignores the key in silence",
+        "set parallel.zero_stage to 3, or the device to none",
+        "ran at stages 1 and 2",
+    ),
+    Rule(
+        "bf16 at ZeRO 0",
+        "warned",
+        (PRECISION, ZERO),
+        lambda s: _bf16(s) and s.parallel.zero_stage == 0,
+        "DeepSpeed adds up micro-batches in bf16 there, about 3 digits",
+        "parallel.zero_stage 1 adds up in fp32 at the same speed",
+        "engine.py:2323",
+    ),
+    Rule(
+        "fp32 gradients reduced in bf16",
+        "warned",
+        (REDUCE, PRECISION),
+        lambda s: s.train.reduce_dtype == "bf16" and not _bf16(s),
+        "gradients lose all but 3 digits on their way between ranks (1e-3 measured)",
+        "leave train.reduce_dtype out for fp32",
+        "engine.py:1719, ran",
+    ),
+    Rule(
+        "clipping at ZeRO 0 in fp32",
+        "mended",
+        (CLIP, ZERO, PRECISION, STAGES),
+        lambda s: s.parallel.zero_stage == 0 and not _bf16(s) and s.train.max_grad_norm > 0,
+        "in a pipeline DeepSpeed takes the norm of the first stage alone (weights off by 1.4e-2)",
+        "dsft clips by itself, by the norm over all stages, and writes gradient_clipping 0.0",
+        "utils.py:394, engine.py:3510, ran",
+    ),
+    Rule(
+        "gradient norm at ZeRO 0 in fp32",
+        "mended",
+        (ZERO, PRECISION),
+        lambda s: s.parallel.zero_stage == 0 and not _bf16(s),
+        "get_global_grad_norm always gives None",
+        "dsft computes the norm from the reduced gradients",
+        "ran",
+    ),
+    Rule(
+        "clipping left out of the JSON",
+        "mended",
+        (CLIP,),
+        None,
+        "DeepSpeed then clips to 1.0",
+        "dsft always writes the key, 0.0 for off",
+        "runtime/constants.py:203, ran",
+    ),
+    Rule(
+        "unknown keys in the JSON",
+        "mended",
+        (),
+        None,
+        "DeepSpeed accepts them in silence at the top level and in eight sections",
+        "dsft writes from a closed list, and refuses a --deepspeed_config file with other keys",
+        "ran",
+    ),
+    Rule(
+        'values "auto" in the JSON',
+        "mended",
+        (),
+        None,
+        "dropped in sections; at the top level they fail at the first step",
+        "dsft writes numbers, and fills a file's from the spec",
+        "runtime/config_utils.py:55, ran",
+    ),
+    Rule(
+        "a hostfile that does not exist",
+        "mended",
+        ("cluster.hosts",),
+        None,
+        "the launcher warns and trains on one machine",
+        "dsft/train.py compares the world with the spec and with its launcher's hostfile, and stops",
+        "launcher/runner.py:246, ran",
+    ),
+    Rule(
+        "micro-batches that vary in number from step to step",
+        "mended",
+        ("train.accumulation_steps",),
+        None,
+        "set_train_batch_size moves the ZeRO engines' step to a wrong micro-batch",
+        "dsft states each step's last micro-batch itself; only the pipeline uses set_train_batch_size",
+        "engine.py:3463, ran",
+    ),
+    Rule(
+        "a loss averaged over tokens",
+        "mended",
+        ("train.accumulation_steps",),
+        None,
+        "DeepSpeed divides by micro-batches and ranks, which is wrong where their token counts differ",
+        "dsft divides by the step's global count and undoes DeepSpeed's division in one place per engine",
+        "engine.py:3411, ran",
+    ),
+    Rule(
+        "scaling gradients before their sum",
+        "mended",
+        (ZERO,),
+        None,
+        "prescale_gradients fails at ZeRO 2 and 3, gradient_predivide_factor can be wrong at 3",
+        "dsft writes false and 1.0, and the mean as the reduction",
+        "zero/stage3.py:1872, ran",
+    ),
+    Rule(
+        "gradient checkpointing in a pipeline",
+        "mended",
+        ("model.gradient_checkpointing", STAGES),
+        lambda s: _pipeline(s) and s.model.gradient_checkpointing,
+        "DeepSpeed's own fails on the first stage, and the others wait until a timeout",
+        "dsft uses transformers' own, not reentrant, inside each stage",
+        "pipe/module.py, ran",
+    ),
+    Rule(
+        "rows of varying length in a pipeline",
+        "mended",
+        (STAGES, "data.max_length"),
+        lambda s: _pipeline(s),
+        "with fixed shapes a rank dies or hangs at the first other length",
+        "dsft switches dynamic shapes on",
+        "ran",
+    ),
+    Rule(
+        "learning rate schedules",
+        "mended",
+        ("optim.lr_scheduler_type",),
+        None,
+        "WarmupLR warms up by the logarithm, and WarmupDecayLR replaces the learning rate by 0.001",
+        "dsft sets the learning rate as a function of the applied step, equal to transformers' schedules",
+        "runtime/lr_schedules.py:18",
+    ),
+    Rule(
+        "optimizers other than DeepSpeed's",
+        "mended",
+        ("optim.name", ZERO, OFFLOAD),
+        None,
+        "ZeRO and offload refuse them by default",
+        "dsft writes zero_allow_untested_optimizer and, with offload, zero_force_ds_cpu_optimizer",
+        "engine.py:2340",
+    ),
+    Rule(
+        "gradients that are infinite or not a number",
+        "mended",
+        ("train.max_consecutive_nonfinite",),
+        None,
+        "in bf16 the step is skipped in silence, in fp32 it is applied",
+        "dsft applies none of them, counts them, and stops after train.max_consecutive_nonfinite in a row",
+        "engine.py, ran",
+    ),
+    Rule(
+        "checkpoints",
+        "mended",
+        ("checkpoint.every",),
+        None,
+        "DeepSpeed's are pickles tied to the number of ranks and the ZeRO stage",
+        "dsft writes its own, without pickle and without layout",
+        "engine.py:5037, ran",
+    ),
+)
+
+
+def refused(spec: Spec) -> Iterator[Finding]:
+    """The rows that stop this spec."""
+    for rule in _applying(spec, "refused"):
+        yield Finding(tuple(rule.keys[0].split(".")), rule.message(spec), rule.keys)
+
+
+def warnings(spec: Spec) -> tuple[str, ...]:
+    """What this spec's user should know, one sentence each."""
+    return tuple(f"{rule.keys[0]}: {rule.message(spec)}" for rule in _applying(spec, "warned"))
+
+
+def _applying(spec: Spec, verdict: Verdict) -> Iterator[Rule]:
+    return (
+        rule for rule in RULES if rule.verdict == verdict and rule.applies is not None and rule.applies(spec)
+    )
+
+
+def table_markdown() -> str:
+    """The table as docs/limits.md shows it."""
+    lines = [
+        "| what | verdict | what DeepSpeed does | what to write, or what dsft does | source |",
+        "|---|---|---|---|---|",
+    ]
+    for rule in RULES:
+        lines.append(f"| {rule.title} | {rule.verdict} | {rule.behaviour} | {rule.answer} | {rule.source} |")
+    return "\n".join(lines) + "\n"

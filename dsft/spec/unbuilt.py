@@ -1,0 +1,88 @@
+"""Keys that the schema has and the code does not have yet. Pure.
+
+`UNBUILT` is the list: a key (`*`: each item), what may stand there today, and the way out. A feature that is
+built takes its row out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.spec.document import shown
+from dsft.spec.finding import Finding, values_at
+from dsft.spec.schema import Spec
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    key: str
+    built: tuple[Any, ...]
+    way_out: str
+
+
+LEAVE_OUT = "leave the key out"
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("task", ("sft", "pretrain"), "use sft or pretrain"),
+    Unbuilt("dpo", (None,), "leave the section out"),
+    Unbuilt("model.attention", ("auto", "sdpa", "eager"), "use auto, sdpa or eager"),
+    Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
+    Unbuilt("model.lora", (None,), "leave the section out to train all weights"),
+    Unbuilt("model.trainable", (None,), "leave the key out to train all weights"),
+    Unbuilt("model.compile", (False,), LEAVE_OUT),
+    Unbuilt("model.activation_offload", (False,), "use model.gradient_checkpointing to save memory"),
+    Unbuilt("data.packing", (False,), "use false"),
+    Unbuilt("data.max_tokens_per_micro_batch", (None,), "set train.micro_batch_size"),
+    Unbuilt(
+        "data.eval_fraction",
+        (None,),
+        "put the held-out rows into a file of their own and name it in data.eval",
+    ),
+    Unbuilt(
+        "data.eval_count", (None,), "put the held-out rows into a file of their own and name it in data.eval"
+    ),
+    Unbuilt("data.train_on", ("assistant",), "use assistant"),
+    Unbuilt("data.max_dropped_fraction", (None,), "use data.on_too_long: error"),
+    Unbuilt(
+        "data.on_bad_row", ("error",), "use error and mend the rows, which are listed with file and line"
+    ),
+    *(
+        row
+        for part in ("train", "eval")
+        for row in (
+            Unbuilt(
+                f"data.{part}.*.format", (None, "text", "messages", "alpaca"), "use text, messages or alpaca"
+            ),
+            Unbuilt(f"data.{part}.*.name", (None,), LEAVE_OUT),
+            Unbuilt(f"data.{part}.*.weight", (None,), "leave it out: every row is used once an epoch"),
+            Unbuilt(f"data.{part}.*.max_rows", (None,), "cut the file"),
+        )
+    ),
+    Unbuilt("parallel.offload_optimizer.device", ("none", "cpu"), "use cpu or none"),
+    Unbuilt(
+        "parallel.offload_parameters.device", ("none",), "use none, and parallel.offload_optimizer for memory"
+    ),
+    Unbuilt("parallel.allow_torch_adam", (False,), LEAVE_OUT),
+    Unbuilt("train.neftune_alpha", (None,), LEAVE_OUT),
+    Unbuilt("train.label_smoothing", (0.0,), "use 0.0"),
+    Unbuilt("optim.scale_with_batch", ("none",), "use none and set optim.learning_rate"),
+    Unbuilt("optim.groups", ((),), LEAVE_OUT),
+    Unbuilt("checkpoint.keep_best", (None,), "use checkpoint.keep_last"),
+    Unbuilt(
+        "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
+    ),
+    Unbuilt("cluster.hang_timeout", (None,), LEAVE_OUT),
+    Unbuilt("cluster.time_limit", (None,), LEAVE_OUT),
+    Unbuilt("cluster.min_hosts", (None,), LEAVE_OUT),
+)
+
+
+def unbuilt(spec: Spec) -> Iterator[Finding]:
+    """Every value that asks for something that is not built."""
+    for row in UNBUILT:
+        for path, value in values_at(spec, row.key):
+            if value not in row.built:
+                what = shown(value) if isinstance(value, (str, int, float)) else "this"
+                yield Finding(path, f"{what} is not built yet; {row.way_out}", (row.key.replace(".*", ""),))

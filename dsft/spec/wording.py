@@ -1,0 +1,182 @@
+"""pydantic's errors in our words: the value, the rule, the way out, in one sentence. Pure.
+
+Takes the errors of one validation and the data that was validated, gives (path, sentence) pairs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dsft.spec.aliases import suggestion
+from dsft.spec.document import Path, dotted, shown
+
+Worded = tuple[Path, str]
+
+
+def worded(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str, str]) -> list[Worded]:
+    """One sentence per path; `descriptions` maps a key without list numbers to its sentence in the schema."""
+    found: dict[Path, str] = {}
+    for error in errors:
+        path = path_in(data, error)
+        found.setdefault(path, _sentence(error, path, descriptions))
+    return list(found.items())
+
+
+def errors_of(error: ValidationError) -> list[ErrorDetails]:
+    """Its errors, less "too short" of a list with wrong items: pydantic counts the right ones."""
+    return [detail for detail in error.errors(include_url=False) if not _miscounted(detail)]
+
+
+def _miscounted(detail: ErrorDetails) -> bool:
+    return detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]
+
+
+def key_of(path: Path) -> str:
+    """The dotted path without list numbers, as the schema names it."""
+    return dotted(tuple(part for part in path if isinstance(part, str)))
+
+
+def path_in(data: Any, error: ErrorDetails) -> Path:
+    """The error's place in `data`, without the names that pydantic adds for the members of a union."""
+    path: Path = ()
+    for part in error["loc"]:
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif error["type"] == "missing":
+            return (*path, part)
+        else:
+            continue
+        path = (*path, part)
+    return path
+
+
+def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(path)
+    if kind == "missing":
+        return _missing(path, descriptions)
+    worder = _WORDERS.get(kind)
+    if worder is not None:
+        return worder(value, context)
+    description = descriptions.get(key_of(path), "")
+    return f"{shown(value)} is refused ({error['msg'].lower()}). {description}".strip()
+
+
+def _unknown_key(path: Path) -> str:
+    section, key = key_of(path[:-1]), str(path[-1])
+    return f"there is no such key{f' in {section}' if section else ''}; {suggestion(section, key)}"
+
+
+def _missing(path: Path, descriptions: Mapping[str, str]) -> str:
+    if isinstance(path[-1], int):
+        return f"item {path[-1]} is missing; give every item of the list"
+    description = descriptions.get(key_of(path), "")
+    return f"is missing and has no default; give it: {description[:1].lower()}{description[1:]}".rstrip(".: ")
+
+
+def _wrong_type(wanted: str) -> Callable[[Any, Mapping[str, Any]], str]:
+    def sentence(value: Any, context: Mapping[str, Any]) -> str:
+        return f"{shown(value)} is {_kind(value)}, {wanted} is needed{_rewritten(value, wanted)}"
+
+    return sentence
+
+
+def _kind(value: Any) -> str:
+    names = {str: "a text", bool: "true or false", int: "a whole number", float: "a decimal number"}
+    names |= {dict: "a mapping", list: "a list", type(None): "nothing"}
+    return names.get(type(value), "something else")
+
+
+def _rewritten(value: Any, wanted: str) -> str:
+    """The way out, for a value that says the right thing in the wrong type."""
+    if wanted == "a whole number" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"; write {int(value)}"
+    if wanted in ("a whole number", "a number") and isinstance(value, str) and _is_number(value):
+        return f"; write {value} without quotes"
+    if wanted == "true or false" and str(value).lower() in _TRUE | _FALSE:
+        return f"; write {'true' if str(value).lower() in _TRUE else 'false'}"
+    if wanted == "a text" and isinstance(value, (int, float)):
+        return f"; write it in quotes: '{shown(value)}'"
+    if wanted == "a list" and isinstance(value, dict):
+        return "; begin each item with '- ' or write [{...}]"
+    if wanted == "a list" and isinstance(value, str):
+        return "; write it in brackets"
+    if wanted == "a mapping" and value is None:
+        return "; give its keys, or leave the section out"
+    return "; change it"
+
+
+_TRUE = {"yes", "on", "1", "y", "true"}
+_FALSE = {"no", "off", "0", "n", "false"}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _none_of(value: Any, context: Mapping[str, Any]) -> str:
+    choices = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
+    close = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
+    listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    return f"{shown(value)} is not offered; write {listed}{f' (did you mean {close[0]}?)' if close else ''}"
+
+
+def _beyond(words: str, bound: str) -> Callable[[Any, Mapping[str, Any]], str]:
+    def sentence(value: Any, context: Mapping[str, Any]) -> str:
+        return f"{shown(value)} is out of range; give a number {words} {shown(context[bound])}"
+
+    return sentence
+
+
+def _too_short(value: Any, context: Mapping[str, Any]) -> str:
+    return f"{shown(value)} has too few entries; give at least {context['min_length']}"
+
+
+def _too_long(value: Any, context: Mapping[str, Any]) -> str:
+    return f"{shown(value)} has too many entries; give at most {context['max_length']}"
+
+
+def _bad_pattern(value: Any, context: Mapping[str, Any]) -> str:
+    rule = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
+    return f"{shown(value)} has a character or a length that is not allowed; use {rule}"
+
+
+def _empty(value: Any, context: Mapping[str, Any]) -> str:
+    return "the text is empty; write a value, or leave the key out"
+
+
+def _not_finite(value: Any, context: Mapping[str, Any]) -> str:
+    return f"{shown(value)} is not a finite number; give one that is"
+
+
+_WORDERS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
+    "int_type": _wrong_type("a whole number"),
+    "float_type": _wrong_type("a number"),
+    "string_type": _wrong_type("a text"),
+    "bool_type": _wrong_type("true or false"),
+    "dict_type": _wrong_type("a mapping"),
+    "model_type": _wrong_type("a mapping"),
+    "tuple_type": _wrong_type("a list"),
+    "literal_error": _none_of,
+    "greater_than": _beyond("above", "gt"),
+    "greater_than_equal": _beyond("of at least", "ge"),
+    "less_than": _beyond("below", "lt"),
+    "less_than_equal": _beyond("of at most", "le"),
+    "too_short": _too_short,
+    "too_long": _too_long,
+    "string_too_short": _empty,
+    "string_pattern_mismatch": _bad_pattern,
+    "finite_number": _not_finite,
+}
