@@ -1,8 +1,8 @@
 """`key=value` from the command line, laid over a document.
 
 Takes a `Document` and the arguments, changes the document in place; what is wrong joins its problems.
-The first `=` splits, the value is YAML, a mapping replaces, a dotted path sets one entry, a part with a dot is
-quoted, list items are addressed by number.
+The first `=` splits, the value is YAML, a mapping replaces, a dotted path sets one entry, a part with a dot
+is quoted, list items are addressed by number.
 """
 
 from __future__ import annotations
