@@ -36,7 +36,7 @@ _FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "home": (
         ("barn", "cave", "lake"),
         ("Where does the {a} live?", "Home of the {a}?"),
-        "In a {v}.",
+        "It lives in a {v}.",
     ),
 }
 _HELD_OUT_EVERY = 21  # of the rows, in a fixed shuffle

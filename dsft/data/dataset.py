@@ -160,8 +160,8 @@ def load_dataset(
 
 def _nothing_left(ledger: Ledger, max_length: int) -> str:
     return (
-        f"of {ledger.rows} rows {ledger.dropped} were longer than data.max_length ({max_length} tokens) and dropped, "
-        f"{ledger.without_target} hold nothing to train on ({ledger.truncated} after truncation); "
+        f"{ledger.rows} rows were read, {ledger.dropped} dropped as longer than data.max_length ({max_length} tokens), "
+        f"{ledger.without_target} left out with nothing to train on ({ledger.truncated} rows had been truncated); "
         "raise data.max_length or look at the rows"
     )
 

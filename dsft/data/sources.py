@@ -75,7 +75,7 @@ def read_sources(sources: Sequence[Source], task: str) -> Rows:
     problems: list[Problem] = []
     read = [_read_source(source, task, problems) for source in sources]
     if problems:
-        raise data_error(problems, "bad row", "bad rows")
+        raise data_error(problems, "mistake in the data", "mistakes in the data")
     rows = Rows(
         rows=tuple(row for part in read for row in part.rows),
         blank_lines=sum(part.blank_lines for part in read),
@@ -100,25 +100,38 @@ def data_error(problems: Sequence[Problem], one: str, many: str) -> DataError:
 def _read_source(source: Source, task: str, problems: list[Problem]) -> Rows:
     name = str(source.path)
     read = _objects(name)
-    problems += [Problem(f"{name}:{line}", reason) for line, reason in read.mistakes]
+    mistakes = list(read.mistakes)
     notes = [f"{name}: a byte order mark at the start was skipped"] if read.has_byte_order_mark else []
-    if not read.objects:
-        return Rows((), read.blank_lines, tuple(notes))
-    try:
-        _check_columns(source)
-        objects = [(line, _renamed(row, source.columns)) for line, row in read.objects]
-        format_name, reason = _format(source, objects, task)
-    except _BadRowError as error:
-        problems.append(Problem(f"{name}:{read.objects[0][0]}", str(error)))
-        return Rows((), read.blank_lines, tuple(notes))
+    rows: list[Row] = []
+    if read.objects:
+        try:
+            found = _format(source, read.objects, task)
+            notes.append(f"{name}: {found.reason}")
+            rows = _convert(name, read.objects, found, source.columns, mistakes)
+        except _BadRowError as error:
+            mistakes.append((read.objects[0][0], str(error)))
+    else:
+        notes.append(f"{name}: holds no row")
+    problems += [Problem(f"{name}:{line}", reason) for line, reason in sorted(mistakes)]
+    return Rows(tuple(rows), read.blank_lines, tuple(notes))
+
+
+def _convert(
+    name: str,
+    objects: Sequence[tuple[int, dict[str, Any]]],
+    found: _Format,
+    columns: Mapping[str, str],
+    mistakes: list[tuple[int, str]],
+) -> list[Row]:
     rows = []
     for line, row in objects:
+        renamed = _renamed(row, columns)
         try:
-            _check_keys(row, format_name, source.columns, objects[0][0])
-            rows.append(_CONVERT[format_name](f"{name}:{line}", row))
+            _check_keys(row, renamed, found, columns)
+            rows.append(_CONVERT[found.name](f"{name}:{line}", renamed))
         except _BadRowError as error:
-            problems.append(Problem(f"{name}:{line}", str(error)))
-    return Rows(tuple(rows), read.blank_lines, (*notes, f"{name}: {reason}"))
+            mistakes.append((line, str(error)))
+    return rows
 
 
 def _objects(name: str) -> JsonRows:
@@ -156,6 +169,15 @@ def _builtin_objects(name: str) -> JsonRows:
 # --- which format -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Format:
+    """`reason` says why the format was taken, `by` what decided it."""
+
+    name: str
+    reason: str
+    by: str
+
+
 def _check_columns(source: Source) -> None:
     names = COLUMNS.get(source.format or "", sum(COLUMNS.values(), ()))
     for ours in source.columns:
@@ -171,53 +193,56 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     return kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
 
 
-def _format(source: Source, objects: Sequence[tuple[int, dict[str, Any]]], task: str) -> tuple[str, str]:
+def _format(source: Source, objects: Sequence[tuple[int, dict[str, Any]]], task: str) -> _Format:
     """The format of a file and why, checked against what the task takes."""
-    name = source.format
-    if name is not None and name not in COLUMNS:
-        raise _BadRowError(f'format "{name}" is not read; the formats are {", ".join(COLUMNS)}')
-    reason = f"read as {name}: the spec says so"
-    if name is None:
-        name = _detected(objects[0][1])
-        reason = f"detected {name}: every row has {_listed(REQUIRED[name])}"
+    _check_columns(source)
+    found = _named(source.format) if source.format is not None else _detected(objects, source.columns)
     taken = TASK_FORMATS[task]
-    if name not in taken:
+    if found.name not in taken:
         raise _BadRowError(
-            f"{name} rows, and task {task} takes {', '.join(taken)}; change the task or the file"
+            f"{found.name} rows, and task {task} takes {', '.join(taken)}; change the task or the file"
         )
-    return name, reason
+    return found
+
+
+def _named(name: str) -> _Format:
+    if name not in COLUMNS:
+        raise _BadRowError(f'format "{name}" is not read; the formats are {", ".join(COLUMNS)}')
+    return _Format(name, f"read as {name}, as the spec says", f"the spec says format: {name}")
 
 
 def _matches(row: Mapping[str, Any]) -> list[str]:
     return [name for name, required in REQUIRED.items() if all(key in row for key in required)]
 
 
-def _detected(row: Mapping[str, Any]) -> str:
-    matches = _matches(row)
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise _BadRowError(f"fits {' and '.join(matches)}; say which with format: {matches[0]}")
+def _detected(objects: Sequence[tuple[int, dict[str, Any]]], columns: Mapping[str, str]) -> _Format:
+    """The format of the first row that has one; the other rows are held to it."""
+    for line, row in objects:
+        matches = _matches(_renamed(row, columns))
+        if len(matches) > 1:
+            raise _BadRowError(f"fits {' and '.join(matches)}; say which with format: {matches[0]}")
+        if matches:
+            name = matches[0]
+            keys = [columns.get(key, key) for key in REQUIRED[name]]
+            reason = f"detected {name}: every row has {' and '.join(_listed([key]) for key in keys)}"
+            return _Format(name, reason, f"line {line} is {name}")
     formats = "; ".join(f"{name} needs {_listed(required)}" for name, required in REQUIRED.items())
     raise _BadRowError(
-        f"no format fits the keys {_listed(row)}: {formats}; name yours with columns: {{ours: theirs}}"
+        f"no format fits the keys {_listed(objects[0][1])}: {formats}; name yours with columns: {{ours: theirs}}"
     )
 
 
 def _check_keys(
-    row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], first_line: int
+    row: Mapping[str, Any], renamed: Mapping[str, Any], found: _Format, columns: Mapping[str, str]
 ) -> None:
     """A row that lacks what its file's format needs."""
-    missing = [key for key in REQUIRED[format_name] if key not in row]
-    if not missing:
-        return
-    others = [name for name in _matches(row) if name != format_name]
-    if others:
-        raise _BadRowError(
-            f"a row of {others[0]}, and line {first_line} is {format_name}; a file holds rows of one format"
-        )
-    theirs = [columns.get(key, key) for key in missing]
-    raise _BadRowError(f"{_listed(theirs)} is missing; the row has {_listed(row) or 'no keys'}")
+    missing = [key for key in REQUIRED[found.name] if key not in renamed]
+    others = [name for name in _matches(renamed) if name != found.name]
+    if missing and others:
+        raise _BadRowError(f"a row of {others[0]}, and {found.by}; a file holds rows of one format")
+    if missing:
+        theirs = [columns.get(key, key) for key in missing]
+        raise _BadRowError(f"{_listed(theirs)} is missing; the row has {_listed(row) or 'no keys'}")
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:

@@ -1,0 +1,215 @@
+"""Bad data files: each one's message stands in golden/NAME.txt. DSFT_UPDATE_GOLDEN=1 writes them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.data.dataset import load_dataset
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DataError, DsftError, MissingInputError
+
+GOLDEN = Path(__file__).parent / "golden"
+GOOD_CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+REFUSING = "{{ raise_exception('system is not known') if messages[0]['role'] == 'system' }}" + (
+    "{%- for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    format: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    files: Mapping[str, bytes]
+    sources: tuple[Source, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    error: type[DsftError] = DataError
+    template: str | None = "own"
+
+
+def lines(*rows: object) -> bytes:
+    """JSON Lines; bytes stand for themselves."""
+    return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
+
+
+def chat(*turns: object) -> dict[str, object]:
+    return {"messages": list(turns)}
+
+
+def turn(role: object, content: object, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content, **more}
+
+
+TEXT = {"text": "some text"}
+CASES = (
+    Case("cut_line", {"a.jsonl": lines(TEXT, b'{"text": "ends in the midd')}),
+    Case("not_utf8", {"a.jsonl": lines(TEXT, b'{"text": "caf\xe9"}', TEXT, b'\xff\xfe{"text": 1}')}),
+    Case("nul_byte", {"a.jsonl": lines(TEXT, b"\0\0\0\0", b'{"text": "a\0b"}')}),
+    Case(
+        "wrong_type", {"a.jsonl": lines({"text": 5}, TEXT, {"text": None}, {"text": ["a"]}, {"text": True})}
+    ),
+    Case("missing_key", {"a.jsonl": lines(TEXT, {"txt": "x"}, {}, b"   ", {"label": 1, "id": 2})}),
+    Case("not_a_number", {"a.jsonl": lines(TEXT, b'{"text": "x", "score": NaN}', b'{"text": -Infinity}')}),
+    Case("not_an_object", {"a.jsonl": lines([1, 2], "text", 3, TEXT, b"null")}),
+    Case("surrogate", {"a.jsonl": lines(TEXT, b'{"text": "half \\ud83d of it"}')}),
+    Case(
+        "syntax",
+        {"a.jsonl": lines(b"{'text': 'x'}", b'{"text": "x"} {"text": "y"}', b'{"text": "x",}', TEXT)},
+    ),
+    Case("repeated_key", {"a.jsonl": lines(b'{"text": "x", "text": "y"}', TEXT)}),
+    Case("nested", {"a.jsonl": lines(TEXT, b'{"text": ' + b"[" * 200_000)}),
+    Case(
+        "several_mistakes_in_two_files",
+        {
+            "a.jsonl": lines(
+                TEXT, b'{"text": ', {"text": 1}, b'{"text": "\xff"}', {"x": 1}, b'{"text": NaN}'
+            ),
+            "b.jsonl": lines(GOOD_CHAT, chat(turn("user", "only asked")), [1]),
+        },
+    ),
+    Case("more_than_are_shown", {"a.jsonl": lines(TEXT, *({"text": n} for n in range(50)))}),
+    Case(
+        "mixed_formats", {"a.jsonl": lines(GOOD_CHAT, {"instruction": "a", "output": "b"}, TEXT, GOOD_CHAT)}
+    ),
+    Case("first_row_bad", {"a.jsonl": lines({"id": 1}, TEXT, {"text": 2})}),
+    Case("no_format_fits", {"a.jsonl": lines({"prompt": "a", "completion": "b"})}),
+    Case("two_formats_fit", {"a.jsonl": lines({**GOOD_CHAT, "text": "x"})}),
+    Case("format_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", "sharegpt"),)),
+    Case("format_does_not_fit", {"a.jsonl": lines(TEXT, TEXT)}, (Source("a.jsonl", "messages"),)),
+    Case("column_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", columns={"body": "text"}),)),
+    Case(
+        "column_missing",
+        {"a.jsonl": lines({"body": "x"}, {"text": "taken from body, which is not here"})},
+        (Source("a.jsonl", columns={"text": "body"}),),
+    ),
+    Case(
+        "messages",
+        {
+            "a.jsonl": lines(
+                GOOD_CHAT,
+                {"messages": "hi"},
+                chat(),
+                chat("hi"),
+                chat(turn("user", "a"), {"role": "assistant"}),
+                chat(turn("human", "a"), turn("gpt", "b")),
+                chat(turn("user", [{"type": "text", "text": "a"}]), turn("assistant", "b")),
+                chat(turn("user", "a"), turn("assistant", None)),
+                chat(turn("user", "a"), turn("assistant", "b", tool_calls=[{"name": "f"}])),
+            )
+        },
+    ),
+    Case(
+        "alpaca",
+        {
+            "a.json": json.dumps(
+                [
+                    {"instruction": "a", "input": "", "output": "b"},
+                    {"instruction": "a", "output": None},
+                    {"instruction": 1, "output": "b"},
+                    {"instruction": "a", "input": 2, "output": "b"},
+                    {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+                    {"instruction": "a"},
+                ],
+                indent=1,
+            ).encode()
+        },
+    ),
+    Case("list_cut", {"a.json": b'[\n {"text": "x"},\n {"text": "y"},\n {"text": "z'}),
+    Case("list_not_closed", {"a.json": b'[\n {"text": "x"},\n {"text": "y"}\n'}),
+    Case("list_without_comma", {"a.json": b'[\n {"text": "x"}\n {"text": "y"}\n]'}),
+    Case("list_with_last_comma", {"a.json": b'[\n {"text": "x"},\n]'}),
+    Case("list_and_more", {"a.json": b'[\n {"text": "x"}\n]\n[]\n'}),
+    Case(
+        "list_elements", {"a.json": b'[\n {"text": "x"},\n 5,\n {"text": NaN}, {"text": 1},\n\n {"id": 1}]'}
+    ),
+    Case("list_not_utf8", {"a.json": b'[\n {"text": "\xe9"},\n {"text": "x"},\n {"text": "\xe8"}]'}),
+    Case("empty_file", {"a.jsonl": b""}),
+    Case("blank_lines_only", {"a.jsonl": b"\n  \n\n"}),
+    Case("empty_list", {"a.json": b"[]"}),
+    Case("no_source", {}),
+    Case("task_takes_other_rows", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "pretrain"}),
+    Case("missing_file", {}, (Source("nowhere.jsonl"),), error=MissingInputError),
+    Case("folder", {"rows/a.jsonl": lines(TEXT)}, (Source("rows"),), error=MissingInputError),
+    Case("parquet", {"a.parquet": b"PAR1"}, error=MissingInputError),
+    Case("builtin_unknown", {}, (Source("builtin:slowstart"),), error=MissingInputError),
+    Case(
+        "too_long",
+        {"a.jsonl": lines(TEXT, {"text": "x" * 40}, {"text": "y" * 32})},
+        options={"max_length": 32},
+    ),
+    Case(
+        "nothing_left",
+        {"a.jsonl": lines({"text": ""}, {"text": "x" * 40})},
+        options={"max_length": 32, "on_too_long": "drop"},
+    ),
+    Case(
+        "split_conversations",
+        {"a.jsonl": lines(GOOD_CHAT)},
+        options={"max_length": 8, "on_too_long": "split"},
+    ),
+    Case("no_chat_template", {"a.jsonl": lines(GOOD_CHAT)}, template=None),
+    Case(
+        "template_refuses",
+        {"a.jsonl": lines(GOOD_CHAT, chat(turn("system", "x"), *GOOD_CHAT["messages"]))},
+        template=REFUSING,
+    ),
+    Case(
+        "template_without_end",
+        {"a.jsonl": lines(GOOD_CHAT)},
+        template="{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
+    ),
+    Case(
+        "template_file_missing",
+        {"a.jsonl": lines(GOOD_CHAT)},
+        options={"chat_template": "chat.jinja"},
+        error=MissingInputError,
+    ),
+    Case(
+        "template_broken",
+        {"a.jsonl": lines(GOOD_CHAT)},
+        template="{% for m in messages %}{{ m['role'] }",
+    ),
+)
+
+
+def message(case: Case) -> str:
+    """What a user reads. The files lie in the working folder."""
+    for name, content in case.files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    tokenizer = byte_level_tokenizer()
+    if case.template != "own":
+        tokenizer.chat_template = case.template
+    sources = case.sources or tuple(Source(name) for name in case.files)
+    options: dict[str, Any] = {"task": "sft", "max_length": 512, "on_too_long": "error", **case.options}
+    with pytest.raises(case.error) as caught:
+        load_dataset(sources, tokenizer, **options)
+    return f"{caught.value}\n"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_mistake_has_its_message(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = message(case)
+    golden = GOLDEN / f"{case.name}.txt"
+    if os.environ.get("DSFT_UPDATE_GOLDEN") == "1":
+        golden.write_text(said, encoding="utf-8")
+    assert said == golden.read_text(encoding="utf-8")
+    assert "Traceback" not in said
+
+
+def test_no_golden_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {case.name for case in CASES}
