@@ -1,0 +1,22 @@
+"""Chooses the engine: takes this rank's part of the model, the spec, the DeepSpeed configuration and the world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsft.engine.api import Engine
+from dsft.engine.pipeline import PipelineEngine
+from dsft.engine.world import World
+from dsft.engine.zero import ZeroEngine
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
+from dsft.spec.schema import Spec
+
+
+def build_engine(
+    policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
+) -> Engine:
+    """A collective. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`."""
+    kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine
+    return kind(policy, spec, config, world, objective)

@@ -1,0 +1,109 @@
+"""The pipeline engine: takes one stage of a policy, steps it through DeepSpeed's schedule. ZeRO 0 or 1."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+
+from dsft.data.batch import MicroBatch
+from dsft.engine import state
+from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.start import start
+from dsft.engine.world import World
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
+from dsft.spec.schema import Spec
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # tokens or hidden states, position_ids, targets
+
+
+class PipelineEngine:
+    def __init__(
+        self, policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
+    ) -> None:
+        self._world = world
+        self._objective = objective
+        self._trained = policy.named_trained()
+        self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
+        self._scales = self._total = self._zeros()
+        self._started = start(_pipeline(policy, world, self._loss), self._trained, spec, config)
+        self._engine = self._started.engine
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        """Forward, backward and one optimizer step, in as many micro-batches as there are."""
+        self._started.set_learning_rate(learning_rate)
+        number, data_parallel = len(micro_batches), self._world.layout.data_parallel
+        self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * data_parallel)
+        self._total = self._zeros()
+        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; here, and only here, it is undone.
+        self._scales = self._total.new_tensor(self._objective.scales(counts)) * (number * data_parallel)
+        self._engine.train_batch(self._feed(micro_batches))
+        return StepResult(self._total, *self._started.outcome())
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        self._total = self._zeros()
+        if micro_batches:
+            self._engine.eval_batch(
+                self._feed(micro_batches),
+                num_micro_batches=len(micro_batches),
+                reduce_output=None,
+                bcast_loss=False,
+            )
+        return self._total
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def owned(self) -> Iterator[Fragment]:
+        layout = self._world.layout
+        return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+
+    def load(self, read: ReadRange, applied_steps: int) -> None:
+        state.load(self._engine, self._trained, read, applied_steps)
+
+    def _loss(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to float32."""
+        sums = torch.stack(self._objective.sums(logps, micro_batch))
+        self._total += sums.detach()
+        return sums.dot(self._scales)
+
+    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Inputs, MicroBatch]]:
+        """What the first stage and the last one draw from; DeepSpeed passes a label of its own class through."""
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self._world.device)
+            yield (batch.input_ids, batch.position_ids, batch.targets), batch
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
+
+
+class _Stage(nn.Module):
+    """A policy behind the one argument that DeepSpeed gives a layer."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, inputs: Inputs) -> Tensor | Inputs:
+        output: Tensor | Inputs = self.policy(*inputs)
+        return output
+
+
+def _pipeline(policy: Policy, world: World, loss: Any) -> nn.Module:
+    """One layer per stage, of which this rank has its own and nothing in the others' places."""
+    stages = world.layout.pipeline_stages
+    layers = [_Stage(policy) if stage == world.stage else nn.Identity() for stage in range(stages)]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed, past any log level
+        module: nn.Module = PipelineModule(
+            layers, num_stages=stages, loss_fn=loss, partition_method="uniform", dynamic_shape=True
+        )
+    return module

@@ -1,0 +1,69 @@
+"""Starts DeepSpeed on a module: what the ZeRO engine and the pipeline have in common.
+
+Takes the module, the trained parameters and the DeepSpeed configuration, which decides how; the spec decides what.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from dsft.engine import state
+from dsft.engine.clip import StepClip
+from dsft.engine.optimizer import build_optimizer
+from dsft.spec.schema import Spec
+
+
+@dataclass(frozen=True)
+class Started:
+    """engine: DeepSpeed's; optimizer: the one that it drives; clip: only where DeepSpeed's clipping is replaced."""
+
+    engine: Any
+    optimizer: torch.optim.Optimizer
+    clip: StepClip | None
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def outcome(self) -> tuple[float | Tensor, bool]:
+        """The last step's gradient norm before clipping, and whether it was applied; the same on all ranks."""
+        if self.clip is not None:
+            return self.clip.norm, self.clip.applied
+        return self.engine.get_global_grad_norm(), self.engine.was_step_applied()
+
+
+def start(
+    module: nn.Module, trained: Mapping[str, nn.Parameter], spec: Spec, config: Mapping[str, Any]
+) -> Started:
+    """A collective: every rank calls it with its own stage. `config` is not changed."""
+    own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
+    clips_here = _is_plain_fp32(own)
+    if clips_here:
+        own["gradient_clipping"] = 0.0
+    optimizer = build_optimizer(trained, spec.optim, offloaded=_is_offloaded(own))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=own, dist_init_required=False)
+    state.forget_first_step(engine)
+    clip = None
+    if clips_here:
+        stages = engine.grid.get_pipe_parallel_group() if engine.pipeline_parallelism else None
+        clip = StepClip(tuple(trained.values()), spec.train.max_grad_norm, stages)
+        optimizer.register_step_pre_hook(clip)
+    return Started(engine, optimizer, clip)
+
+
+def _is_plain_fp32(config: Mapping[str, Any]) -> bool:
+    """ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over pipeline stages."""
+    return not config["zero_optimization"]["stage"] and not config["bf16"]["enabled"]
+
+
+def _is_offloaded(config: Mapping[str, Any]) -> bool:
+    """Whether the update runs in DeepSpeed's own CPU Adam."""
+    device = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    return bool(device != "none" and config.get("zero_force_ds_cpu_optimizer", True))

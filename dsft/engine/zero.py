@@ -1,0 +1,74 @@
+"""The ZeRO engine, stages 0 to 3: takes a policy, steps it through DeepSpeed. One rank holds all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsft.data.batch import MicroBatch
+from dsft.engine import state
+from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.start import start
+from dsft.engine.world import World
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
+from dsft.spec.schema import Spec
+
+
+class ZeroEngine:
+    def __init__(
+        self, policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
+    ) -> None:
+        self._world = world
+        self._objective = objective
+        self._trained = policy.named_trained()
+        self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
+        self._started = start(policy, self._trained, spec, config)
+        self._engine = self._started.engine
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        """Forward, backward and one optimizer step, in as many micro-batches as there are."""
+        self._started.set_learning_rate(learning_rate)
+        self._engine.train()
+        total = self._zeros()
+        # DeepSpeed takes the mean over data-parallel ranks; here, and only here, it is undone.
+        scales = total.new_tensor(self._objective.scales(counts)) * self._world.layout.data_parallel
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            sums = self._sums(micro_batch)
+            self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
+            total += sums.detach()
+        self._engine.step()
+        return StepResult(total, *self._started.outcome())
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        self._engine.eval()
+        total = self._zeros()
+        for micro_batch in micro_batches:
+            total += self._sums(micro_batch)
+        return total
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def owned(self) -> Iterator[Fragment]:
+        layout = self._world.layout
+        return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+
+    def load(self, read: ReadRange, applied_steps: int) -> None:
+        state.load(self._engine, self._trained, read, applied_steps)
+
+    def _sums(self, micro_batch: MicroBatch) -> Tensor:
+        """(n_terms,) float64, differentiable."""
+        batch = micro_batch.to(self._world.device)
+        logps = self._engine(batch.input_ids, batch.position_ids, batch.targets)
+        return torch.stack(self._objective.sums(logps, batch))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)

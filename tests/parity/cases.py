@@ -1,0 +1,81 @@
+"""What is compared with the plain loop: cases by number of ranks, and how near each must come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ACCUMULATION = {"varying": (4, 1, 3, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
+FAULTY_STEP = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is not
+    finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it."""
+
+    mode: Literal["zero0", "zero1", "zero2", "zero3", "zero3_offload", "pipeline_zero0", "pipeline_zero1"]
+    ranks: int
+    optimizer: Literal["sgd", "adamw", "adamw_default_eps"]
+    micro_batches: Literal["varying", "one", "four"]
+    max_norm: float = 0.0
+    checkpointing: bool = False
+    precision: Literal["fp32", "bf16"] = "fp32"
+    fault: bool = False
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        flags = [
+            f"{self.stages}stages" * (self.stages > 2),
+            "clipped" * (self.max_norm > 0),
+            "checkpointing" * self.checkpointing,
+            "bf16" * (self.precision == "bf16"),
+            "fault" * self.fault,
+        ]
+        return "-".join(
+            filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.mode.removesuffix("_offload")[-1])
+
+    def bounds(self) -> dict[str, float]:
+        """Largest differences allowed; what each figure means stands in worker.py."""
+        if self.precision == "bf16":
+            return BF16_BOUNDS
+        if self.optimizer == "adamw_default_eps":
+            return FP32_BOUNDS | {"weights": 1e-4, "change": DEFAULT_EPS_CHANGE}
+        return FP32_BOUNDS
+
+
+FP32_BOUNDS = {"fresh": 0.0, "loss": 1e-6, "gradient": 1e-6, "norm": 1e-6, "weights": 1e-6, "evaluation": 1e-6}
+BF16_BOUNDS = {"fresh": 0.0, "loss": 2e-3, "gradient": 5e-2, "norm": 1e-2, "change": 0.2, "evaluation": 2e-3}
+DEFAULT_EPS_CHANGE = 1e-3
+
+MODES: tuple[Any, ...] = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+PIPELINES: tuple[Any, ...] = ("pipeline_zero0", "pipeline_zero1")
+
+
+def cases(ranks: int) -> list[Case]:
+    return list(_cases(ranks))
+
+
+def _cases(ranks: int) -> Iterator[Case]:
+    modes = [(mode, 1) for mode in MODES]
+    if ranks % 2 == 0:
+        modes += [(mode, 2) for mode in PIPELINES]
+    for mode, stages in modes:
+        sgd = "adamw" if mode == "zero3_offload" else "sgd"
+        yield Case(mode, ranks, sgd, "varying", max_norm=0.1, stages=stages)
+        yield Case(mode, ranks, "adamw", "one", checkpointing=True, stages=stages)
+        if ranks == 2:
+            yield Case(mode, ranks, "adamw", "four", max_norm=0.1, stages=stages)
+            yield Case(mode, ranks, "adamw_default_eps", "varying", stages=stages)
+            yield Case(mode, ranks, "adamw", "four", max_norm=0.1, precision="bf16", stages=stages)
+            yield Case(mode, ranks, "adamw", "varying", max_norm=0.1, fault=True, stages=stages)
+            yield Case(mode, ranks, "adamw", "one", precision="bf16", fault=True, stages=stages)
+    if ranks > 2:
+        yield Case("pipeline_zero1", ranks, "adamw", "varying", max_norm=0.1, checkpointing=True, stages=ranks)

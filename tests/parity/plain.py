@@ -1,0 +1,97 @@
+"""The yardstick: a plain PyTorch loop over rows, one at a time, with no code of the project in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Row = tuple[list[int], list[bool]]  # token ids; whether each one is trained on
+Step = list[list[list[Row]]]  # [micro-batch][data-parallel rank] -> rows
+
+
+@dataclass
+class Outcome:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def rows_of(step: Step) -> list[Row]:
+    return [row for micro_batch in step for rank in micro_batch for row in rank]
+
+
+def count(rows: Iterable[Row]) -> int:
+    """Targets: a row's first token is predicted by nothing."""
+    return sum(sum(trained[1:]) for _, trained in rows)
+
+
+def summed_loss(model: nn.Module, row: Row) -> Tensor:
+    ids, trained = row
+    labels = torch.tensor([i if is_target else -100 for i, is_target in zip(ids, trained, strict=True)])
+    logits = model(input_ids=torch.tensor([ids])).logits[0]
+    return F.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+
+
+def train(
+    model: nn.Module,
+    steps: Sequence[Step],
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    skipped: Sequence[int] = (),
+) -> Outcome:
+    """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied."""
+    outcome, names = Outcome(), dict(model.named_parameters())
+    for number, step in enumerate(steps):
+        rows, total = rows_of(step), 0.0
+        for row in rows:
+            loss = summed_loss(model, row)
+            (loss / count(rows)).backward()
+            total += loss.item()
+        outcome.losses.append(total / count(rows))
+        outcome.gradients.append({name: p.grad.clone() for name, p in names.items() if p.grad is not None})
+        outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
+        if number not in skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+    outcome.weights = {name: p.detach().clone() for name, p in names.items()}
+    return outcome
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, step: Step) -> float:
+    return sum(summed_loss(model, row).item() for row in rows_of(step)) / count(rows_of(step))
+
+
+def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
+    of_rank: Callable[[bool], list[nn.Parameter]] = lambda is_matrix: [
+        p for p in model.parameters() if (p.ndim > 1) is is_matrix
+    ]
+    return [{"params": of_rank(True), "weight_decay": decay}, {"params": of_rank(False), "weight_decay": 0.0}]
+
+
+def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int) -> list[Step]:
+    """Rows of 3 to 20 tokens, 0 to 2 per micro-batch and rank, of which about 60 in 100 tokens are targets.
+    In the first micro-batch of each step one rank has rows without a target, in the last one no row at all."""
+    draw = random.Random(seed)
+
+    def row(share: float) -> Row:
+        length = draw.randint(3, 20)
+        ids = [draw.randrange(vocabulary) for _ in range(length)]
+        return ids, [draw.random() < share for _ in ids]
+
+    def rows(micro_batch: int, last: int, rank: int) -> list[Row]:
+        if ranks > 1 and last and micro_batch == last and rank == ranks - 1:
+            return []
+        is_silent = rank == 0 and micro_batch == 0 and (ranks > 1 or last > 0)
+        return [row(0.0 if is_silent else 0.6) for _ in range(draw.randint(1, 2))]
+
+    return [
+        [[rows(micro_batch, number - 1, rank) for rank in range(ranks)] for micro_batch in range(number)]
+        for number in micro_batches
+    ]

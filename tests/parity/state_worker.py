@@ -1,0 +1,234 @@
+"""What test_state.py launches: saves in some layouts, goes on without a break, loads in the same and others.
+
+    torchrun … state_worker.py FOLDER save CASE …          each case trains, saves at step 3, goes on to step 6
+    torchrun … state_worker.py FOLDER load FROM:TO …       each pair goes on from FROM's step 3 under TO to step 6
+
+A case is `STAGE-PRECISION[-offload][-pipe][-sgd|-momentum]`, such as `z2-bf16-offload`. Engines are made with
+deepspeed.initialize alone, so that nothing but state.py and the checkpoint is under test. Rank 0 writes
+FOLDER/results.jsonl: what differs from going on without a break.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.save import Facts, save
+from dsft.engine import state
+from dsft.engine.world import World
+from dsft.plan.layout import Layout
+
+ROWS, LENGTH, SAVED_AT, STEPS = 8, 12, 3, 6
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=36, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, tie_word_embeddings=False, attention_dropout=0.0,
+)  # fmt: skip
+
+
+class First(nn.Module):
+    """Embedding and the first two layers, of a whole model whose parameter names they keep."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.embed, self.layers, self.rotary = model.model.embed_tokens, model.model.layers[:2], model.model.rotary_emb
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return through(self.layers, self.rotary, self.embed(tokens))
+
+
+class Last(nn.Module):
+    """The last layer, norm and head: log-probabilities of the next tokens."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.layers, self.rotary = model.model.layers[2:], model.model.rotary_emb
+        self.norm, self.head = model.model.norm, model.lm_head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(through(self.layers, self.rotary, hidden)))
+
+
+def through(layers: Any, rotary: Any, hidden: Tensor) -> Tensor:
+    places = torch.arange(hidden.shape[1])[None]
+    embeddings = rotary(hidden, places)
+    for layer in layers:
+        hidden = layer(hidden, position_ids=places, position_embeddings=embeddings, attention_mask=None)
+    return hidden
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Case:
+    """An engine under one layout, stepping through the same global batches as every other."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        words = name.split("-")
+        self.zero, self.bf16 = int(words[0][1:]), words[1] == "bf16"
+        self.pipe, offload = "pipe" in words, "offload" in words
+        ranks, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
+        stages = 2 if self.pipe else 1
+        layout = Layout(ranks, stages, ranks // stages)
+        self.world = World(rank, ranks, rank, layout, torch.device("cpu"))
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(CONFIG)
+        module: nn.Module = model
+        if self.pipe:
+            topology = PipeDataParallelTopology(stages, layout.data_parallel)
+            module = PipelineModule([First(model), Last(model)], topology=topology, loss_fn=loss_of, partition_method="uniform")
+        self.engine = deepspeed.initialize(
+            model=module, optimizer=lambda ps: optimizer(model, ps, words), model_parameters=list(module.parameters()),
+            config=config(self.zero, self.bf16, offload, ROWS, layout.data_parallel), dist_init_required=False,
+        )[0]  # fmt: skip
+        state.forget_first_step(self.engine)
+        mine = {id(p) for p in self.engine.module.parameters()}
+        self.named = {n: p for n, p in model.named_parameters() if id(p) in mine}
+
+    def step(self, index: int) -> Tensor:
+        """The mean loss of one global batch, this rank's share of it summed over data ranks."""
+        generator = torch.Generator().manual_seed(1000 + index)
+        rows = torch.randint(0, CONFIG.vocab_size, (ROWS, LENGTH), generator=generator)
+        size = ROWS // self.world.layout.data_parallel // 2
+        rows = rows[self.world.data_rank :: self.world.layout.data_parallel]
+        micro_batches = rows.split(size)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + index)
+        if self.pipe:
+            return self.engine.train_batch(iter([(part, part) for part in micro_batches]))
+        total = torch.zeros(())
+        for part in micro_batches:
+            loss = loss_of(self.engine(input_ids=part, use_cache=False).logits, part)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach() / len(micro_batches)
+        return self.world.sum(total) / self.world.world_size
+
+    def save(self, run: Path, step: int) -> None:
+        dp = self.world.layout.data_parallel
+        fragments = state.owned(self.engine, self.named, self.world.data_rank, dp)
+        shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
+        facts = Facts({"step": step, "applied_steps": step}, {}, {}, "", None, {}, {})
+        save(run, fragments, shapes, facts, self.world, model_folder=run.parent, keep_last=None)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        state.load(self.engine, self.named, checkpoint.read, checkpoint.state["progress"]["applied_steps"])
+
+    def close(self) -> None:
+        self.engine.destroy()
+        deepspeed.utils.groups.mpu = None
+        gc.collect()
+
+
+def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> torch.optim.Optimizer:
+    ours = {id(p) for p in parameters}
+    held = [p for p in model.parameters() if id(p) in ours]
+    groups = [
+        {"params": [p for p in held if len(getattr(p, "ds_shape", p.shape)) > 1], "weight_decay": 0.1},
+        {"params": [p for p in held if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
+    ]
+    if "sgd" in words or "momentum" in words:
+        return torch.optim.SGD(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
+    if "offload" in words:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, eps=1e-4)
+    return torch.optim.AdamW(groups, lr=0.0, eps=1e-4)
+
+
+def config(zero: int, bf16: bool, offload: bool, rows: int, data_parallel: int) -> dict[str, Any]:
+    wide = not bf16 or zero > 0
+    made: dict[str, Any] = {
+        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": rows // data_parallel // 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32" if wide else "bf16"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 100, "sub_group_size": 3000},
+    }
+    if offload:
+        made["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return made
+
+
+def train(case: Case, start: int, stop: int) -> list[float]:
+    return [float(case.step(index)) for index in range(start, stop)]
+
+
+def save_case(folder: Path, name: str) -> dict[str, Any]:
+    case = Case(name, seed=0)
+    losses = train(case, 0, SAVED_AT)
+    run = folder / name
+    case.save(run, SAVED_AT)
+    going_on = train(case, SAVED_AT, STEPS)
+    case.save(run, STEPS)
+    case.close()
+    if case.world.rank == 0:
+        (run / "losses.json").write_text(json.dumps(going_on))
+    return {"case": name, "losses": losses + going_on}
+
+
+def load_case(folder: Path, pair: str) -> dict[str, Any]:
+    source, target = pair.split(":")
+    case = Case(target, seed=1)  # other weights: what is right afterwards was loaded
+    case.load(Checkpoint.open(folder / source / "checkpoints" / f"step-{SAVED_AT}"))
+    losses = train(case, SAVED_AT, STEPS)
+    run = folder / f"{source}-to-{target}-on-{case.world.world_size}"
+    case.save(run, STEPS)
+    result: dict[str, Any] = {"pair": pair, "ranks": case.world.world_size}
+    if case.world.rank == 0:
+        expected = json.loads((folder / source / "losses.json").read_text())
+        result["losses"] = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+        old, new = (Checkpoint.open(r / "checkpoints" / f"step-{STEPS}") for r in (folder / source, run))
+        result |= {kind: difference(old, new, kind) for kind in old.state["kinds"]}
+        assert old.state["kinds"] == new.state["kinds"]
+        before = Checkpoint.open(folder / source / "checkpoints" / f"step-{SAVED_AT}")
+        result["moved"] = difference(before, old, "value")
+        shutil.rmtree(run)
+    case.close()
+    return result
+
+
+def difference(one: Checkpoint, other: Checkpoint, kind: Any) -> float:
+    """The largest difference of any element, relative to its tensor's largest."""
+    return max(distance(a, b) for a, b in tensors(one, other, kind))
+
+
+def tensors(one: Checkpoint, other: Checkpoint, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    for name, shape in one.shapes.items():
+        size = torch.Size(shape).numel()
+        yield one.read(name, kind, 0, size), other.read(name, kind, 0, size)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+
+
+def main(folder: Path, verb: str, cases: list[str]) -> None:
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    for name in cases:
+        result = save_case(folder, name) if verb == "save" else load_case(folder, name)
+        if deepspeed.comm.get_rank() == 0:
+            with (folder / "results.jsonl").open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,269 @@
+"""Run on every rank of one launch: trains each case with the engine, then with the plain loop, and compares.
+
+    python worker.py OUTPUT.json [WORD …]      WORD: run only the cases whose name has it
+
+Rank 0 writes {case name: {figure: largest difference}} or {case name: {"error": traceback}}.
+
+fresh        |first weight − whole model's|, absolute: the same model in every layout
+loss         |step's loss − plain|, absolute, over the steps
+gradient     |gradient − plain| ÷ the tensor's largest |element|, over tensors and steps, before clipping
+norm         |gradient norm − plain| ÷ plain, over the steps
+weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
+change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
+evaluation   |held-out loss after training − plain|, absolute
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import deepspeed
+import torch
+from deepspeed.utils import groups, safe_get_full_grad
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.engine.build import build_engine
+from dsft.engine.world import World, join
+from dsft.launch.environment import detect
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.policy import Policy
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import batch_sizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import Layout
+from dsft.spec.schema import Spec
+from tests.parity import plain
+from tests.parity.cases import ACCUMULATION, FAULTY_STEP, Case, cases
+
+VOCABULARY, SEED = 128, 11
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+RATES = {"sgd": 0.1, "adamw": 3e-3, "adamw_default_eps": 3e-3}
+EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
+DECAY = 0.1
+
+
+def main(output: Path, words: list[str]) -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    results: dict[str, Any] = {}
+    for case in cases(ranks):
+        if all(word in case.name for word in words):
+            layout = Layout(ranks, case.stages, ranks // case.stages)
+            results[case.name] = run(case, dataclasses.replace(world, layout=layout))
+            if world.rank == 0:
+                print(case.name, results[case.name], flush=True)
+                output.write_text(json.dumps(results, indent=1))
+    world.close()
+
+
+def run(case: Case, world: World) -> dict[str, Any]:
+    """Errors are not swallowed: a rank that fails leaves its peers in a collective, so the launch must end."""
+    try:
+        return compare(case, world)
+    except Exception:
+        print(f"{case.name} on rank {world.rank}", traceback.format_exc(), flush=True)
+        raise
+    finally:
+        groups.mpu = None
+        gc.collect()
+
+
+def compare(case: Case, world: World) -> dict[str, Any]:
+    spec = make_spec(case)
+    dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    whole = build_model(spec.model, FACTS, SEED, dtype)
+    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages)
+    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 30_000}
+    if case.fault:
+        break_gradient(policy, world)
+    engine: Any = build_engine(policy, spec, config, world, next_token())
+    gradients = keep_gradients(engine)
+    first = assemble(world, engine)
+
+    steps = plain.make_steps(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
+    losses, norms = [], []
+    for number, step in enumerate(steps):
+        BROKEN["now"] = case.fault and number == FAULTY_STEP
+        counts = {"tokens": plain.count(plain.rows_of(step))}
+        result = engine.step(share(step, world), counts, RATES[case.optimizer])
+        assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
+        losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
+        norms.append(float(result.grad_norm))
+    BROKEN["now"] = False
+    held_out = plain.make_steps(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
+    evaluation = float(world.sum(engine.evaluate(share(held_out, world)))[0])
+    evaluation /= plain.count(plain.rows_of(held_out))
+    final = assemble(world, engine)
+    gathered = [merge(world.gather(g)) for g in gradients]
+    engine._engine.destroy()
+    if world.rank:
+        return {}
+
+    start = {name: p.detach().float() for name, p in whole.causal_lm.named_parameters()}
+    skipped = (FAULTY_STEP,) if case.fault else ()
+    expected, expected_evaluation = yardstick(case, world.layout.data_parallel, start, steps, held_out, skipped)
+    applied = [i for i in range(len(steps)) if i not in skipped]
+    return {
+        "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
+        "loss": max(abs(a - b) for a, b in zip(losses, expected.losses, strict=True)),
+        "gradient": max(relative(gathered[i], expected.gradients[i]) for i in applied),
+        "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
+        "weights": relative(final, expected.weights),
+        "change": distance(final, expected.weights) / distance(expected.weights, start),
+        "evaluation": abs(evaluation - expected_evaluation),
+        "skipped_norm_is_finite": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
+    }
+
+
+def make_spec(case: Case) -> Spec:
+    offload = {"offload_optimizer": {"device": "cpu"}} if case.mode.endswith("offload") else {}
+    return Spec.model_validate(
+        {
+            "name": "parity",
+            "task": "pretrain",
+            "model": {"from_config": LLAMA, "gradient_checkpointing": case.checkpointing},
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages, **offload},
+            "train": {
+                "micro_batch_size": 2,
+                "accumulation_steps": 2,
+                "precision": case.precision,
+                "max_grad_norm": case.max_norm,
+            },
+            "optim": {
+                "name": case.optimizer.split("_")[0],
+                "learning_rate": 1.0,  # the step's own rate is given to each step
+                "weight_decay": 0.0 if case.optimizer == "sgd" else DECAY,
+                "momentum": 0.9 if case.optimizer == "sgd" else 0.0,
+                "eps": EPS[case.optimizer],
+            },
+        }
+    )
+
+
+def yardstick(
+    case: Case,
+    ranks: int,
+    start: dict[str, Tensor],
+    steps: list[plain.Step],
+    held_out: plain.Step,
+    skipped: tuple[int, ...],
+) -> tuple[plain.Outcome, float]:
+    keys = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **keys))
+    model.load_state_dict(start)
+    rate = RATES[case.optimizer]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    if case.optimizer != "sgd":
+        groups_of = plain.decayed_groups(model, DECAY)
+        optimizer = torch.optim.AdamW(groups_of, rate, eps=EPS[case.optimizer])
+    outcome = plain.train(model, steps, optimizer, case.max_norm, skipped)
+    return outcome, plain.evaluate(model, held_out)
+
+
+def share(step: plain.Step, world: World) -> list[MicroBatch]:
+    return [micro_batch(ranks[world.data_rank]) for ranks in step]
+
+
+def micro_batch(rows: list[plain.Row]) -> MicroBatch:
+    """Padded with token 7, to show that padding does not matter; no row at all: one of two tokens, no target."""
+    length = max((len(ids) for ids, _ in rows), default=2)
+    shape = (max(len(rows), 1), length)
+    batch = MicroBatch(
+        torch.full(shape, 7), torch.arange(length).repeat(shape[0], 1), torch.full(shape, NO_TARGET)
+    )
+    for number, (ids, trained) in enumerate(rows):
+        batch.input_ids[number, : len(ids)] = torch.tensor(ids)
+        wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
+        batch.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
+    return batch
+
+
+BROKEN = {"now": False}
+
+
+def break_gradient(policy: Policy, world: World) -> None:
+    """While BROKEN, the gradient that reaches the first layer on rank 0 is infinite."""
+    if world.rank:
+        return
+
+    def on_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad and BROKEN["now"]:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+
+    policy.causal_lm.model.layers[0].register_forward_hook(on_forward)
+
+
+def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
+    """The reduced gradients as they stand before the optimizer's step, per step, by name; a collective."""
+    kept: list[dict[str, Tensor]] = []
+    optimizer, trained = engine._engine.optimizer, engine._trained
+    step = optimizer.step
+    full = safe_get_full_grad if engine._engine.zero_optimization_stage() else (lambda p: p.grad)
+
+    @functools.wraps(step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        kept.append({name: full(p).detach().float().clone() for name, p in trained.items()})
+        return step(*args, **kwargs)
+
+    optimizer.step = wrapped
+    return kept
+
+
+def assemble(world: World, engine: Any) -> dict[str, Tensor]:
+    """The fp32 values over all ranks, from what each says it owns; every element must come exactly once."""
+    mine = [(f.name, f.start, f.data.detach().clone()) for f in engine.owned() if f.kind == "value"]
+    shapes = merge(world.gather(dict(engine.shapes())))
+    found = {name: torch.full(shape, float("nan")).flatten() for name, shape in shapes.items()}
+    for name, start, data in (fragment for rank in world.gather(mine) for fragment in rank):
+        target = found[name][start : start + len(data)]
+        assert len(target) == len(data) and target.isnan().all(), f"{name} from {start} is owned twice"
+        target.copy_(data)
+    assert not any(value.isnan().any() for value in found.values()), "an element is owned by no rank"
+    return {name: value.view(shapes[name]) for name, value in found.items()}
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(float((found[n] - e).abs().max() / e.abs().max()) for n, e in expected.items())
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(torch.stack([(one[name] - other[name]).norm() for name in one]).norm())
+
+
+if __name__ == "__main__":
+    assert deepspeed.__version__
+    main(Path(sys.argv[1]), sys.argv[2:])
