@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.plan.batch import BatchSizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
+from dsft.spec.aliases import descriptions
+from dsft.spec.combinations import combinations
+from dsft.spec.document import dotted
+from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
+from dsft.spec.unbuilt import unbuilt
+from dsft.spec.wording import worded
 
 SPEC_DECIDES = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline checkpoint "
@@ -132,10 +140,10 @@ def _unknown(sentence: str) -> Problem:
     return Problem(where, message)
 
 
-def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
+def _lookup(config: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted key; None where it or a section above it is absent or null."""
     value: Any = config
-    for key in dotted.split("."):
+    for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
@@ -173,22 +181,30 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     found["train.reduce_dtype"] = _lookup(file, "communication_data_type")
     values = spec.model_dump()
     lines = []
-    for dotted, value in found.items():
-        *sections, key = dotted.split(".")
+    for where, value in found.items():
+        *sections, key = where.split(".")
         place = values
         for section in sections:
             place = place[section]
-        optional = key in ("nvme_path",)
-        if value == "auto" or (value is None and not optional) or value == place[key]:
+        silent = value is None and key != "nvme_path"  # the file says nothing; a path goes with its device
+        if silent or value == "auto" or value == place[key]:
             continue
-        lines.append(f"decides {dotted}: {value} (the spec says {place[key]})")
+        lines.append(f"decides {where}: {value} (the spec says {place[key]})")
         place[key] = value
     return validated(values), lines
 
 
 def validated(values: Mapping[str, Any]) -> Spec:
-    """A spec from changed values, held against the schema and the table of combinations again."""
-    return Spec.model_validate(values)
+    """A spec from changed values, held against the schema and every rule again; SpecError with all problems."""
+    try:
+        spec = Spec.model_validate(values)
+        findings = [(f.path, f.message) for f in (*unbuilt(spec), *combinations(spec), *refused(spec))]
+    except ValidationError as error:
+        findings = worded(error.errors(include_url=False), values, descriptions())
+    if findings:
+        problems = [Problem(dotted(where), message) for where, message in findings]
+        raise SpecError("What the DeepSpeed configuration decides does not go with the spec.", problems)
+    return spec
 
 
 def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

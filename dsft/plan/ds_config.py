@@ -128,7 +128,7 @@ def _reduction(spec: Spec) -> Iterator[Entry]:
     yield Entry("seq_parallel_communication_data_type", "fp32", "no sequence parallelism: without effect")
     yield Entry("gradient_allreduce_op", "mean", "dsft undoes DeepSpeed's mean in one place; a sum is refused at ZeRO 3")
     yield Entry("prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3")
-    yield Entry("gradient_predivide_factor", 1.0, "as above; with the number of ranks it is wrong at ZeRO 3")
+    yield Entry("gradient_predivide_factor", 1.0, "no division before the sum; with the number of ranks it is wrong at ZeRO 3")
     reason = "the engine states each step's boundary itself, so the number of micro-batches may vary"
     if spec.parallel.pipeline_stages > 1:
         reason = "DeepSpeed's pipeline takes no other value"
@@ -224,11 +224,11 @@ def _pipeline(spec: Spec) -> Iterator[Entry]:
 
 
 def _silence() -> Iterator[Entry]:
-    yield Entry("steps_per_print", NEVER, "dsft reports; more steps than any run has")
-    yield Entry("log_level", "warning", "as above")
+    yield Entry("steps_per_print", NEVER, "dsft reports; more steps than any run has, since null would be divided by")
+    yield Entry("log_level", "warning", "DeepSpeed's warnings are shown, its progress is not")
     yield Entry("wall_clock_breakdown", False, "its timers synchronise the device")
     yield Entry("timers.throughput.enabled", False, "it synchronises the device at every step")
-    yield Entry("memory_breakdown", False, "as above; dsft reports memory/*")
+    yield Entry("memory_breakdown", False, "dsft reports memory/* once per logged step")
     yield Entry("dump_state", False, "no dump at start")
     yield Entry("disable_python_gc", False, "Python's collector stays as it is")
     yield Entry("checkpoint.tag_validation", "Fail", "no DeepSpeed checkpoint is written; were one, ranks must agree on it")

@@ -1,4 +1,4 @@
-"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch script. Texts first; `write` puts them on disk.
+"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch script: the command `dsft generate`.
 
 The texts depend on the spec and on its path from the output folder only, so they are the same on every machine.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,26 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.hostfile import render
 from dsft.plan.launch import deepspeed_script, environment_file, environment_text
 from dsft.plan.layout import layout
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+
+
+def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, check: bool) -> bool:
+    """Write the files below `out` and name them, or with `check` print what differs. False where something does."""
+    spec = load_spec(spec_path, overrides, check_files=False)
+    texts = files(spec, spec_path, out)
+    if check:
+        difference = drift(texts, out)
+        print(difference or f"{len(texts)} files agree with {spec_path}\n", end="")
+        return not difference
+    write(texts, out)
+    for name in texts:
+        print(f"wrote {out / name}")
+    if spec.cluster is None:
+        print("no hostfile: the spec has no cluster")
+    return True
 
 
 def files(spec: Spec, spec_path: Path, out: Path) -> dict[str, str]:

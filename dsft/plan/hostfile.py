@@ -5,14 +5,13 @@ Stricter than DeepSpeed, which ignores what follows `slots=n` and takes any word
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 
 from dsft.errors import Problem, SpecError
+from dsft.spec.hosts import is_host
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")  # RFC 1123, section 2.1
 
 
 def parse(text: str, where: str) -> dict[str, int]:
@@ -41,17 +40,6 @@ def parse(text: str, where: str) -> dict[str, int]:
 def render(hosts: Mapping[str, int]) -> str:
     """The file's text; ranks follow its order."""
     return "".join(f"{host} slots={slots}\n" for host, slots in hosts.items())
-
-
-def is_host(name: str) -> bool:
-    """Whether `name` is an RFC 1123 host name or an IP address."""
-    try:
-        ipaddress.ip_address(name)
-        return True
-    except ValueError:
-        labels = name.split(".")
-        numeric = labels[-1].isdigit()  # 10.0.0.300 is an address gone wrong, not a name
-        return not numeric and len(name) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
 
 
 def _fault(match: re.Match[str], hosts: Mapping[str, int]) -> str | None:

@@ -145,7 +145,7 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
         ({"zero_optimization": True}, "zero_optimization: true is no section"),
         ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, 'zero_optimization.sub_group_size: "auto", but'),
-        ({"communication_data_type": "fp8"}, "communication_data_type"),
+        ({"communication_data_type": "fp8"}, "train.reduce_dtype: 'fp8'"),
         ('{"a": 1, "a": 2}', "has the key 'a' twice"),
         ("{", "is not JSON at line 1"),
         ("[]", "holds no JSON object"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dsft.errors import SpecError
-from dsft.plan.hostfile import is_host, parse, render
+from dsft.plan.hostfile import parse, render
 
 
 def test_hosts_come_back_in_their_order() -> None:
@@ -36,7 +36,3 @@ def test_all_bad_lines_are_told_together() -> None:
         parse("a slots=x\nb slots=1\nb slots=1\n", "hosts")
     assert [problem.where for problem in error.value.problems] == ["hosts:1", "hosts:3"]
 
-
-def test_host_names() -> None:
-    assert is_host("n" * 63) and not is_host("n" * 64)
-    assert not is_host("") and not is_host("a..b") and not is_host("a-") and not is_host("-oProxyCommand=x")

@@ -1,0 +1,79 @@
+"""A model's parameters without its weights: the child process behind `dsft plan`.
+
+Takes one JSON object on standard input, {"model": the spec's section, "stages": n}; gives one on the last line of
+standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the transformers
+class on the meta device. Reads the config and tokenizer, or their places in the hub's cache; writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.errors import MissingInputError, SpecError
+from dsft.model.config import resolve_config, token_facts
+from dsft.model.stage import check_cut
+from dsft.spec.schema import Model
+
+
+def take_census(model: Model, stages: int) -> dict[str, Any]:
+    """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`."""
+    name = model.tokenizer or model.name_or_path
+    config = resolve_config(model, token_facts(byte_level_tokenizer() if name is None else load_tokenizer(name)))
+    check_cut(config, stages)
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return {
+        "architecture": type(causal_lm).__name__,
+        "num_layers": config.num_hidden_layers,
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "parameters": _parameters(causal_lm, config.num_hidden_layers),
+    }
+
+
+def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, Any]]:
+    """One entry per distinct tensor, under its first name; the other names of a tied one stand in `aliases`."""
+    embedding = causal_lm.get_input_embeddings().weight
+    layers = _layers(causal_lm, num_layers)
+    found: dict[int, dict[str, Any]] = {}
+    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        if id(parameter) in found:
+            found[id(parameter)]["aliases"].append(name)
+            continue
+        found[id(parameter)] = {
+            "name": name,
+            "shape": list(parameter.shape),
+            "layer": layers.get(id(parameter)),
+            "embedding": parameter is embedding,
+            "aliases": [],
+        }
+    return list(found.values())
+
+
+def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:
+    """Parameter's id -> number of its layer, from the list that has as many modules as the config has layers."""
+    for module in causal_lm.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return {id(p): index for index, layer in enumerate(module) for p in layer.parameters()}
+    return {}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    try:
+        answer = take_census(Model.model_validate(request["model"]), request["stages"])
+    except SpecError as error:
+        answer = {"problems": [[problem.where, problem.message] for problem in error.problems]}
+    except MissingInputError as error:
+        answer = {"missing": str(error)}
+    print("\n" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A spec's plan: what will run, as one value. Takes a spec, asks for its model's census; no printing here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsft.errors import Problem, SpecError
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.census import Census, census
+from dsft.plan.layout import Layout, layout
+from dsft.plan.memory import Memory, memory
+from dsft.spec.rules import warnings
+from dsft.spec.schema import Spec
+
+GIB = 2**30
+THIS_HOST = "localhost"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """hosts: host -> ranks in their order. assumed: the spec has no cluster and no size was asked for, so the
+    number of processes is the smallest that works."""
+
+    spec: Spec
+    hosts: Mapping[str, int]
+    assumed: bool
+    layout: Layout
+    batch: BatchSizes
+    census: Census
+    memory: Memory
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive ranks on one host and one stage; all ranges are inclusive."""
+
+    host: str
+    stage: int
+    ranks: tuple[int, int]
+    local_ranks: tuple[int, int]
+    data_ranks: tuple[int, int]
+
+
+def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = None) -> Plan:
+    """SpecError where sizes do not fit, or where `world_size` is not the cluster's."""
+    hosts = _hosts(spec, world_size)
+    places = layout(spec.parallel, sum(hosts.values()))
+    batch = batch_sizes(spec.train, places.data_parallel)
+    counted = census(spec.model, spec.parallel.pipeline_stages, cache)
+    _check_length(spec, counted)
+    sizes = memory(counted, spec, places, hosts)
+    assumed = spec.cluster is None and world_size is None
+    told = (*warnings(spec), *_memory_warnings(spec, sizes))
+    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told)
+
+
+def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:
+    """All ranks, as few blocks as the hosts and stages allow."""
+    found = []
+    first = 0
+    for host, slots in hosts.items():
+        start = first
+        while start < first + slots:
+            stage = places.stage(start)
+            end = min(first + slots, (stage + 1) * places.data_parallel) - 1
+            local = (start - first, end - first)
+            found.append(Block(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end))))
+            start = end + 1
+        first += slots
+    return found
+
+
+def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
+    if spec.cluster is None:
+        return {THIS_HOST: world_size or spec.parallel.pipeline_stages}
+    promised = sum(spec.cluster.hosts.values())
+    if world_size not in (None, promised):
+        message = f"the hosts have {promised} slots, not {world_size}; leave --world-size out or change the hosts"
+        raise SpecError("The plan cannot be made.", [Problem("cluster.hosts", message)])
+    return spec.cluster.hosts
+
+
+def _check_length(spec: Spec, counted: Census) -> None:
+    if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
+        message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
+        raise SpecError("The plan cannot be made.", [Problem("data.max_length", message)])
+
+
+def _memory_warnings(spec: Spec, sizes: Memory) -> list[str]:
+    accelerator = spec.cluster.accelerator if spec.cluster else None
+    if accelerator is None or accelerator.memory_gib is None:
+        return []
+    return [
+        f"cluster.accelerator.memory_gib: {accelerator.memory_gib:g} is less than the {rank.device / GIB:.1f} GiB of stage "
+        f"{rank.stage}, activations not counted; raise parallel.zero_stage or offload"
+        for rank in sizes.stages
+        if rank.device > accelerator.memory_gib * GIB
+    ]

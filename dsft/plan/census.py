@@ -1,0 +1,152 @@
+"""What a model consists of: each parameter's name, shape and place, from the model's own class, never a formula.
+
+A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported here.
+Answers are kept in a cache folder by a digest of the model section, the files it names and the transformers version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import DsftError, MissingInputError, Problem, SpecError
+from dsft.plan.layout import layer_range
+from dsft.spec.schema import Model
+
+TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied one."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    embedding: bool
+    aliases: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Census:
+    architecture: str
+    num_layers: int
+    max_positions: int | None
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def stage(self, stage: int, stages: int) -> tuple[Parameter, ...]:
+        """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last."""
+        layers = layer_range(self.num_layers, stage, stages)
+        return tuple(p for p in self.parameters if _stage_of(p, layers, stage, stages))
+
+
+def _stage_of(parameter: Parameter, layers: range, stage: int, stages: int) -> bool:
+    if parameter.layer is not None:
+        return parameter.layer in layers
+    return stage == (0 if parameter.embedding else stages - 1)
+
+
+def census(model: Model, stages: int, cache: Path | None = None) -> Census:
+    """The census of a spec's model, cut into `stages`.
+
+    SpecError for a config with unknown keys or that cannot be cut; MissingInputError where a config or tokenizer
+    cannot be read. `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
+    """
+    place = (cache or _cache_folder()) / "census" / f"{_digest(model, stages)}.json"
+    try:
+        return _from_json(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        answer = _ask(model, stages)
+    result = _from_json(answer)
+    if not _is_hub_id(model):  # what a hub id stands for may change
+        _keep(place, answer)
+    return result
+
+
+def _ask(model: Model, stages: int) -> dict[str, Any]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_entries("PYTHONPATH")])}
+    request = json.dumps({"model": model.model_dump(mode="json"), "stages": stages})
+    command = [sys.executable, "-m", "dsft.model.census"]
+    try:
+        done = subprocess.run(command, input=request, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise DsftError(f"the model's parameters could not be counted within {TIMEOUT} s; is the machine overloaded?") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise DsftError(f"the model's parameters could not be counted: {last}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "problems" in answer:
+        raise SpecError("The model cannot be made.", [Problem(*problem) for problem in answer["problems"]])
+    if "missing" in answer:
+        raise MissingInputError(answer["missing"])
+    return answer
+
+
+def _from_json(answer: Mapping[str, Any]) -> Census:
+    return Census(
+        answer["architecture"],
+        answer["num_layers"],
+        answer["max_positions"],
+        tuple(
+            Parameter(p["name"], tuple(p["shape"]), p["layer"], p["embedding"], tuple(p["aliases"]))
+            for p in answer["parameters"]
+        ),
+    )
+
+
+def _keep(place: Path, answer: Mapping[str, Any]) -> None:
+    """Write the answer under its final name at once; a cache that cannot be written is no reason to stop."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump(answer, file)
+        os.replace(file.name, place)
+    except OSError:
+        pass
+
+
+def _digest(model: Model, stages: int) -> str:
+    files = {path.name: path.read_bytes().hex() for path in _files(model)}
+    sources = (ROOT / "dsft" / "model" / "census.py", ROOT / "dsft" / "model" / "config.py")
+    code = [path.read_text(encoding="utf-8") for path in sources]
+    facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _files(model: Model) -> list[Path]:
+    """The configs below the folders that the model section names, which the census depends on."""
+    folders = [Path(name) for name in (model.name_or_path, model.tokenizer) if name and Path(name).is_dir()]
+    names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json")
+    return [folder / name for folder in folders for name in names if (folder / name).is_file()]
+
+
+def _is_hub_id(model: Model) -> bool:
+    return any(name is not None and not Path(name).is_dir() for name in (model.name_or_path, model.tokenizer))
+
+
+def _cache_folder() -> Path:
+    return Path(*_entries("XDG_CACHE_HOME")[:1] or [Path.home() / ".cache"]) / "dsft"
+
+
+def _entries(variable: str) -> list[str]:
+    return [entry for entry in os.environ.get(variable, "").split(os.pathsep) if entry]

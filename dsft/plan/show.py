@@ -1,0 +1,189 @@
+"""A plan as people and programs read it: the command `dsft plan`. Takes a plan, gives text or a mapping for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries
+from dsft.plan.generate import promised_batch
+from dsft.spec.load import load_spec
+
+PLAIN_WIDTH = 160  # characters, where the output is no terminal
+NOT_COUNTED = "Activations, logits and padding are not in this table yet; bytes are those of a step's fullest moment."
+SHOWN_BLOCKS = 16
+
+
+def print_plan(
+    spec_path: Path, overrides: Sequence[str], *, as_json: bool, explain: bool, world_size: int | None
+) -> None:
+    """Plan the spec and print it. The data is not looked at, it may be on another machine."""
+    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
+    if as_json:
+        print(json.dumps(as_mapping(plan), indent=2))
+        return
+    terminal = sys.stdout.isatty()
+    print(as_text(plan, explain=explain, terminal=terminal, width=Console().width if terminal else None), end="")
+
+
+def as_text(plan: Plan, *, explain: bool, terminal: bool, width: int | None = None) -> str:
+    """The whole plan; with `explain` every DeepSpeed key, its value and the reason. Colours on a terminal only."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
+    for part in _parts(plan, explain):
+        console.print(part)
+    lines = (line.rstrip() for line in out.getvalue().splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def as_mapping(plan: Plan) -> dict[str, Any]:
+    """The same for programs: sizes in bytes and elements, ranges inclusive."""
+    spec = plan.spec
+    return {
+        "name": spec.name,
+        "world_size": plan.layout.world_size,
+        "world_size_assumed": plan.assumed,
+        "batch": dataclasses.asdict(plan.batch),
+        "max_steps": spec.train.max_steps,
+        "num_train_epochs": spec.train.num_train_epochs,
+        "layout": [dataclasses.asdict(block) for block in blocks(plan.layout, plan.hosts)],
+        "model": {
+            "architecture": plan.census.architecture,
+            "parameters": plan.census.numel,
+            "layers": plan.census.num_layers,
+        },
+        "memory": {
+            "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device} for rank in plan.memory.stages],
+            "per_host": dict(plan.memory.hosts),
+            "not_counted": NOT_COUNTED,
+        },
+        "deepspeed": deepspeed_config(spec, promised_batch(spec)),
+        "reasons": {entry.key: entry.reason for entry in entries(spec, promised_batch(spec))},
+        "warnings": list(plan.warnings),
+    }
+
+
+def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
+    yield Text(f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters")
+    if plan.assumed:
+        processes = plan.layout.world_size
+        yield Text(f"The spec has no cluster: the world is found at start. Shown for {processes}; --world-size N for another.")
+    yield _heading("Batch")
+    yield Text(plan.batch.equation())
+    yield Text(_steps(plan))
+    yield _heading("Ranks")
+    yield _ranks(plan)
+    yield _heading("Memory")
+    yield _memory(plan)
+    yield Text(NOT_COUNTED)
+    if explain:
+        yield _heading("DeepSpeed")
+        yield _keys(entries(plan.spec, promised_batch(plan.spec)))
+    if plan.warnings:
+        yield _heading("Warnings")
+        for warning in plan.warnings:
+            yield Text(warning)
+
+
+def _heading(words: str) -> Text:
+    return Text(f"\n{words}", style="bold")
+
+
+def _steps(plan: Plan) -> str:
+    train = plan.spec.train
+    if train.max_steps is not None:
+        return f"{train.max_steps} steps (train.max_steps)"
+    return (
+        f"Steps: {train.num_train_epochs:g} × rows ÷ {plan.batch.global_batch_size}, rounded up; "
+        "unknown until the rows are read"
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _ranks(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in ("host", "ranks", "local ranks", "pipeline stage", "data ranks"):
+        table.add_column(column)
+    found = blocks(plan.layout, plan.hosts)
+    for block in _shortened(found):
+        if block is None:
+            table.add_row(f"… {len(found) - SHOWN_BLOCKS} more", "", "", "", "")
+        else:
+            stage = f"{block.stage} of {plan.layout.pipeline_stages}"
+            ranges = [_range(pair) for pair in (block.ranks, block.local_ranks, block.data_ranks)]
+            table.add_row(block.host, ranges[0], ranges[1], stage, ranges[2])
+    return table
+
+
+def _shortened(found: list[Block]) -> list[Block | None]:
+    if len(found) <= SHOWN_BLOCKS:
+        return list(found)
+    return [*found[: SHOWN_BLOCKS - 1], None, found[-1]]
+
+
+def _range(pair: tuple[int, int]) -> str:
+    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}-{pair[1]}"
+
+
+def _memory(plan: Plan) -> Table:
+    stages = plan.memory.stages
+    table = _table("per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages)))
+    for label, field in (
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        ("fp32 weights", "master"),
+        ("optimizer states", "moments"),
+        ("buffers, at most", "buffers"),
+        ("total", "device"),
+    ):
+        table.add_row(label, *(_size(getattr(rank, field)) for rank in stages))
+    table.add_section()
+    for label, size in _host_rows(plan):
+        table.add_row(label, size, *[""] * (len(stages) - 1))
+    return table
+
+
+def _host_rows(plan: Plan) -> list[tuple[str, str]]:
+    """One row per host, or one for all where they are alike."""
+    sizes = plan.memory.hosts
+    if len(set(sizes.values())) == 1:
+        label = "each host" if len(sizes) > 1 else f"host {next(iter(sizes))}"
+        return [(label, _size(next(iter(sizes.values()))))]
+    return [(f"host {host}", _size(size)) for host, size in sizes.items()]
+
+
+def _keys(found: Sequence[Entry]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in ("key", "value", "reason"):
+        table.add_column(column, overflow="fold")
+    for entry in found:
+        value = "-" if entry.value is ABSENT else json.dumps(entry.value)
+        table.add_row(Text(entry.key), Text(value), Text(entry.reason))
+    return table
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that leaves one to four digits before the point."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
