@@ -122,7 +122,7 @@ class Case:
         fragments = state.owned(self.engine, self.named, self.world.data_rank, dp)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
         facts = Facts({"step": step, "applied_steps": step}, {}, {}, "", None, {}, {})
-        save(run, fragments, shapes, facts, self.world, model_folder=run.parent, keep_last=None)
+        save(run, fragments, shapes, facts, self.world, model_folder=run.parent / "model", keep_last=None)
 
     def load(self, checkpoint: Checkpoint) -> None:
         state.load(self.engine, self.named, checkpoint.read, checkpoint.state["progress"]["applied_steps"])

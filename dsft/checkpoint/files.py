@@ -1,0 +1,118 @@
+"""Files that are whole or not there: safetensors written as a stream, JSON, digests, renames that last.
+
+Takes paths, tensors and plain values; touches only the paths it is given. What is written is on the disk
+(fsync) when a function returns, and OSErrors pass through: the caller knows what they mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 16 * 2**20
+"""Elements of a tensor that are in host memory at a time."""
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # https://github.com/huggingface/safetensors#format
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file: its name, shape and type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was meant to be: size in bytes and SHA-256, as hex."""
+
+    size: int
+    sha256: str
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], chunks: Iterable[Tensor], metadata: Mapping[str, str]
+) -> Written:
+    """A safetensors file whose tensors need not be in memory together.
+
+    `chunks` gives the elements of all entries in order, in pieces of any size and shape, in the type of
+    their entry. Raises ValueError where there are more or fewer bytes than the entries say.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data is aligned for its readers
+    pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
+    written = write_bytes(path, _chain(len(text).to_bytes(8, "little") + text, pieces))
+    if written.size != 8 + len(text) + end:
+        raise ValueError(f"{path}: {written.size - 8 - len(text)} bytes of tensors where {end} were announced")
+    return written
+
+
+def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
+    """The pieces one after the other, flushed to the disk; hashed on the way."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            file.write(view)
+            digest.update(view)
+            size += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size, digest.hexdigest())
+
+
+def write_json(path: Path, value: Any) -> Written:
+    """A JSON file, put in place by one rename."""
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    return write_aside(path, text)
+
+
+def write_aside(path: Path, text: bytes) -> Written:
+    aside = path.with_name(path.name + ".tmp")
+    written = write_bytes(aside, [text])
+    os.replace(aside, path)
+    sync_folder(path.parent)
+    return written
+
+
+def digest_of(path: Path) -> Written:
+    """What stands on the disk."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Written(file.tell(), digest.hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder (new files, renames) last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _chain(first: bytes, rest: Iterable[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

@@ -1,0 +1,211 @@
+"""Reading a checkpoint: whether it is whole, which one a run goes on from, and any range of any tensor.
+
+Takes paths; reads files, writes none. A checkpoint is a folder `step-N`; nothing in it is a pickle, and
+nothing in it says how many ranks will read it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsft.checkpoint.files import Written, digest_of
+from dsft.engine.api import Kind
+from dsft.errors import CheckpointError, LockedError
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+LATEST = "latest"
+MODEL = "model"
+STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one tensor, under `key` in `file`."""
+
+    start: int
+    stop: int
+    file: str
+    key: str
+
+
+class Checkpoint:
+    """An opened checkpoint. `files`: what the manifest lists; `state`: state.json, see `Facts` in save.py."""
+
+    def __init__(self, path: Path, files: Mapping[str, Written], state: Mapping[str, Any]) -> None:
+        self.path = path
+        self.files = files
+        self.state = state
+        self._open: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Read the manifest and state.json. CheckpointError where either is not there, torn or of another format."""
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is no folder; give the path of a checkpoint, such as checkpoints/step-100.")
+        manifest = _json(path / MANIFEST)
+        try:
+            files = {name: Written(int(f["size"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+            form = manifest["format"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path / MANIFEST} is not a manifest ({error!r}).") from None
+        if form != FORMAT:
+            raise CheckpointError(f"{path} has format {form}; this dsft reads format {FORMAT}.")
+        if STATE not in files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {STATE}.")
+        cls._check_file(path, STATE, files[STATE])
+        return cls(path, files, _json(path / STATE))
+
+    @property
+    def step(self) -> int:
+        return int(self.state["progress"]["step"])
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> full shape of every parameter."""
+        return {name: tuple(shape) for name, shape in self.state["parameters"].items()}
+
+    @property
+    def model_folder(self) -> Path:
+        """config.json, tokenizer and generation config, as transformers saves them."""
+        return self.path / MODEL
+
+    def verify(self) -> None:
+        """Every listed file by size and SHA-256, and every parameter's ranges. Reads all of it.
+
+        Raises CheckpointError naming the first file or parameter that is not as it was written.
+        """
+        for name, written in self.files.items():
+            self._check_file(self.path, name, written)
+        for name, shape in self.shapes.items():
+            numel = torch.Size(shape).numel()
+            for kind in self.state["kinds"]:
+                self._pieces_of(name, kind, 0, numel)
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        """(stop - start,) float32 on the CPU: elements of the flattened parameter, whoever wrote them."""
+        result = torch.empty(stop - start)
+        for piece in self._pieces_of(name, kind, start, stop):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            part = self._file(piece.file).get_slice(piece.key)[low - piece.start : high - piece.start]
+            result[low - start : high - start] = part
+        return result
+
+    @staticmethod
+    def _check_file(path: Path, name: str, written: Written) -> None:
+        file = path / name
+        try:
+            size = file.stat().st_size
+            found = digest_of(file) if size == written.size else None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror}); the checkpoint is not whole.") from None
+        if found is None:
+            raise CheckpointError(f"{file} has {size} bytes where {written.size} were written; the checkpoint is torn.")
+        if found != written:
+            raise CheckpointError(f"{file} is not what was written (SHA-256 differs); the checkpoint is damaged.")
+
+    def _pieces_of(self, name: str, kind: str, start: int, stop: int) -> list[Piece]:
+        """The pieces that hold [start, stop), in order and without a hole."""
+        found, reached = [], start
+        for piece in self._index.get((name, kind), ()):
+            if piece.stop > reached and piece.start < stop:
+                if piece.start > reached:
+                    break
+                found.append(piece)
+                reached = piece.stop
+        if reached < stop:
+            raise CheckpointError(f"{self.path} holds no {kind} of {name} from element {reached} on.")
+        return found
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str], list[Piece]]:
+        """Where each (name, kind) stands, by start."""
+        index: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        for file in self.files:
+            if not file.startswith("rank-"):
+                continue
+            for key in self._file(file).keys():  # noqa: SIM118  # safe_open is no mapping
+                name, kind, start = key.rsplit("|", 2)
+                size = self._file(file).get_slice(key).get_shape()[0]
+                index[name, kind].append(Piece(int(start), int(start) + size, file, key))
+        for pieces in index.values():
+            pieces.sort(key=lambda piece: piece.start)
+        return index
+
+    def _file(self, name: str) -> Any:
+        """A memory-mapped safetensors file, opened once."""
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.path / name, framework="pt", device="cpu").__enter__()
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path / name} cannot be read ({error}).") from None
+        return self._open[name]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Which checkpoint a run goes on from (None: it starts at step 0), and what to tell about the others."""
+
+    path: Path | None
+    notes: tuple[str, ...] = ()
+
+
+def find(run: Path, resume: str) -> Found:
+    """`resume` as in the spec: 'auto' the newest that verifies, 'never' none, or a checkpoint's path.
+
+    `latest` is not needed: the folders themselves are looked at, so that it may be lost or point nowhere.
+    Raises LockedError where 'never' meets checkpoints; CheckpointError where there are some and none is
+    whole, or the one named is not: a run never starts again from step 0 by itself. Reads whole files: on rank 0.
+    """
+    if resume not in ("auto", "never"):
+        Checkpoint.open(Path(resume)).verify()
+        return Found(Path(resume))
+    folders = step_folders(run)
+    if not folders:
+        return Found(None)
+    if resume == "never":
+        raise LockedError(
+            f"checkpoint.resume is never, but {run / 'checkpoints'} holds {folders[0].name}; choose another name, "
+            "move that folder away, or set checkpoint.resume=auto to go on from it."
+        )
+    notes: list[str] = []
+    for folder in folders:
+        try:
+            Checkpoint.open(folder).verify()
+            return Found(folder, tuple(notes))
+        except CheckpointError as error:
+            notes.append(f"{folder.name} is passed over: {error}")
+    raise CheckpointError(
+        f"None of the {len(folders)} checkpoints in {run / 'checkpoints'} is whole, and the run does not start again "
+        "from step 0 by itself; move the folder away to start anew. " + " ".join(notes)
+    )
+
+
+def step_folders(run: Path) -> list[Path]:
+    """The committed `step-N` folders of a run, newest first; whole or not."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not there; the checkpoint was not committed.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is torn.") from None

@@ -1,0 +1,247 @@
+"""Committing a checkpoint: every rank writes what it owns, then it is there whole, or not at all.
+
+Takes fragments from the engine, plain facts and a group of ranks; writes `checkpoints/` of the run's folder.
+
+    checkpoints/step-N.tmp-<nonce>/   all ranks write rank-*.safetensors, flushed to the disk and hashed on the way
+                                      rank 0 writes state.json, copies model/, lists sizes and digests in MANIFEST.json
+    checkpoints/step-N/               by one rename
+    checkpoints/latest                then names it
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from dsft.checkpoint.files import (
+    CHUNK,
+    Entry,
+    Written,
+    digest_of,
+    sync_folder,
+    write_aside,
+    write_json,
+    write_tensors,
+)
+from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, STEP, Checkpoint, step_folders
+from dsft.engine.api import Fragment
+from dsft.errors import CheckpointError, DsftError, StorageError
+
+T = TypeVar("T")
+SPARE = 2**20
+"""Bytes beyond the tensors: headers, JSON, the file system's own."""
+
+
+class Group(Protocol):
+    """The ranks that save together: `dsft.engine.world.World`, or one rank in a test."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather(self, mine: T) -> list[T]: ...
+    def broadcast(self, mine: T) -> T: ...
+    def first(self, work: Callable[[], T]) -> T: ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What state.json says besides the tensors; JSON values.
+
+    progress      where the run stands: step, applied_steps, num_tokens, epoch, …
+    spec          the resolved spec
+    batch         {"global_batch_size": examples}, as resolved
+    data          fingerprint of the training rows
+    wandb_run_id  None without one
+    layout        ranks, stages and ZeRO stage that wrote it; nothing reads it back
+    versions      of dsft, torch, deepspeed, transformers
+    """
+
+    progress: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    batch: Mapping[str, Any]
+    data: str
+    wandb_run_id: str | None
+    layout: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has done: its file, elements per kind, its parameters' shapes, or why it failed."""
+
+    name: str
+    written: Written | None
+    elements: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    needed: int
+    failure: str | None = None
+
+
+def save(
+    run: Path,
+    fragments: Iterable[Fragment],
+    shapes: Mapping[str, tuple[int, ...]],
+    facts: Facts,
+    group: Group,
+    *,
+    model_folder: Path,
+    keep_last: int | None,
+) -> str:
+    """Commit `checkpoints/step-N`, N being facts.progress["step"]; gives a line that says what was done.
+
+    A collective. `fragments` and `shapes` are this rank's. `model_folder` (config, tokenizer, …) is copied in, so
+    that the checkpoint can be exported by itself. A step that is committed and whole already is left as it is.
+    Raises StorageError on every rank where one could not write; what was there before is then still there.
+    """
+    folder = run / "checkpoints"
+    name = f"step-{facts.progress['step']}"
+    if group.first(lambda: _committed(folder / name)):
+        return f"{folder / name} is committed already"
+    mine = list(fragments)  # views: the bytes are copied piece by piece below
+    needed = sum(sum(p) for p in group.gather([4 * f.data.numel() for f in mine]))
+    aside = group.first(lambda: _begin(folder, name, needed, model_folder))
+    part = _write_part(aside, mine, shapes, group.rank)
+    parts = group.gather(part)
+    try:
+        _check_parts(folder, parts, needed)
+    except DsftError:
+        group.first(lambda: shutil.rmtree(aside, ignore_errors=True))
+        raise
+    group.first(lambda: _commit(folder / name, aside, parts, facts))
+    removed = group.first(lambda: _prune(run, int(facts.progress["step"]), keep_last))
+    return f"{folder / name} is committed" + (f"; removed {', '.join(removed)}" if removed else "")
+
+
+def _committed(path: Path) -> bool:
+    """Whether this step is there, whole; a torn one is written again."""
+    if not path.exists():
+        return False
+    try:
+        Checkpoint.open(path).verify()
+    except CheckpointError:
+        return False
+    return True
+
+
+def _begin(folder: Path, name: str, needed: int, model_folder: Path) -> Path:
+    """Room for the new checkpoint: leftovers of broken saves removed, space looked at, the folder made."""
+    aside = folder / f"{name}.tmp-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("step-*.tmp-*"):  # the run's lock says that no other job is writing here
+            shutil.rmtree(leftover)
+        free = shutil.disk_usage(folder).free
+        if free < needed + SPARE:
+            raise StorageError(_too_full(folder, free, needed))
+        shutil.copytree(model_folder, aside / MODEL)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise StorageError(_not_written(folder, error, needed)) from None
+    return aside
+
+
+def _write_part(aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int) -> Part:
+    name = f"rank-{rank:05d}.safetensors"
+    elements: Counter[str] = Counter()
+    for fragment in mine:
+        elements[fragment.kind] += fragment.data.numel()
+    entries = [Entry(f"{f.name}|{f.kind}|{f.start}", (f.data.numel(),)) for f in mine]
+    needed = sum(entry.num_bytes for entry in entries)
+    try:
+        written = write_tensors(aside / name, entries, _chunks(mine), {"dsft": str(FORMAT)})
+    except OSError as error:
+        return Part(name, None, elements, shapes, needed, _not_written(aside.parent, error, needed))
+    return Part(name, written, elements, shapes, needed)
+
+
+def _chunks(fragments: Iterable[Fragment]) -> Iterator[Tensor]:
+    for fragment in fragments:
+        yield from fragment.data.float().split(CHUNK)
+
+
+def _check_parts(folder: Path, parts: list[Part], needed: int) -> None:
+    """All ranks have written, and together every element once."""
+    failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
+    if failures:
+        raise StorageError(" ".join(failures))
+    total = sum(math.prod(shape) for shape in _shapes(parts).values())
+    for kind, elements in _elements(parts).items():
+        if elements != total:
+            raise DsftError(f"The ranks own {elements} elements of {kind} where the model has {total}; nothing is saved.")
+
+
+def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for part in parts for name, shape in part.shapes.items()}
+
+
+def _elements(parts: Iterable[Part]) -> Counter[str]:
+    return sum((Counter(part.elements) for part in parts), Counter())
+
+
+def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts) -> None:
+    try:
+        state = asdict(facts) | {"parameters": _shapes(parts), "kinds": sorted(_elements(parts))}
+        files = {part.name: part.written for part in parts} | {STATE: write_json(aside / STATE, state)}
+        for path in sorted((aside / MODEL).rglob("*")):
+            if path.is_file():
+                files[path.relative_to(aside).as_posix()] = digest_of(path)
+        listed = {name: asdict(written) for name, written in files.items() if written is not None}
+        write_json(aside / MANIFEST, {"format": FORMAT, "step": facts.progress["step"], "files": listed})
+        torn = aside.with_name(aside.name + "-torn")
+        if final.exists():  # `_committed` has looked: it is not whole
+            os.rename(final, torn)
+        os.rename(aside, final)
+        sync_folder(final.parent)
+        write_aside(final.parent / LATEST, final.name.encode() + b"\n")
+        shutil.rmtree(torn, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise StorageError(_not_written(final.parent, error, 0)) from None
+
+
+def _prune(run: Path, step: int, keep_last: int | None) -> list[str]:
+    """Remove what is older than the `keep_last` newest up to this step. The one just committed always stays,
+    and a torn one does not count."""
+    removed: list[str] = []
+    kept = 0
+    for path in step_folders(run):
+        match = STEP.fullmatch(path.name)
+        if keep_last is None or match is None or int(match[1]) > step:
+            continue
+        if kept < keep_last:
+            kept += _looks_whole(path)
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path.name)
+    return removed
+
+
+def _looks_whole(path: Path) -> bool:
+    """All listed files are there with their sizes; digests are not read."""
+    try:
+        files = Checkpoint.open(path).files
+        return all((path / name).stat().st_size == written.size for name, written in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def _not_written(folder: Path, error: OSError, needed: int) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _too_full(folder, shutil.disk_usage(folder).free, needed)
+    return f"{error.filename or folder} cannot be written ({error.strerror}); the checkpoints before it are as they were."
+
+
+def _too_full(folder: Path, free: int, needed: int) -> str:
+    return (
+        f"{folder} has {free} bytes free where this checkpoint needs {needed}; nothing is saved and the checkpoints "
+        "before it are as they were: free space, lower checkpoint.keep_last, or set another output_dir."
+    )

@@ -1,0 +1,237 @@
+"""Where DeepSpeed keeps each parameter's fp32 value and moments, read and written without DeepSpeed's checkpoints.
+
+Takes an engine and its parameters by Hugging Face name; gives the ranges that this rank owns, or puts back
+what a checkpoint holds. Local: no collective, whatever the ZeRO stage. Only state.py knows the optimizers'
+insides; file and line of what DeepSpeed does are those of version 0.19.8.
+
+    ZeRO 0, fp32       the optimizer's own state, by parameter; equal on all data ranks
+    ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all data ranks
+    ZeRO 1, 2          a flat fp32 partition per parameter group; `param._hp_mapping` says which part is here
+    ZeRO 3             a flat fp32 partition per sub-group, of which each parameter has an equal, padded part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from dsft.engine.api import Fragment, Kind, ReadRange
+from dsft.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of one parameter whose fp32 value and moments are on this rank.
+
+    start   index of its first element in the flattened parameter
+    size    its number of elements
+    home    the fp32 tensor that holds the value and is the key of `optimizer.state`; may hold others too
+    offset  index of its first element in the flattened `home`
+    """
+
+    start: int
+    size: int
+    home: Tensor
+    offset: int
+
+    def part(self, start: int, stop: int) -> Held:
+        """Its elements [start, stop), counted in the flattened parameter and cut to what is held."""
+        start, stop = max(start, self.start), min(stop, self.start + self.size)
+        return Held(start, max(stop - start, 0), self.home, self.offset + start - self.start)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """(size,) its view of `tensor`, which is shaped like `home`."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.size)
+
+
+Locate = Callable[[nn.Parameter], Held | None]
+
+
+def owned(
+    engine: Any, named: Mapping[str, nn.Parameter], data_rank: int, data_parallel: int
+) -> Iterator[Fragment]:
+    """The state that this rank owns; over the data ranks of a stage each element stands exactly once.
+
+    `named` maps Hugging Face names to the engine's parameters; one that stands under two names (tied) is
+    given once, under the first. Before the first applied step there are no moments, and none are given.
+    Raises CheckpointError for an optimizer whose state is not understood.
+    """
+    locate, replicated = _locator(engine.optimizer)
+    state = _base(engine.optimizer).state
+    kinds = _moments(engine.optimizer)
+    for name, parameter in _once(named):
+        held = locate(parameter)
+        if held is not None and replicated:
+            held = held.part(*_share(held.size, data_rank, data_parallel))
+        if held is None or held.size == 0:
+            continue
+        yield Fragment(name, "value", held.start, held.of(held.home))
+        for kind in kinds:
+            moment = state.get(held.home, {}).get(kind)
+            if moment is not None:
+                yield Fragment(name, kind, held.start, held.of(moment))
+
+
+@torch.no_grad()
+def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applied_steps: int) -> None:
+    """Put values, moments and the step count in place; the next step is then the one that would have followed.
+
+    With applied_steps 0 the moments are as before a first step. Raises what `read` raises.
+    """
+    locate, _ = _locator(engine.optimizer)
+    _empty_state(engine.optimizer, applied_steps)
+    state = _base(engine.optimizer).state
+    kinds = _moments(engine.optimizer) if applied_steps else ()
+    for name, parameter in _once(named):
+        held = locate(parameter)
+        _set_value(name, parameter, held, read)
+        if held is not None and held.size:
+            for kind in kinds:
+                held.of(state[held.home][kind]).copy_(read(name, kind, held.start, held.start + held.size))
+
+
+def forget_first_step(engine: Any) -> None:
+    """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, while they are made
+    (unfused_optimizer.py:386, fused_optimizer.py:125): it counts in Adam's bias correction and decays weights.
+    Other optimizers are left as they are. Called once after `deepspeed.initialize`."""
+    if isinstance(engine.optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
+        engine.optimizer.optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()
+
+
+def _once(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    for name, parameter in named.items():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The range of `size` elements that one of `ranks` equal copies writes."""
+    return size * rank // ranks, size * (rank + 1) // ranks
+
+
+def _base(optimizer: Any) -> Any:
+    """The torch optimizer inside DeepSpeed's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _moments(optimizer: Any) -> tuple[Kind, ...]:
+    base = _base(optimizer)
+    if "betas" in base.defaults:
+        return ("exp_avg", "exp_avg_sq")
+    if "momentum" in base.defaults:
+        return ("momentum_buffer",) if any(group["momentum"] for group in base.param_groups) else ()
+    raise CheckpointError(f"The state of {type(base).__name__} is not understood; adamw and sgd can be saved.")
+
+
+def _locator(optimizer: Any) -> tuple[Locate, bool]:
+    """Where a parameter's state is, and whether all data ranks hold the same."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return lambda parameter: _held_zero3(optimizer, parameter), False
+    if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        return lambda parameter: _held_zero12(optimizer, parameter), False
+    if isinstance(optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
+        return _masters(optimizer).__getitem__, True
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return lambda parameter: Held(0, parameter.numel(), parameter, 0), True
+    raise CheckpointError(f"DeepSpeed's {type(optimizer).__name__} is not understood; its state cannot be saved.")
+
+
+def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> Held | None:
+    mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by deepspeed's link_hp_params
+    if mapping is None:
+        return None
+    here, home = mapping.lp_fragment_address, mapping.hp_fragment_address
+    flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+    return Held(here.start, here.numel, flat, home.start)
+
+
+def _held_zero3(optimizer: Any, parameter: Any) -> Held:
+    group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]  # size with padding
+    start = size * parameter.ds_zero_partition_rank
+    home = optimizer.fp32_partitioned_groups_flat[group]
+    return Held(start, max(min(size, parameter.ds_numel - start), 0), home, offset)
+
+
+def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
+    """ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (fused, for DeepSpeed's FusedAdam)."""
+    found: dict[nn.Parameter, Held] = {}
+    for index, group in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for position, parameter in enumerate(group):
+            if isinstance(optimizer, FP16_UnfusedOptimizer):
+                home, offset = optimizer.fp32_groups[index][position], 0
+            else:
+                home = optimizer.fp32_groups_flat[index]
+            found[parameter] = Held(0, parameter.numel(), home, offset)
+            offset += parameter.numel()
+    return found
+
+
+def _homes(optimizer: Any) -> Iterable[Tensor]:
+    """All keys of the base optimizer's state on this rank, those with nothing but padding too."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return optimizer.fp32_partitioned_groups_flat
+    return (home for group in _base(optimizer).param_groups for home in group["params"])
+
+
+def _empty_state(optimizer: Any, applied_steps: int) -> None:
+    """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps."""
+    base, kinds = _base(optimizer), _moments(optimizer)
+    base.state.clear()
+    if not applied_steps:
+        return
+    for home in _homes(optimizer):
+        base.state[home] = {kind: torch.zeros_like(home, requires_grad=False) for kind in kinds}
+        if "exp_avg" in kinds:
+            base.state[home]["step"] = _step_count(base, home, applied_steps)
+    if isinstance(base, DeepSpeedCPUAdam):
+        _replay_powers(base, applied_steps)
+
+
+def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:
+    if not isinstance(base, torch.optim.Adam):
+        return applied_steps  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam count in integers
+    on_device = any(base.defaults.get(key) for key in ("fused", "capturable"))  # torch/optim/adam.py, _init_group
+    return torch.tensor(float(applied_steps), dtype=torch.float32, device=home.device if on_device else "cpu")
+
+
+def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
+    """Its C++ side multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h, IncrementStep),
+    which differs in the last bits: go through the steps on one element that is thrown away."""
+    scrap = [torch.zeros(1) for _ in range(4)]
+    group = base.param_groups[0]
+    beta1, beta2 = group["betas"]
+    for step in range(1, applied_steps + 1):
+        base.ds_opt_adam.adam_update(
+            base.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *scrap
+        )
+
+
+def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) -> None:
+    """The fp32 value that this rank holds, and the weights in the type that forward and backward use."""
+    if not hasattr(parameter, "ds_tensor"):
+        whole = read(name, "value", 0, parameter.numel())
+        parameter.data.copy_(whole.view(parameter.shape))
+        if held is not None:
+            held.of(held.home).copy_(whole.narrow(0, held.start, held.size))
+        return
+    assert held is not None, "ZeRO 3 gives every rank a part of each parameter"
+    part = read(name, "value", held.start, held.start + held.size) if held.size else torch.empty(0)
+    held.of(held.home).copy_(part)
+    parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are kept whole on every rank
+        parameter.data.copy_(read(name, "value", 0, parameter.ds_numel).view(parameter.ds_shape))
