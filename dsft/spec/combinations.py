@@ -61,9 +61,8 @@ def _is_count(value: Any) -> TypeGuard[int]:
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
     if name is None and config is None:
-        yield Finding(
-            ("model",), "there is no model; give name_or_path, or from_config for fresh weights", reads
-        )
+        message = "there is no model; give name_or_path, or from_config for fresh weights"
+        yield Finding(("model",), message, _MODEL)
     if name is not None and config is not None:
         yield Finding(("model",), "both name_or_path and from_config are given; keep one of the two", _MODEL)
     if config is not None and not isinstance(config.get("model_type"), str):

@@ -27,6 +27,8 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
         name = source.path
         if name.startswith("builtin:") and name not in BUILTIN:
             yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
+        elif name in BUILTIN and spec.task != "sft":
+            yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
         elif any(character in name for character in "*?"):
             yield Finding(
                 path,

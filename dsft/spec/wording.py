@@ -96,24 +96,29 @@ def _kind(value: Any) -> str:
 
 
 def _rewritten(value: Any, wanted: str) -> str:
-    """The way out, for a value that says the right thing in the wrong type."""
+    """The way out; the value itself where it says the right thing in the wrong type."""
+    lower = str(value).lower()
     if wanted == "a whole number" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return f"; write {int(value)}"
-    if wanted in ("a whole number", "a number") and isinstance(value, str) and _is_number(value):
-        return f"; write {value} without quotes"
-    if wanted == "true or false" and str(value).lower() in _TRUE | _FALSE:
-        return f"; write {'true' if str(value).lower() in _TRUE else 'false'}"
-    if wanted == "a text" and isinstance(value, (int, float)):
-        return f"; write it in quotes: '{shown(value)}'"
-    if wanted == "a list" and isinstance(value, dict):
-        return "; begin each item with '- ' or write [{...}]"
-    if wanted == "a list" and isinstance(value, str):
-        return "; write it in brackets"
-    if wanted == "a mapping" and value is None:
-        return "; give its keys, or leave the section out"
-    return "; change it"
+        way_out = f"write {int(value)}"
+    elif wanted in ("a whole number", "a number") and isinstance(value, str) and _is_number(value):
+        way_out = f"write {value} without quotes"
+    elif wanted == "true or false" and lower in _TRUE | _FALSE:
+        way_out = f"write {'true' if lower in _TRUE else 'false'}"
+    elif wanted == "a text" and isinstance(value, (int, float)):
+        way_out = f"write it in quotes: '{shown(value)}'"
+    else:
+        way_out = _WAYS_OUT.get(wanted, "change it")
+    return f"; {way_out}"
 
 
+_WAYS_OUT = {
+    "a list": "write it in brackets: [...], or each item on a line that begins with '- '",
+    "a mapping": "write its keys below it, or {key: value}",
+    "a whole number": "write one, such as 8",
+    "a number": "write one, such as 0.1",
+    "true or false": "write one of the two",
+    "a text": "write a word or a path",
+}
 _TRUE = {"yes", "on", "1", "y", "true"}
 _FALSE = {"no", "off", "0", "n", "false"}
 

@@ -1,0 +1,149 @@
+"""The `dsft` command: reads arguments, prints, returns an exit code.
+
+Each command imports its own part when it runs, so that help and validation are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsft import __version__
+from dsft.errors import DsftError
+
+app = typer.Typer(
+    name="dsft",
+    help="Fine-tune causal language models under DeepSpeed, from one experiment spec.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="key=value", help="Values that replace its own: train.max_steps=10", show_default=False
+    ),
+]
+
+
+def main() -> None:
+    """The entry point: an error is its message and its exit code, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal without UTF-8, a path that is not UTF-8
+    try:
+        app(prog_name="dsft")
+    except DsftError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"dsft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def dsft(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune causal language models under DeepSpeed, from one experiment spec."""
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.", show_default=False)],
+    task: Annotated[str, typer.Option(help="sft, pretrain or dpo.")] = "sft",
+    out: Annotated[
+        Path | None, typer.Option(help="The file; by default specs/NAME.yaml.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a commented spec, and the JSON Schema that editors read beside it."""
+    from dsft.spec.template import write_template
+
+    for file in write_template(name, task, out or Path("specs") / f"{name}.yaml"):
+        print(f"wrote {file}")
+
+
+@app.command()
+def validate(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    no_files: Annotated[
+        bool, typer.Option("--no-files", help="Do not look for the files that it names.")
+    ] = False,
+) -> None:
+    """Tell all mistakes of a spec at once; no GPU, no network."""
+    from dsft.plan.generate import promised_batch
+    from dsft.spec.load import load_spec
+    from dsft.spec.rules import warnings
+    from dsft.spec.summary import summary
+
+    checked = load_spec(spec, overrides or (), check_files=not no_files)
+    batch = promised_batch(checked)
+    for warning in warnings(checked):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"valid: {spec}")
+    print(summary(checked))
+    if batch is not None:
+        print(f"  batch     {batch.equation()}")
+
+
+@app.command()
+def plan(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: sizes in bytes, every DeepSpeed key.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every DeepSpeed key with its value and the reason.")
+    ] = False,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Processes, where the spec has no cluster.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a spec means: batch, ranks, memory, DeepSpeed keys; no GPU needed."""
+    from dsft.plan.show import print_plan
+
+    print_plan(spec, overrides or (), as_json=as_json, explain=explain, world_size=world_size)
+
+
+@app.command()
+def generate(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path, typer.Option(help="The folder that gets ds_configs, hostfiles and scripts/launch.")
+    ] = Path(),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail where a file differs from the spec.")
+    ] = False,
+) -> None:
+    """Write the DeepSpeed JSON, the hostfile and the launch script of a spec."""
+    from dsft.plan.generate import generate_files
+
+    if not generate_files(spec, overrides or (), out, check=check):
+        raise typer.Exit(1)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec."""
+    from dsft.spec.template import schema_text
+
+    print(schema_text(), end="")

@@ -1,0 +1,40 @@
+"""A valid spec in five lines, for a reader who wants to see what was understood. Pure."""
+
+from __future__ import annotations
+
+from dsft.spec.schema import Source, Spec
+
+
+def summary(spec: Spec) -> str:
+    """Task, model, data, layout, and the optimizer with the length of the run."""
+    model, parallel, train, optim = spec.model, spec.parallel, spec.train, spec.optim
+    fresh = f"fresh {(model.from_config or {}).get('model_type')}"
+    stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""
+    offload = f", optimizer on {parallel.offload_optimizer.device}" if _offloads(spec) else ""
+    slots = sum(spec.cluster.hosts.values()) if spec.cluster else 0
+    world = (
+        f"{slots} processes on {len(spec.cluster.hosts)} host(s)"
+        if spec.cluster
+        else "any number of processes"
+    )
+    length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
+    evaluation = f"; evaluated on {_names(spec.data.eval)}" if spec.data.eval else ""
+    lines = (
+        ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}"),
+        ("data", f"{_names(spec.data.train)}{evaluation}; rows of at most {spec.data.max_length} tokens"),
+        ("layout", f"ZeRO {parallel.zero_stage}{stages}{offload}; {world}"),
+        (
+            "length",
+            f"{length}, {optim.name}, learning rate {optim.learning_rate:g} {optim.lr_scheduler_type}",
+        ),
+        ("output", f"{spec.output_dir}/{spec.name}"),
+    )
+    return "\n".join(f"  {name:<10}{text}" for name, text in lines)
+
+
+def _offloads(spec: Spec) -> bool:
+    return spec.parallel.offload_optimizer.device != "none"
+
+
+def _names(sources: tuple[Source, ...]) -> str:
+    return ", ".join(source.path for source in sources)

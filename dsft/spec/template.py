@@ -1,0 +1,137 @@
+"""The spec that `dsft init` writes. Takes a name and a task, writes files; reads nothing.
+
+A written spec is valid and runs as it is, on one CPU core: a small fresh model, and rows that are at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path as FilePath
+
+from dsft.errors import Problem, SpecError, StorageError
+from dsft.spec.document import shown
+from dsft.spec.schema import NAME_PATTERN, Spec
+
+SCHEMA_FILE = "dsft.schema.json"
+
+_SFT_DATA = """\
+  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}], with messages or alpaca rows
+  eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
+  max_length: 256                    # tokens
+  on_too_long: error                 # error | drop | truncate
+"""
+
+_PRETRAIN_DATA = """\
+  train: [{{path: {text_file}}}]     # yours: a JSONL or JSON file of {{"text": ...}} rows
+  max_length: 256                    # tokens
+  on_too_long: split                 # error | drop | truncate | split
+"""
+
+_TEMPLATE = """\
+# yaml-language-server: $schema={schema}
+# dsft validate {path}    checks it; values can be replaced here and in training: train.max_steps=10
+name: {name}
+task: {task}
+
+model:
+  # Fresh weights; for a pretrained model write instead: name_or_path: meta-llama/Llama-3.1-8B
+  from_config: {{model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4,
+                num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
+                tie_word_embeddings: false}}
+  gradient_checkpointing: false      # true recomputes activations and saves memory
+
+data:
+{data}
+parallel:
+  zero_stage: 1                      # shards 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too
+  pipeline_stages: 1                 # more than 1 with zero_stage 0 or 1
+  offload_optimizer: {{device: none}}  # none | cpu (with zero_stage 3)
+
+train:                               # two of the three batch keys; the third follows
+  micro_batch_size: 8                # examples per forward pass of a rank
+  accumulation_steps: 1              # micro-batches per optimizer step
+  # global_batch_size: 64            # examples per optimizer step, over all ranks
+  num_train_epochs: 1
+  max_steps: 100                     # optimizer steps; null for num_train_epochs
+  log_every: 1                       # optimizer steps
+  precision: bf16                    # bf16 | fp32
+  max_grad_norm: 1.0                 # 0 switches clipping off
+  seed: 42
+
+optim:
+  learning_rate: 1e-3                # for a pretrained model rather 1e-5
+  weight_decay: 0.0
+  lr_scheduler_type: cosine          # {schedules}
+  warmup_ratio: 0.1                  # fraction of all steps
+
+checkpoint: {{every: 50, keep_last: 2, resume: auto}}
+
+# cluster: {{hosts: {{node1: 8, node2: 8}}, interface: eth0}}   # a promise: another world stops the run
+
+wandb: {{project: dsft, mode: auto}}   # auto | online | offline | disabled
+output_dir: runs
+"""
+
+_SCHEDULES = "linear | cosine | constant | constant_with_warmup | ..."
+
+_TEXTS = (
+    "The tide pools of the north shore fill twice a day. Crabs hide under the weed until the water is back.",
+    "A lathe turns the work against a fixed tool. The first cut is rough, the last one takes off a hair.",
+    "Bread needs flour, water, salt and time. Most of the work is waiting.",
+    "The ferry leaves at six. In winter it carries the mail, the doctor and the schoolbooks.",
+)
+
+
+def schema_text() -> str:
+    """JSON Schema (draft 2020-12) of a spec, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]:
+    """Write the spec, the schema beside it and, for pretraining, a few rows; the files written, in this order.
+
+    SpecError where the task is not built or a file would be overwritten; StorageError where the disk refuses.
+    """
+    if task not in ("sft", "pretrain"):
+        reason = "is not built yet" if task == "dpo" else "is not offered"
+        raise _refuse("--task", f"{shown(task)} {reason}; use sft or pretrain")
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        raise _refuse("NAME", f"{shown(name)} cannot be a folder of its own; {rule}")
+    files = {path: _spec_text(name, task, path)}
+    if task == "pretrain":
+        files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
+    for file in files:
+        if file.exists() or file.is_symlink():
+            raise _refuse("--out", f"{shown(str(file))} is there already and stays; choose another name")
+    files[path.with_name(SCHEMA_FILE)] = schema_text()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{shown(str(path))} cannot be written ({error.strerror}); choose another place"
+        ) from error
+    return tuple(files)
+
+
+def _spec_text(name: str, task: str, path: FilePath) -> str:
+    data = (
+        _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
+        if task == "pretrain"
+        else _SFT_DATA
+    )
+    return _TEMPLATE.format(
+        name=name, task=task, data=data, path=path, schema=SCHEMA_FILE, schedules=_SCHEDULES
+    )
+
+
+def _text_file(path: FilePath) -> FilePath:
+    return path.with_suffix(".text.jsonl")
+
+
+def _refuse(where: str, message: str) -> SpecError:
+    return SpecError("dsft init: 1 problem", [Problem(where, message)])
