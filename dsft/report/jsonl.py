@@ -1,0 +1,94 @@
+"""metrics.jsonl, the truth about a run: takes records, appends one JSON object a line.
+
+Floats are written unrounded (their shortest form that reads back as the same float); those that are not
+finite as the strings "NaN", "Infinity" and "-Infinity", since JSON has no such numbers and `float()` reads
+them. Touches one file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from dsft.errors import StorageError
+
+Record = Mapping[str, float]
+STEP = "train/global_step"
+
+
+class MetricsFile:
+    """Open for appending. Raises StorageError where the disk takes no more."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Lines after `resume_step`, and one that a kill has cut, are dropped: they are written again."""
+        self._path = path
+        try:
+            _cut(path, resume_step)
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+    def metrics(self, record: Record) -> None:
+        """One line, flushed: a kill in the next moment loses nothing. The record has its step."""
+        if STEP not in record:
+            raise ValueError(f"a record without {STEP}: {sorted(record)}")
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(self._path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """All whole records, in their order; none where there is no file. Other lines are left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [record for record in map(_record, lines) if record is not None]
+
+
+def _line(record: Record) -> str:
+    return json.dumps({name: _written(value) for name, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _written(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _record(line: str) -> dict[str, float] | None:
+    try:
+        entries = json.loads(line)
+        record = {name: float(v) if isinstance(v, str) else v for name, v in entries.items()}
+    except (ValueError, AttributeError):  # cut in the middle, or not an object
+        return None
+    return record if isinstance(record.get(STEP), int) else None
+
+
+def _cut(path: Path, resume_step: int) -> None:
+    if not path.exists():
+        return
+    kept = "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
+    if kept == path.read_text(encoding="utf-8", errors="replace"):
+        return
+    aside = path.with_name(f".{path.name}.tmp")  # a kill leaves either the old file or the new one
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """One sentence for a disk that is full or gone."""
+    return StorageError(
+        f"{path} cannot be written ({error.strerror}): free space there, or change output_dir."
+    )

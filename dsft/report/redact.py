@@ -1,0 +1,60 @@
+"""Takes text that is about to be written or sent, gives it without the secrets that this process holds.
+
+A secret is the value of an environment variable, of a key or of a command-line option whose name says so
+(HF_TOKEN, wandb.api_key, --password), or what stands before the @ of an address. Touches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+_NAME = (
+    r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are no secrets
+    r"(?:token|api_?key|access_?key|secret|password|passwd|credentials?)(?:[_.-](?:id|key|value))?"
+)
+_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?P<name>(?<![\w.-])-{{0,2}}{_NAME})=\S+", re.IGNORECASE)
+_LISTED = re.compile(rf"^(?P<name>\s*['\"]?{_NAME}['\"]?): +\S.*$", re.IGNORECASE | re.MULTILINE)  # YAML
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_SHORTEST = 6  # characters; a shorter value would hide ordinary words
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with *** in the place of every secret."""
+    for value in sorted(_values(environ), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = _ASSIGNED.sub(lambda found: f"{found['name']}={HIDDEN}", text)
+    text = _LISTED.sub(lambda found: f"{found['name']}: {HIDDEN}", text)
+    return _USER_INFO.sub(HIDDEN, text)
+
+
+def redact_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A command line, word by word; the word after an option such as --api-key is one too."""
+    hidden = [redact(word, environ) for word in words]
+    for position, option in enumerate(words[:-1]):
+        if option.startswith("-") and _SECRET_NAME.fullmatch(option.lstrip("-")):
+            hidden[position + 1] = HIDDEN
+    return hidden
+
+
+def redact_tree(value: Any, environ: Mapping[str, str]) -> Any:
+    """Nested mappings and lists; also whole values under keys whose name says that they are secret."""
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN
+            if isinstance(entry, str) and _SECRET_NAME.fullmatch(str(key))
+            else redact_tree(entry, environ)
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact_tree(entry, environ) for entry in value]
+    return redact(value, environ) if isinstance(value, str) else value
+
+
+def _values(environ: Mapping[str, str]) -> set[str]:
+    return {
+        value for name, value in environ.items() if _SECRET_NAME.fullmatch(name) and len(value) >= _SHORTEST
+    }

@@ -1,0 +1,75 @@
+"""All that a run reports, behind one value: takes lines, records and a summary, gives them to the terminal,
+to metrics.jsonl and logs/train.log in the run's folder, and to Weights & Biases.
+
+Only rank 0's report is enabled; the others' take the same calls and do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.report.console import Console
+from dsft.report.jsonl import MetricsFile, Record, storage_error
+from dsft.report.wandb_run import WandbRun
+from dsft.spec.schema import Wandb
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    console: Console
+    file: MetricsFile
+    wandb: WandbRun
+
+
+class Report:
+    """Made by `open`. Raises StorageError where the run's folder cannot be written."""
+
+    def __init__(self, outputs: _Outputs | None) -> None:
+        self._outputs = outputs
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path,
+        total_steps: int,
+        resume_step: int,
+        wandb: Wandb,
+        config: Mapping[str, Any],
+        *,
+        enabled: bool,
+    ) -> Report:
+        """resume_step: the optimizer step that this start goes on from, 0 for a new run; what an earlier
+        start reported of later steps is cut off. config: what W&B shows of the run, `task` in it."""
+        if not enabled:
+            return cls(None)
+        path = run_dir / "logs" / "train.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(path, error) from error
+        file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
+        console = Console(total_steps, resume_step, log)
+        return cls(_Outputs(console, file, WandbRun(wandb, run_dir, config, console.line)))
+
+    def line(self, text: str) -> None:
+        """One decision or event, in a sentence."""
+        if self._outputs is not None:
+            self._outputs.console.line(text)
+
+    def metrics(self, record: Record) -> None:
+        """Numbers by their W&B names, train/global_step among them."""
+        if self._outputs is not None:
+            self._outputs.file.metrics(record)
+            self._outputs.console.metrics(record)
+            self._outputs.wandb.metrics(record)
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        """At the end, once, whether the run ended well or not; summary: W&B's last and best values."""
+        if self._outputs is not None:
+            self._outputs.file.close()
+            self._outputs.wandb.close(summary)
+            self._outputs.console.close()

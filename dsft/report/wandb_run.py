@@ -1,0 +1,183 @@
+"""Weights & Biases: takes the spec's section, records and a summary; gives them to a thread of its own.
+
+It never slows or stops a run: whatever wandb does (start, reach a server, fail) happens in that thread, and
+what goes wrong there is said in one line. metrics.jsonl has everything in any case. Writes wandb.json and
+wandb/ in the run's folder. No command line, no code and no machine's metadata is sent, and wandb is not
+imported where the mode is disabled.
+"""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dsft.report.jsonl import STEP, Record
+from dsft.report.redact import redact, redact_tree
+from dsft.spec.schema import Wandb
+
+SERVER = "https://api.wandb.ai"
+ANSWER_SECONDS = 4.0  # for a server to answer at the start, before the run is recorded offline
+FINISH_SECONDS = 20.0  # for the last uploads at the end
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which W&B run this folder is. name is the folder's; run_id stays the same over all its starts."""
+
+    name: str
+    run_id: str
+    job_type: str | None
+
+
+class WandbRun:
+    """warn takes one line of text, from any thread."""
+
+    def __init__(
+        self, section: Wandb, run_dir: Path, config: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self._work: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._summary: Mapping[str, float] = {}
+        self._thread: threading.Thread | None = None
+        mode = mode_of(section, os.environ)
+        if mode == "disabled":
+            return
+        if mode == "offline" and section.mode == "online":
+            warn("W&B: wandb.mode is online but there is no key (WANDB_API_KEY, wandb login); going offline.")
+        start = (section, run_dir, redact_tree(config, os.environ), mode)
+        self._thread = threading.Thread(target=self._work_off, args=start, name="wandb", daemon=True)
+        self._thread.start()
+
+    def metrics(self, record: Record) -> None:
+        """Returns at once."""
+        if self._thread is not None:
+            self._work.put(dict(record))
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        """Waits for the last records and uploads, for FINISH_SECONDS at most."""
+        if self._thread is None:
+            return
+        self._summary = dict(summary)
+        self._work.put(None)
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._warn(
+                f"W&B: not done after {FINISH_SECONDS:.0f} s, left behind; metrics.jsonl has everything, and "
+                "`wandb sync` sends what lies in the run's wandb folder."
+            )
+
+    def _work_off(self, section: Wandb, run_dir: Path, config: dict[str, Any], mode: str) -> None:
+        try:
+            run = _start(section, run_dir, config, mode, self._warn)
+            while (record := self._work.get()) is not None:
+                if record[STEP] >= run.step:  # a resumed run already has the earlier ones
+                    run.log(record, step=int(record[STEP]))
+            run.summary.update(self._summary)
+            run.finish()
+        except Exception as error:  # noqa: B902  whatever it is, training goes on
+            self._warn(f"W&B: stopped, {_reason(error)}; metrics.jsonl has everything.")
+
+
+def mode_of(section: Wandb, environ: Mapping[str, str]) -> str:
+    """online, offline or disabled. auto follows WANDB_MODE where set, else it is online with a key."""
+    wanted = section.mode
+    if wanted == "auto" and environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
+        wanted = environ["WANDB_MODE"]  # type: ignore[assignment]
+    if wanted in ("offline", "disabled"):
+        return wanted
+    return "online" if _has_key(environ) else "offline"
+
+
+def identity(run_dir: Path, job_type: str | None) -> Identity:
+    """From wandb.json in the run's folder, made at its first start: the folder's name and a random part, so
+    that a folder deleted and made anew is another run."""
+    path = run_dir / "wandb.json"
+    try:
+        run_id = str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut by a kill before the run had points
+        run_id = f"{run_dir.name[:50]}-{secrets.token_hex(4)}"
+        aside = path.with_name(".wandb.json.tmp")
+        aside.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
+        aside.replace(path)
+    return Identity(run_dir.name, run_id, job_type)
+
+
+def _has_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
+    try:
+        return netrc.netrc(environ.get("NETRC") or None).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):  # no such file, or one that wandb could not read either
+        return False
+
+
+def _start(
+    section: Wandb, run_dir: Path, config: dict[str, Any], mode: str, warn: Callable[[str], None]
+) -> Any:
+    """A wandb run, offline where the server does not answer or does not take it."""
+    who = identity(run_dir, config.get("task"))
+    if mode == "online":
+        try:
+            _ask_server(os.environ.get("WANDB_BASE_URL") or SERVER)
+            run = _init(section, run_dir, config, who, "online")
+            warn(f"W&B: {run.url}")
+            return run
+        except Exception as error:  # noqa: B902  no network, no right to the project, quota, …
+            warn(f"W&B: recording offline, {_reason(error)}.")
+    run = _init(section, run_dir, config, who, "offline")
+    warn(f"W&B: recorded offline; to send it: wandb sync --id {who.run_id} {run_dir}/wandb/offline-run-*")
+    return run
+
+
+def _ask_server(address: str) -> None:
+    """wandb.init waits half a minute for a server that is not there, whatever its init_timeout."""
+    import requests  # comes with wandb; it heeds the proxies that the environment names
+
+    requests.head(address, timeout=ANSWER_SECONDS)
+
+
+def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, mode: str) -> Any:
+    import wandb
+
+    quiet = {"silent": True, "console": "off", "stop_on_fatal_error": False}
+    private = {
+        "disable_code": True,
+        "save_code": False,
+        "disable_git": True,
+        "x_disable_meta": True,  # it holds the command line
+        "x_save_requirements": False,  # versions.json has them
+    }
+    bounded = {"init_timeout": 20.0, "finish_timeout": FINISH_SECONDS}
+    run = wandb.init(
+        project=section.project,
+        entity=section.entity,
+        group=section.group,
+        tags=list(section.tags),
+        name=who.name,
+        id=who.run_id,
+        job_type=who.job_type,
+        resume="allow" if mode == "online" else None,  # offline every start is a folder of its own
+        mode=mode,  # type: ignore[arg-type]
+        dir=str(run_dir),
+        config=config,
+        settings=wandb.Settings(**quiet, **private, **bounded),  # type: ignore[arg-type]
+    )
+    run.define_metric(STEP)
+    run.define_metric("*", step_metric=STEP)
+    return run
+
+
+def _reason(error: Exception) -> str:
+    """One line of an error's own words, without secrets."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return redact(words if len(words) <= 200 else f"{words[:199]}…", os.environ)
