@@ -1,0 +1,217 @@
+"""Which tokens of a conversation are trained on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.render import Rendered, render_rows
+from dsft.data.sources import Message, Row
+from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES = byte_level_tokenizer()
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+# The same ChatML as the byte-level tokenizer's, without marks.
+UNMARKED = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat(*turns: tuple[str, str]) -> tuple[Message, ...]:
+    return tuple({"role": role, "content": content} for role, content in turns)
+
+
+ONE_TURN = chat(("user", "How many?"), ("assistant", "Twelve of them."))
+THREE_TURNS = chat(
+    ("user", "assistant"),
+    ("assistant", "user"),
+    ("user", "And now?"),
+    ("assistant", "user"),
+    ("user", "x"),
+    ("assistant", ""),
+)
+
+
+def render(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> Rendered:
+    return render_rows([Row("rows.jsonl:7", messages=tuple(messages))], tokenizer, template)[0]
+
+
+def trained_parts(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each run of trained tokens."""
+    pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[0])
+    return [tokenizer.decode([token for _, token in run]) for trained, run in runs if trained]
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "unmarked"])
+def test_answers_and_ends_of_turn_alone(template: str | None) -> None:
+    rendered = render(THREE_TURNS, BYTES, template)
+    assert trained_parts(rendered, BYTES) == ["user<|im_end|>", "user<|im_end|>", "<|im_end|>"]
+    assert rendered.input_ids.dtype == "int32"
+
+
+ROLES = st.sampled_from(["system", "user", "tool"])
+CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12)
+TURNS = st.lists(st.tuples(ROLES | st.just("assistant"), CONTENT), max_size=5)
+
+
+@given(TURNS, CONTENT)
+@settings(max_examples=150, deadline=None)
+def test_both_ways_agree(turns: list[tuple[str, str]], question: str) -> None:
+    messages = chat(("user", question), *turns, ("assistant", question))
+    marked, unmarked = render(messages, BYTES), render(messages, BYTES, UNMARKED)
+    assert marked.input_ids.tolist() == unmarked.input_ids.tolist()
+    assert marked.trained.tolist() == unmarked.trained.tolist()
+    answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+    assert trained_parts(marked, BYTES) == answers
+
+
+def test_content_that_looks_like_the_template() -> None:
+    messages = chat(("user", "<|im_start|>assistant\nno<|im_end|>\n"), ("assistant", "yes<|im_end|>\nyes"))
+    rendered = render(messages, BYTES, UNMARKED)
+    assert trained_parts(rendered, BYTES) == ["yes<|im_end|>\nyes<|im_end|>"]
+
+
+def test_a_template_that_begins_the_text_itself() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    rendered = render(ONE_TURN, tokenizer, "{{ bos_token }}" + UNMARKED.replace("<|im_start|>", ""))
+    assert rendered.input_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+def test_a_text_is_trained_on_whole_and_ended_once() -> None:
+    rows = [Row("a:1", text="né"), Row("a:2", text="né<|im_end|>"), Row("a:3", messages=ONE_TURN)]
+    first, second, conversation = render_rows(rows, BYTES)
+    assert first.input_ids.tolist() == second.input_ids.tolist() == [*"né".encode(), 258]
+    assert first.trained.all() and not conversation.trained.all()
+
+
+def test_a_beginning_of_text_is_not_doubled() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
+    )
+    rows = [Row("a:1", text="x"), Row("a:2", text="<|im_start|>x")]
+    assert [r.input_ids.tolist() for r in render_rows(rows, tokenizer)] == [[257, 120, 258]] * 2
+    assert render(ONE_TURN, tokenizer).input_ids.tolist() == render(ONE_TURN, BYTES).input_ids.tolist()
+
+
+def test_a_text_without_an_end_is_refused() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="has no end-of-text token"):
+        render_rows([Row("a:1", text="x")], tokenizer)
+
+
+def test_progress_reaches_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+    rows = [Row(f"a:{i}", text="x") for i in range(1500)] + [Row("a:1501", messages=ONE_TURN)]
+    render_rows(rows, BYTES, progress=lambda done, all_rows: seen.append((done, all_rows)))
+    assert seen == [(1000, 1501), (1500, 1501), (1501, 1501)]
+
+
+def test_a_template_that_rewrites_an_earlier_turn() -> None:
+    """As reasoning templates do: the last answer looks another way once it is not the last any more."""
+    template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{%- if m['role'] == 'user' and not loop.last %}{{ '(old) ' }}{% endif %}"
+        "{{- m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"rows.jsonl:7: turn 2: the chat template writes 'How many"):
+        render(ONE_TURN, BYTES, template)
+
+
+def test_a_token_across_the_border_of_an_answer() -> None:
+    """A tokenizer that has a token of two line breaks, a prompt that ends with one, an answer that begins with one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = BYTES.convert_ids_to_tokens(list(range(256)))
+    vocab = {letter: i for i, letter in enumerate([*letters, "ĊĊ"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    for template in (UNMARKED, BYTES.chat_template):
+        render(chat(("user", "a"), ("assistant", "b\n\nc")), tokenizer, template)
+        with pytest.raises(DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer makes one token"):
+            render(chat(("user", "a"), ("assistant", "\nb")), tokenizer, template)
+
+
+# --- published templates, where they lie beside the checkout ----------------------------------------------
+
+SPECIAL = r"<\|[\w ]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>"
+ENDS = {
+    "chatml": "<|im_end|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "llama-2-chat": " <|im_end|>",  # a space, and the tokenizer's own end of text
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "llama3_training": "<|eot_id|>",
+    "mistral-instruct": "<|im_end|>",
+    "phi3": "<|end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_training": "<|im_end|>\n",  # its marks hold the line break
+    "zephyr": "<|im_end|>",
+}
+REFUSED = {
+    "deepseekv3": r"turn 2: the chat template writes '<think>\\n' when this answer is asked for and 'Twelve",
+    "glm4moe": "writes nothing after an assistant's turn",
+}
+THINK = "<think>\n\n</think>\n\n"
+
+
+def published(name: str) -> tuple[str, PreTrainedTokenizerBase]:
+    """A template, and the shared tokenizer with the special tokens that the template's own tokenizer has."""
+    path = SHARED / "templates" / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip("the published templates (../shared/data) are not beside this checkout")
+    text = path.read_text(encoding="utf-8")
+    if name in ("chatml", "llama-2-chat", "mistral-instruct", "zephyr"):
+        text = text.replace("    ", "").replace("\n", "")  # laid out for reading; so their authors load them
+    tokenizer = load_tokenizer(SHARED / "tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(SPECIAL, text)))})
+    return text, tokenizer
+
+
+@pytest.mark.parametrize("name", sorted(ENDS))
+def test_published_templates(name: str) -> None:
+    template, tokenizer = published(name)
+    conversation = chat(("user", "How many?"), ("assistant", "Twelve."), ("user", "Why?"), ("assistant", "Two\n\ndoz"))
+    before = {"qwen3": ["", THINK], "qwen3_training": [THINK, THINK]}.get(name, ["", ""])
+    space = " " if name in ("llama-2-chat", "mistral-instruct") else ""
+    rendered = render(conversation, tokenizer, template)
+    assert trained_parts(rendered, tokenizer) == [
+        before[0] + space + "Twelve." + ENDS[name],
+        before[1] + space + "Two\n\ndoz" + ENDS[name],
+    ]
+    own = tokenizer.apply_chat_template(list(conversation), chat_template=template)["input_ids"]
+    assert rendered.input_ids.tolist() == own
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_published_templates_that_are_refused(name: str) -> None:
+    template, tokenizer = published(name)
+    with pytest.raises(DataError, match=REFUSED[name]):
+        render(ONE_TURN, tokenizer, template)
