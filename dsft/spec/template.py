@@ -16,7 +16,7 @@ from dsft.spec.schema import NAME_PATTERN, Spec
 SCHEMA_FILE = "dsft.schema.json"
 
 _SFT_DATA = """\
-  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}], with messages or alpaca rows
+  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}], messages or alpaca
   eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
   max_length: 256                    # tokens
   on_too_long: error                 # error | drop | truncate
@@ -90,7 +90,7 @@ def schema_text() -> str:
 
 
 def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]:
-    """Write the spec, the schema beside it and, for pretraining, a few rows; the files written, in this order.
+    """Write the spec, the schema beside it and, for pretraining, some rows; the files written, in this order.
 
     SpecError where the task is not built or a file would be overwritten; StorageError where the disk refuses.
     """
