@@ -185,7 +185,8 @@ def meant(section: str, name: str) -> str | None:
         return local
     elsewhere = [key for key in keys() if key.rpartition(".")[2] == name]
     if elsewhere:
-        return " or ".join(elsewhere[:3])
+        depth = min(key.count(".") for key in elsewhere)
+        return " or ".join(key for key in elsewhere if key.count(".") == depth)
     siblings = [key for key in keys() if key.rpartition(".")[0] == section]
     close = difflib.get_close_matches(here + name, siblings, n=1, cutoff=0.7)
     if close and difflib.SequenceMatcher(None, close[0].rpartition(".")[2], name).ratio() >= 0.7:

@@ -80,13 +80,13 @@ def _batch(spec: Spec) -> Iterator[Finding]:
     given = {key: size for key, size in sizes.items() if size is not None}
     reads = tuple(f"train.{key}" for key in sizes)
     if len(given) < 2:
-        values = " and ".join(f"{key} {size}" for key, size in given.items()) or "none"
+        values = "".join(f"only {key} {size}" for key, size in given.items()) or "none of the batch sizes"
         rule = (
             "two of global_batch_size, micro_batch_size and accumulation_steps are needed, the third follows"
         )
         missing = " or ".join(key for key in sizes if key not in given)
         way_out = "give micro_batch_size and accumulation_steps" if not given else f"add {missing}"
-        yield Finding(("train",), f"{values} of the batch sizes is given; {rule}: {way_out}", reads)
+        yield Finding(("train",), f"{values} is given; {rule}: {way_out}", reads)
 
 
 def _warmup(spec: Spec) -> Iterator[Finding]:

@@ -86,9 +86,14 @@ def _validate(document: Document, *, check_files: bool) -> Spec | None:
         stand_in, broken = spec, set[str]()
     except ValidationError as error:
         errors = errors_of(error)
-        sentences = worded(errors, document.data, descriptions())
+        meant_keys = _meant_keys(errors, document.data)
+        told = [
+            e for e in errors if not (e["type"] == "missing" and _stands_for(e, document.data, meant_keys))
+        ]
+        sentences = worded(told, document.data, descriptions())
         document.problems += [document.problem(path, message) for path, message in sentences]
-        spec, broken = None, _broken_keys(errors, document.data)
+        refused_keys = {key_of(path_in(document.data, e)) for e in errors if e["type"] != "extra_forbidden"}
+        spec, broken = None, refused_keys | meant_keys
         stand_in = _stand_in(document.data)
     if stand_in is not None:
         found = _findings(stand_in, check_files=check_files)
@@ -123,18 +128,15 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _broken_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
-    """Keys whose value is not what the user meant: those refused, and those that an unknown key stood for."""
-    broken: set[str] = set()
-    for error in errors:
-        path = path_in(data, error)
-        if error["type"] != "extra_forbidden":
-            broken.add(key_of(path))
-            continue
-        target = meant(key_of(path[:-1]), str(path[-1]))
-        if target is not None:
-            broken.update(word.strip("(),:") for word in target.split())
-    return broken
+def _meant_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
+    """Our names for what unknown keys stand for: their value is known to be wrong, so it is not missed as well."""
+    unknown = [path_in(data, error) for error in errors if error["type"] == "extra_forbidden"]
+    targets = [meant(key_of(path[:-1]), str(path[-1])) for path in unknown]
+    return {word.strip("(),:") for target in targets if target is not None for word in target.split()}
+
+
+def _stands_for(error: ErrorDetails, data: Any, meant_keys: set[str]) -> bool:
+    return any(_overlap(key_of(path_in(data, error)), key) for key in meant_keys)
 
 
 # What stands in for a required key that is missing or wrong, so that the rest can still be looked at.

@@ -66,8 +66,8 @@ def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) 
     worder = _WORDERS.get(kind)
     if worder is not None:
         return worder(value, context)
-    description = descriptions.get(key_of(path), "")
-    return f"{shown(value)} is refused ({error['msg'].lower()}). {description}".strip()
+    description = descriptions.get(key_of(path), "").rstrip(".")
+    return f"{shown(value)} is not allowed here; choose another: {description[:1].lower()}{description[1:]}"
 
 
 def _unknown_key(path: Path) -> str:
@@ -84,18 +84,19 @@ def _missing(path: Path, descriptions: Mapping[str, str]) -> str:
 
 def _wrong_type(wanted: str) -> Callable[[Any, Mapping[str, Any]], str]:
     def sentence(value: Any, context: Mapping[str, Any]) -> str:
-        return f"{shown(value)} is {_kind(value)}, {wanted} is needed{_rewritten(value, wanted)}"
+        given = "nothing is given" if value is None else f"{shown(value)} is {_kind(value)}"
+        return f"{given}, {wanted} is needed; {_way_out(value, wanted)}"
 
     return sentence
 
 
 def _kind(value: Any) -> str:
-    names = {str: "a text", bool: "true or false", int: "a whole number", float: "a decimal number"}
-    names |= {dict: "a mapping", list: "a list", type(None): "nothing"}
+    names = {str: "a text", bool: "a truth value", int: "a whole number", float: "a decimal number"}
+    names |= {dict: "a mapping", list: "a list"}
     return names.get(type(value), "something else")
 
 
-def _rewritten(value: Any, wanted: str) -> str:
+def _way_out(value: Any, wanted: str) -> str:
     """The way out; the value itself where it says the right thing in the wrong type."""
     lower = str(value).lower()
     if wanted == "a whole number" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -108,7 +109,7 @@ def _rewritten(value: Any, wanted: str) -> str:
         way_out = f"write it in quotes: '{shown(value)}'"
     else:
         way_out = _WAYS_OUT.get(wanted, "change it")
-    return f"; {way_out}"
+    return way_out
 
 
 _WAYS_OUT = {
@@ -153,11 +154,6 @@ def _too_long(value: Any, context: Mapping[str, Any]) -> str:
     return f"{shown(value)} has too many entries; give at most {context['max_length']}"
 
 
-def _bad_pattern(value: Any, context: Mapping[str, Any]) -> str:
-    rule = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
-    return f"{shown(value)} has a character or a length that is not allowed; use {rule}"
-
-
 def _empty(value: Any, context: Mapping[str, Any]) -> str:
     return "the text is empty; write a value, or leave the key out"
 
@@ -182,6 +178,5 @@ _WORDERS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
     "too_short": _too_short,
     "too_long": _too_long,
     "string_too_short": _empty,
-    "string_pattern_mismatch": _bad_pattern,
     "finite_number": _not_finite,
 }

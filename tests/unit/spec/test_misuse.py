@@ -1,0 +1,157 @@
+"""Bad specs and the exact message of each, in golden/. DSFT_UPDATE_GOLDEN=1 writes the messages anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import DsftError
+from dsft.spec.load import load_spec
+
+GOLDEN = Path(__file__).parent / "golden"
+
+HEAD = "name: small\ntask: sft\n"
+MODEL = "model: {from_config: {model_type: llama, num_hidden_layers: 4, max_position_embeddings: 1024}}\n"
+DATA = "data: {train: [{path: rows.jsonl}], max_length: 128}\n"
+TRAIN = "train: {micro_batch_size: 2, accumulation_steps: 4}\n"
+OPTIM = "optim: {learning_rate: 1e-3}\n"
+GOOD = HEAD + MODEL + DATA + TRAIN + OPTIM
+
+
+def spec(
+    *, head: str = HEAD, model: str = MODEL, data: str = DATA, train: str = TRAIN, optim: str = OPTIM
+) -> str:
+    return head + model + data + train + optim
+
+
+# name -> the spec's text, or the text and overrides
+CASES: dict[str, str | tuple[str, list[str]]] = {
+    # the YAML itself
+    "empty": "",
+    "not_a_mapping": "- a\n- b\n",
+    "syntax": GOOD + "cluster: hosts: {a: 1}\n",
+    "tab": "name: small\ntask:\n\tsft\n",
+    "duplicate_key": GOOD + "output_dir: a\nname: other\noutput_dir: b\n",
+    "tag": GOOD + "output_dir: !!python/object/apply:os.system [echo]\n",
+    "alias_bomb": "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+    + "".join(f"{k}: &{k} [{','.join([f'*{p}'] * 10)}]\n" for p, k in ("ab", "bc", "cd", "de", "ef")),
+    "two_documents": GOOD + "---\nname: second\n",
+    "keys_that_are_no_texts": spec(data="data: {train: [{path: rows.jsonl, 1: 2, [a]: 3}]}\n"),
+    "deep": "a: " + "[" * 60 + "]" * 60 + "\n",
+    "control_characters": spec(head='name: "a\\e[2Jb"\ntask: "s\\u202eft"\n'),
+    # single values
+    "wrong_types": spec(
+        train='train: {micro_batch_size: "8", accumulation_steps: 1.5, max_steps: 1e3, seed: true}\n'
+    ),
+    "yes_is_a_text": spec(model="model: {from_config: {model_type: llama}, gradient_checkpointing: yes}\n"),
+    "out_of_range": GOOD + "parallel: {zero_stage: 4, pipeline_stages: 0}\ncheckpoint: {every: -1}\n",
+    "not_finite": spec(optim="optim: {learning_rate: 1e999, eps: .inf, betas: [0.9, 1.0]}\n"),
+    "not_offered": spec(optim="optim: {learning_rate: 1, name: adam, lr_scheduler_type: cosin}\n"),
+    "missing": "name: small\ndata: {}\n",
+    "bad_name": spec(head="name: ../other\ntask: sft\n"),
+    "sections_of_the_wrong_kind": spec(data="data: {train: rows.jsonl}\n", train="train: [1]\n")
+    + "parallel:\n",
+    # names of other tools
+    "aliases": GOOD
+    + "per_device_train_batch_size: 4\ncutoff_len: 512\nlearning_rate: 1e-4\nbf16: true\ndeepspeed: ds.json\n"
+    + "gradient_accumulation_steps: 8\nsave_total_limit: 2\nstage: dpo\npref_beta: 0.1\ndataset: alpaca\n",
+    "aliases_in_sections": spec(
+        model="model: {base_model: a/b}\n",
+        train="train: {batch_size: 8, epochs: 2, micro_batch_sise: 2}\n",
+        optim="optim: {lr: 1e-5, learning_rat: 1e-5}\n",
+    )
+    + "parallel: {stage: 3, offload_param: {device: cpu}, wibble: 1}\n",
+    # combinations
+    "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
+    "pipeline_and_the_model": spec(
+        model="model: {from_config: {model_type: gpt2, num_hidden_layers: 4, tie_word_embeddings: true}}\n"
+    )
+    + "parallel: {pipeline_stages: 8}\n",
+    "max_length_over_positions": spec(data="data: {train: [{path: rows.jsonl}], max_length: 2048}\n"),
+    "two_models": spec(model="model: {name_or_path: a/b, from_config: {hidden_size: 8}}\n"),
+    "no_model": spec(model="model: {}\n"),
+    "one_batch_size": spec(train="train: {global_batch_size: 64}\n"),
+    "no_batch_size": spec(train="train: {}\n"),
+    "warmup_twice": spec(optim="optim: {learning_rate: 1, warmup_steps: 10, warmup_ratio: 0.1}\n"),
+    "schedules": spec(
+        optim="optim: {learning_rate: 1, lr_scheduler_type: constant, warmup_steps: 10, min_lr_ratio: 0.1, momentum: 0.9}\n"
+    ),
+    "min_lr_missing": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: cosine_with_min_lr}\n"),
+    "split_in_sft": spec(data="data: {train: [{path: rows.jsonl}], on_too_long: split}\n"),
+    "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
+    "offload_at_zero_0": GOOD
+    + "parallel: {zero_stage: 0, offload_optimizer: {device: cpu, nvme_path: /d}}\n",
+    "offload_at_zero_2": GOOD + "parallel: {zero_stage: 2, offload_optimizer: {device: cpu}}\n",
+    "hosts": GOOD
+    + "cluster: {hosts: {-oProxyCommand=x: 1, 'a,b': 1, no_de: 1, 'nöde': 1, 300.1.1.1: 1, node1: 1, NODE1: 1}}\n",
+    "environment": GOOD
+    + 'cluster: {hosts: {a: 1}, env: {HF_TOKEN: x, "A B": c, NCCL: "a\\nb", N: 1}, interface: "-x"}\n',
+    # files
+    "files": GOOD.replace("rows.jsonl", "nowhere.jsonl").replace("max_length: 128", "chat_template: no.jinja")
+    + "checkpoint: {resume: runs/none}\n",
+    "builtin": GOOD.replace("rows.jsonl", '"builtin:quikstart"'),
+    "patterns_and_formats": GOOD.replace(
+        "{path: rows.jsonl}", '{path: "data/*.jsonl"}, {path: rows.parquet}, {path: "."}'
+    ),
+    "model_folder": spec(model="model: {name_or_path: ./nowhere, tokenizer: rows.jsonl}\n"),
+    # not built
+    "not_built": spec(
+        head="name: small\ntask: dpo\n",
+        model="model: {name_or_path: a/b, attention: flash_attention_2, compile: true, lora: {rank: 8}}\n",
+        data="data: {train: [{path: rows.jsonl, weight: 2.0, format: sharegpt}], packing: true, eval_count: 4}\n",
+    )
+    + "parallel: {offload_parameters: {device: nvme}, zero_stage: 2}\ncluster: {hosts: {a: 1}, min_hosts: 1}\n",
+    # overrides
+    "overrides": (
+        GOOD,
+        [
+            "train",
+            "train..x=1",
+            "train.seed=a",
+            "data.train.3.path=x",
+            "name.x=1",
+            "optim={lr: 1}",
+            "seed=[",
+            "=1",
+        ],
+    ),
+    # everything at once
+    "several": spec(
+        head="name: a b\ntask: sfft\n",
+        data="data: {train: [{path: gone.jsonl, weigth: 1}], max_length: 4k}\n",
+        train='train: {global_batch_size: "8", eval_every: 5, precision: fp16}\n',
+    )
+    + "parallel: {zero_stage: 2, pipeline_stages: 2}\nname: again\ncluster: {hosts: {x_y: 0, z_z: 1}}\n",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    text, overrides = case if isinstance(case, tuple) else (case, [])
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    Path("spec.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(DsftError) as raised:
+        load_spec("spec.yaml", overrides)
+    message = f"{raised.value}\n"
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("DSFT_UPDATE_GOLDEN"):
+        golden.write_text(message, encoding="utf-8")
+    assert message == golden.read_text(encoding="utf-8")
+    assert raised.value.exit_code == 2
+    assert "Traceback" not in message
+    assert message.replace("\n", "").isprintable()
+
+
+def test_no_golden_is_left_over() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.txt")} == set(CASES)
+
+
+def test_the_spec_that_the_cases_spoil_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    Path("spec.yaml").write_text(GOOD, encoding="utf-8")
+    assert load_spec("spec.yaml").name == "small"
