@@ -81,7 +81,8 @@ class Ledger:
         if self.lost_tokens:
             said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
         if self.blank_lines:
-            said.append(f"{self.blank_lines:,} blank lines were skipped.")
+            lines = "line was" if self.blank_lines == 1 else "lines were"
+            said.append(f"{self.blank_lines:,} blank {lines} skipped.")
         return " ".join(said)
 
 

@@ -152,7 +152,9 @@ def test_a_token_across_the_border_of_an_answer() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     for template in (UNMARKED, BYTES.chat_template):
         render(chat(("user", "a"), ("assistant", "b\n\nc")), tokenizer, template)
-        with pytest.raises(DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer makes one token"):
+        with pytest.raises(
+            DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer makes one token"
+        ):
             render(chat(("user", "a"), ("assistant", "\nb")), tokenizer, template)
 
 
@@ -198,7 +200,9 @@ def published(name: str) -> tuple[str, PreTrainedTokenizerBase]:
 @pytest.mark.parametrize("name", sorted(ENDS))
 def test_published_templates(name: str) -> None:
     template, tokenizer = published(name)
-    conversation = chat(("user", "How many?"), ("assistant", "Twelve."), ("user", "Why?"), ("assistant", "Two\n\ndoz"))
+    conversation = chat(
+        ("user", "How many?"), ("assistant", "Twelve."), ("user", "Why?"), ("assistant", "Two\n\ndoz")
+    )
     before = {"qwen3": ["", THINK], "qwen3_training": [THINK, THINK]}.get(name, ["", ""])
     space = " " if name in ("llama-2-chat", "mistral-instruct") else ""
     rendered = render(conversation, tokenizer, template)

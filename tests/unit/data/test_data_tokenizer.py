@@ -68,9 +68,7 @@ def test_pad_id_without_special_tokens() -> None:
     ("name", "said"),
     [("./nowhere", "there is no such folder"), ("folder", "no tokenizer that"), ("a.json", "this is a file")],
 )
-def test_what_is_no_tokenizer(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("a.json").write_text("{}")

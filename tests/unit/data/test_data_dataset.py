@@ -1,0 +1,224 @@
+"""What becomes of rows: detection, lengths, the account of them, the fingerprint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.builtin import builtin_rows
+from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DataError
+
+TOKENIZER = byte_level_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    format: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> Dataset:
+    (tmp_path / name).write_bytes(content)
+    source = Source(str(tmp_path / name), options.pop("format", None), options.pop("columns", {}))
+    given = {"task": "sft", "max_length": 256, "on_too_long": "error", **options}
+    return load_dataset([source], TOKENIZER, **given)
+
+
+def texts(*rows: str) -> bytes:
+    return "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
+
+
+def decoded(dataset: Dataset) -> list[str]:
+    return [TOKENIZER.decode(example.input_ids) for example in dataset.examples]
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def test_blank_lines_marks_and_carriage_returns(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"text": "one"}\r\n\r\n \n{"text": "two\\u0000"}'
+    dataset = load(tmp_path, content)
+    assert decoded(dataset) == ["one<|im_end|>", "two\0<|im_end|>"]
+    assert [example.source.rsplit(":")[-1] for example in dataset.examples] == ["1", "4"]
+    assert dataset.ledger.blank_lines == 2
+    assert dataset.notes[0].endswith("a.jsonl: a byte order mark at the start was skipped")
+    assert dataset.notes[1].endswith('a.jsonl: detected text: every row has "text"')
+
+
+def test_a_list_keeps_the_line_of_each_element(tmp_path: Path) -> None:
+    dataset = load(tmp_path, b'\n[{"text": "one"},\n\n  {"text":\n "two"}, {"text": "three"}\n]\n', "a.json")
+    assert [example.source.rsplit(":")[-1] for example in dataset.examples] == ["2", "4", "5"]
+
+
+def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
+    assert decoded(load(tmp_path, texts("one", "two"), "a.json")) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_alpaca_becomes_a_conversation(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be exact.", "history": []},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+    ]
+    dataset = load(tmp_path, json.dumps(rows).encode(), "a.json")
+    system = "<|im_start|>system\nBe exact.<|im_end|>\n"
+    assert decoded(dataset) == [
+        system + "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n",
+        "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n",
+    ]
+    assert dataset.target_counts.tolist() == [2, 3]
+    assert dataset.notes[0].endswith('detected alpaca: every row has "instruction" and "output"')
+
+
+def test_columns_and_format_override(tmp_path: Path) -> None:
+    content = b'{"body": "one", "text": "not this", "messages": 1}\n'
+    dataset = load(tmp_path, content, format="text", columns={"text": "body"})
+    assert decoded(dataset) == ["one<|im_end|>"]
+    assert dataset.notes[0].endswith("read as text, as the spec says")
+    questions = b'{"q": "one", "a": "two"}\n'
+    renamed = load(tmp_path, questions, columns={"instruction": "q", "output": "a"})
+    assert renamed.notes[0].endswith('detected alpaca: every row has "q" and "a"')
+
+
+def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> None:
+    for name, content in (("a", texts("one")), ("b", b"\n"), ("c", texts("two"))):
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    sources = [Source(str(tmp_path / f"{name}.jsonl")) for name in "abc"]
+    dataset = load_dataset(sources, TOKENIZER, task="pretrain", max_length=9, on_too_long="error")
+    assert decoded(dataset) == ["one<|im_end|>", "two<|im_end|>"]
+    assert dataset.notes[1].endswith("b.jsonl: holds no row")
+    assert dataset.ledger.blank_lines == 1
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
+    dataset = load(tmp_path, json.dumps(row).encode(), chat_template=tmp_path / "t.jinja")
+    assert decoded(dataset) == ["abcd"]
+    assert dataset.examples[0].target_count == 3
+
+
+# --- lengths ----------------------------------------------------------------------------------------------
+
+
+def test_drop(tmp_path: Path) -> None:
+    dataset = load(tmp_path, texts("x" * 9, "y" * 3, "z" * 4), max_length=5, on_too_long="drop")
+    assert decoded(dataset) == ["yyy<|im_end|>", "zzzz<|im_end|>"]
+    assert (dataset.ledger.rows, dataset.ledger.dropped, dataset.ledger.lost_tokens) == (3, 1, 10)
+
+
+def test_truncate_and_rows_left_without_a_target(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "answer"}]}
+        for n in (1, 200)
+    ]
+    content = "\n".join(json.dumps(row) for row in rows).encode()
+    dataset = load(tmp_path, content, max_length=25, on_too_long="truncate")
+    assert decoded(dataset) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nanswe"]
+    ledger = dataset.ledger
+    assert (ledger.rows, ledger.examples, ledger.truncated, ledger.without_target) == (2, 1, 2, 1)
+    assert (ledger.tokens, ledger.trained_tokens) == (25, len("answe"))
+
+
+def test_split_gives_every_token_once_as_a_target(tmp_path: Path) -> None:
+    dataset = load(tmp_path, texts("abcdefg", "hi"), task="pretrain", max_length=4, on_too_long="split")
+    assert decoded(dataset) == ["abcd", "defg", "g<|im_end|>", "hi<|im_end|>"]
+    assert (dataset.ledger.rows, dataset.ledger.examples, dataset.ledger.split) == (2, 4, 1)
+    assert dataset.ledger.trained_tokens == (8 - 1) + (3 - 1)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=40), min_size=1, max_size=5), st.integers(2, 12))
+@settings(max_examples=100, deadline=None)
+def test_split_loses_and_repeats_nothing(tmp_path_factory: Any, rows: list[str], max_length: int) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    dataset = load(folder, texts(*rows), task="pretrain", max_length=max_length, on_too_long="split")
+    assert max(dataset.lengths) <= max_length
+    for line, row in enumerate(rows, start=1):
+        pieces = [e.input_ids.tolist() for e in dataset.examples if e.source.endswith(f":{line}")]
+        assert pieces[0][:1] + [t for piece in pieces for t in piece[1:]] == [*row.encode(), END]
+        assert all(piece[0] == before[-1] for before, piece in pairwise(pieces))
+
+
+def test_a_text_of_nothing_is_left_out(tmp_path: Path) -> None:
+    dataset = load(tmp_path, texts("", "a"))
+    assert (len(dataset), dataset.ledger.without_target) == (1, 1)
+
+
+# --- the account ------------------------------------------------------------------------------------------
+
+
+def test_the_account_in_words(tmp_path: Path) -> None:
+    plain = load(tmp_path, texts("abc", "de"))
+    assert plain.ledger.text() == "2 rows gave 2 examples of 7 tokens, 5 of them trained on."
+    cut = load(tmp_path, texts("abc", "d" * 9, "", "e" * 9) + b"\n", max_length=4, on_too_long="truncate")
+    assert cut.ledger.text() == (
+        "4 rows gave 3 examples of 12 tokens, 9 of them trained on. 2 rows were truncated. "
+        "1 row was left out, with nothing to train on. 12 tokens were cut off or dropped. "
+        "1 blank line was skipped."
+    )
+
+
+def test_the_fingerprint_sees_tokens_masks_borders_and_order(tmp_path: Path) -> None:
+    def of(*rows: str) -> str:
+        return load(tmp_path, texts(*rows)).fingerprint
+
+    assert of("ab", "c") == of("ab", "c")
+    assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("ab", "d"), of("ab")}) == 5
+    dataset = load(tmp_path, texts("ab"))
+    masked = Dataset(
+        tuple(type(e)(e.input_ids, np.zeros_like(e.trained), e.source) for e in dataset.examples),
+        dataset.ledger,
+    )
+    assert masked.fingerprint != dataset.fingerprint
+
+
+# --- dsft's own rows --------------------------------------------------------------------------------------
+
+
+def test_builtin_rows() -> None:
+    train, heldout = builtin_rows("quickstart"), builtin_rows("quickstart-heldout")
+    assert (len(train), len(heldout)) == (2057, 103)
+    assert len({json.dumps(row) for row in train + heldout}) == 2160
+    assert {len(row["messages"]) for row in train} == {2, 4} == {len(row["messages"]) for row in heldout}
+    with pytest.raises(KeyError):
+        builtin_rows("slowstart")
+
+
+def test_builtin_rows_tell_one_value_of_every_fact() -> None:
+    """What is held out can be learned: the same question has the same answer everywhere."""
+    answers: dict[str, set[str]] = {}
+    for row in builtin_rows("quickstart") + builtin_rows("quickstart-heldout"):
+        turns = [message["content"] for message in row["messages"]]
+        for question, answer in zip(turns[::2], turns[1::2], strict=True):
+            answers.setdefault(question, set()).add(answer)
+    assert len(answers) == 24 * 3 * 2
+    assert all(len(told) == 1 for told in answers.values())
+
+
+def test_builtin_rows_are_the_same_everywhere() -> None:
+    dataset = load_dataset(
+        [Source("builtin:quickstart")], TOKENIZER, task="sft", max_length=160, on_too_long="error"
+    )
+    assert dataset.examples[0].source == "builtin:quickstart:1"
+    assert dataset.fingerprint == "e527d9dbbc9d3e518e59bba9b607ea1c6f0dd664a3b798dc29f5e198ee400e57"
+
+
+def test_pretraining_takes_no_conversations() -> None:
+    with pytest.raises(DataError, match="task pretrain takes text"):
+        load_dataset(
+            [Source("builtin:quickstart")], TOKENIZER, task="pretrain", max_length=160, on_too_long="error"
+        )
