@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:
     spec = load_spec(options.spec, options.overrides)
-    check_promise(spec.cluster.hosts if spec.cluster else None, launched)
+    hostfile = check_promise(spec.cluster.hosts if spec.cluster else None, launched)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel)
     notes: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
 
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, command))
+    run(Job(spec, batch, config, notes, launched, places, hostfile, command))
 
 
 if __name__ == "__main__":

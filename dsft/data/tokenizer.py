@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import MissingInputError
+from dsft.spec.schema import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,12 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer that a spec's `model` section means: named, the model's own, or the 256 bytes."""
+    name = model.tokenizer or model.name_or_path
+    return byte_level_tokenizer() if name is None else load_tokenizer(name)
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:

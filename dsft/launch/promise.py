@@ -19,11 +19,12 @@ from dsft.launch.environment import Launched
 from dsft.plan.hostfile import parse
 
 
-def check_promise(hosts: Mapping[str, int] | None, launched: Launched) -> None:
-    """Raises WorldError where the world's size is not that of the spec's hosts or of the hostfile."""
+def check_promise(hosts: Mapping[str, int] | None, launched: Launched) -> str | None:
+    """The text of the launcher's hostfile, None without one. Raises WorldError where the world's size is not
+    that of the spec's hosts or of the hostfile."""
     hostfile = _check_hostfile(launched)
     if hosts is None or sum(hosts.values()) == launched.world_size:
-        return
+        return hostfile
     expected = sum(hosts.values())
     promise = " + ".join(f"{host} {slots}" for host, slots in hosts.items())
     if launched.world_size == 1 and launched.launcher == "python":
@@ -38,7 +39,7 @@ def check_promise(hosts: Mapping[str, int] | None, launched: Launched) -> None:
     )
 
 
-def _check_hostfile(launched: Launched) -> Path | None:
+def _check_hostfile(launched: Launched) -> str | None:
     for arguments, folder in _deepspeed_commands():
         if arguments.hostfile is None:
             continue
@@ -49,13 +50,14 @@ def _check_hostfile(launched: Launched) -> Path | None:
                 f"this machine alone with {launched.world_size} process(es); give a file that exists, or leave "
                 "--hostfile out."
             )
-        expected = _promised(parse(path.read_text(encoding="utf-8"), str(arguments.hostfile)), arguments)
+        text = path.read_text(encoding="utf-8")
+        expected = _promised(parse(text, str(arguments.hostfile)), arguments)
         if expected != launched.world_size:
             raise WorldError(
                 f"--hostfile {arguments.hostfile} promises {expected} processes but {launched.world_size} were "
                 "started; check its slots and the launcher's --include, --exclude, --num_nodes and --num_gpus."
             )
-        return path
+        return text
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.config import resolve_config, token_facts
 from dsft.model.stage import check_cut
@@ -24,8 +24,7 @@ from dsft.spec.schema import Model
 
 def take_census(model: Model, stages: int) -> dict[str, Any]:
     """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`."""
-    name = model.tokenizer or model.name_or_path
-    config = resolve_config(model, token_facts(byte_level_tokenizer() if name is None else load_tokenizer(name)))
+    config = resolve_config(model, token_facts(tokenizer_of(model)))
     check_cut(config, stages)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
