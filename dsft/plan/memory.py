@@ -117,9 +117,9 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
     if zero == 1 and not offloaded:
         # bf16: BF16_Optimizer's fp32 buffer is not sharded. fp32: the whole until reduced into the rank's share.
         return whole * (2 + FP32) if bf16 else (whole + share) * FP32
-    if zero == 1:
-        return whole * _weight_bytes(spec)
-    return 0 if offloaded else share * FP32
+    if not offloaded:
+        return share * FP32
+    return {1: whole, 2: share, 3: 0}[zero] * _weight_bytes(spec)
 
 
 def _buffers(whole: int, spec: Spec) -> int:

@@ -1,0 +1,91 @@
+"""One rank of the memory measurement: prints, per case, the bytes that live tensors take and those that the plan
+says, without buffers. Started by test_memory.py with two ranks."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import nn
+
+from dsft.plan.batch import batch_sizes
+from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import layout
+from dsft.plan.memory import memory
+from dsft.spec.schema import Spec
+
+LAYERS, WIDTH = 32, 200
+
+
+def make_spec(precision: str, stage: int, offload: bool) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "memory",
+            "task": "pretrain",
+            "model": {"from_config": {"model_type": "llama"}},
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": stage, "offload_optimizer": {"device": "cpu" if offload else "none"}},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 2, "precision": precision},
+            "optim": {"learning_rate": 1e-3},
+        }
+    )
+
+
+def live_bytes() -> int:
+    """Bytes of the distinct storages behind all tensors that Python holds, gradients included."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(spec: Spec) -> tuple[int, int]:
+    """(largest bytes seen between the backward and the update, bytes by the plan)."""
+    ranks = layout(spec.parallel, torch.distributed.get_world_size())
+    before = live_bytes()
+    config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))
+    for key in config["zero_optimization"]:
+        if key.endswith("bucket_size"):
+            config["zero_optimization"][key] = 1000
+    dtype = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(dtype)
+    parameters = [Parameter(name, tuple(p.shape), None, False, ()) for name, p in model.named_parameters()]
+    census = Census("Sequential", LAYERS, None, tuple(parameters))
+    offloaded = spec.parallel.offload_optimizer.device == "cpu"
+    optimizer = (DeepSpeedCPUAdam if offloaded else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    largest = 0
+    for micro_batch in range(4):
+        engine.set_gradient_accumulation_boundary(micro_batch % 2 == 1)
+        engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).mean(), scale_wrt_gas=False)
+        largest = max(largest, live_bytes() - before)
+        engine.step()
+    rank = memory(census, spec, ranks, {"here": ranks.world_size}).stages[0]
+    engine.destroy()
+    return largest, rank.device - rank.buffers + rank.offloaded
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    cases = [case for case in itertools.product(("fp32", "bf16"), range(4), (False, True)) if case[1] or not case[2]]
+    cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
+    for precision, stage, offload in cases:
+        measured, planned = measure(make_spec(precision, stage, offload))
+        if torch.distributed.get_rank() == 0:
+            case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{' offload' if offload else ''}"}
+            print("CASE " + json.dumps(case | {"measured": measured, "planned": planned}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The plan's bytes against those of DeepSpeed's live tensors, on two ranks, for every stage, type and offload."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(600)
+def test_the_memory_table_is_what_deepspeed_allocates() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    worker = str(Path(__file__).with_name("memory_worker.py"))
+    done = subprocess.run([*command, worker], env=environ, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    assert len(cases) == 14
+    off = {
+        case["case"]: round(case["measured"] / case["planned"], 3)
+        for case in cases
+        if not 0.79 <= case["measured"] / case["planned"] <= 1.05
+    }
+    assert off == {}

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import MissingInputError, SpecError
+from dsft.plan import census as module
+from dsft.plan.census import Census, census
+from dsft.spec.schema import Model
+
+pytest.importorskip("transformers")
+
+from dsft.model.census import take_census  # noqa: E402 - needs transformers
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def numel_by_hand(vocabulary: int) -> int:
+    attention = 64 * 64 * 2 + 64 * 32 * 2
+    return 2 * vocabulary * 64 + 3 * (attention + 3 * 64 * 128 + 2 * 64) + 64
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Census:
+    return census(Model(from_config=LLAMA), 2, tmp_path_factory.mktemp("cache"))
+
+
+def test_the_parameters_are_those_of_the_class_with_the_byte_levels_vocabulary(llama: Census) -> None:
+    assert (llama.architecture, llama.num_layers) == ("LlamaForCausalLM", 3)
+    assert llama.numel == numel_by_hand(259)
+    assert llama.parameters[0].name == "model.embed_tokens.weight" and llama.parameters[0].embedding
+
+
+def test_stages_share_the_parameters_as_the_engine_cuts_them(llama: Census) -> None:
+    first, last = llama.stage(0, 2), llama.stage(1, 2)
+    assert sorted(p.name for p in (*first, *last)) == sorted(p.name for p in llama.parameters)
+    assert {p.layer for p in first} == {None, 0} and {p.layer for p in last} == {None, 1, 2}
+    assert [p.name for p in first if p.layer is None] == ["model.embed_tokens.weight"]
+    assert [p.name for p in last if p.layer is None] == ["model.norm.weight", "lm_head.weight"]
+
+
+def test_a_tied_tensor_counts_once() -> None:
+    answer = take_census(Model(from_config={**LLAMA, "tie_word_embeddings": True}), 1)
+    tied = module._from_json(answer)
+    assert tied.numel == numel_by_hand(259) - 259 * 64
+    assert tied.parameters[0].aliases == ("lm_head.weight",)
+
+
+def test_answers_are_kept_and_refusals_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match=r"model.from_config.hiden_size: .* did you mean hidden_size\?"):
+        census(Model(from_config={**LLAMA, "hiden_size": 1}), 1, tmp_path)
+    assert not list(tmp_path.rglob("*.json"))
+    answer = take_census(Model(from_config=LLAMA), 1)
+    monkeypatch.setattr(module, "_ask", lambda *_: answer)
+    first = census(Model(from_config=LLAMA), 1, tmp_path)
+    monkeypatch.setattr(module, "_ask", lambda *_: pytest.fail("asked again"))
+    assert census(Model(from_config=LLAMA), 1, tmp_path) == first
+
+
+def test_models_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="parallel.pipeline_stages: 4 stages are more than the model's 3 layers"):
+        take_census(Model(from_config=LLAMA), 4)
+    with pytest.raises(MissingInputError):
+        take_census(Model(name_or_path=str(tmp_path / "absent")), 1)
+
+
+def test_a_config_in_a_folder_is_counted_again_when_it_changes(tmp_path: Path) -> None:
+    def digest(layers: int) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
+        return module._digest(Model(name_or_path=str(tmp_path)), 1)
+
+    assert digest(3) == digest(3) != digest(4)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, dsft.plan.show, dsft.plan.generate; print([m for m in sys.modules if m in {'torch', 'numpy'}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"

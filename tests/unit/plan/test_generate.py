@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsft.plan.ds_keys import unknown_keys
+from dsft.plan.generate import drift, files, generate_files, write
+from dsft.plan.hostfile import parse
+from dsft.spec.load import load_spec
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = sorted(ROOT.glob("specs/*.yaml"))
+NAMES = "one_node quickstart two_nodes zero1 zero2 zero3 zero3_offload".split()
+
+
+def test_the_shipped_specs_are_there() -> None:
+    assert [path.stem for path in SHIPPED] == NAMES
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_repository_holds_what_its_specs_generate_byte_for_byte(path: Path) -> None:
+    spec = load_spec(path)
+    assert spec.name == path.stem
+    texts = files(spec, path, ROOT)
+    assert drift(texts, ROOT) == ""
+    for name, text in texts.items():
+        assert (ROOT / name).read_bytes() == text.encode()
+    config = json.loads(texts[f"ds_configs/{spec.name}.json"])
+    assert unknown_keys(config) == [] and '"auto"' not in json.dumps(config)
+
+
+def test_nothing_generated_is_left_over() -> None:
+    expected = {name for path in SHIPPED for name in files(load_spec(path), path, ROOT)}
+    found = {p.relative_to(ROOT).as_posix() for folder in ("ds_configs", "hostfiles") for p in (ROOT / folder).iterdir()}
+    found |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "scripts" / "launch").iterdir()}
+    assert found == expected
+
+
+def test_hostfiles_hold_the_clusters_slots() -> None:
+    assert parse((ROOT / "hostfiles/two_nodes").read_text(), "two_nodes") == {"node1": 8, "node2": 8}
+
+
+def test_check_finds_drift_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "specs" / "two_nodes.yaml"
+    assert not generate_files(path, (), tmp_path, check=True)
+    assert list(tmp_path.iterdir()) == []
+    assert generate_files(path, (), tmp_path, check=False)
+    assert generate_files(path, (), tmp_path, check=True)
+    capsys.readouterr()
+    hostfile = tmp_path / "hostfiles" / "two_nodes"
+    hostfile.write_text("node1 slots=4\n")
+    assert not generate_files(path, (), tmp_path, check=True)
+    out = capsys.readouterr().out
+    assert "-node1 slots=4\n+node1 slots=8\n+node2 slots=8\n" in out
+    assert hostfile.read_text() == "node1 slots=4\n"
+
+
+def test_scripts_are_executable_and_find_their_spec_from_another_folder(tmp_path: Path) -> None:
+    spec_path = tmp_path / "a b.yaml"
+    spec_path.write_text((ROOT / "specs" / "quickstart.yaml").read_text())
+    texts = files(load_spec(spec_path), spec_path, tmp_path)
+    write(texts, tmp_path)
+    script = tmp_path / "scripts" / "launch" / "quickstart.deepspeed.sh"
+    assert script.stat().st_mode & 0o111
+    assert "'a b.yaml'" in script.read_text()

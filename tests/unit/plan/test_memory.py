@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import BUCKET
+from dsft.plan.layout import layout
+from dsft.plan.memory import Memory, memory
+
+BIG, SMALL = 1_000_000, 100
+
+
+def census() -> Census:
+    layers = [Parameter(f"layers.{i}.w", (1000, 1000), i, False, ()) for i in range(4)]
+    norms = [Parameter(f"layers.{i}.n", (SMALL,), i, False, ()) for i in range(4)]
+    outside = [Parameter("embed", (2000, 1000), None, True, ()), Parameter("head", (1000, 1000), None, False, ())]
+    return Census("X", 4, None, (*outside, *layers, *norms))
+
+
+WHOLE = 7 * BIG + 4 * SMALL
+
+
+@pytest.fixture
+def sizes(make_spec: Any) -> Any:
+    def run(world: int = 4, hosts: dict[str, int] | None = None, **sections: Any) -> Memory:
+        spec = make_spec(**sections)
+        return memory(census(), spec, layout(spec.parallel, world), hosts or {"here": world})
+
+    return run
+
+
+def test_zero_0_holds_everything_on_every_rank(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 0}).stages[0]
+    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (4 * WHOLE, 4 * WHOLE, 0, 8 * WHOLE)
+    assert rank.buffers == 0
+
+
+def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
+    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (2 * WHOLE, WHOLE, WHOLE, 2 * WHOLE)
+    assert rank.buffers == 2 * 4 * BUCKET
+
+
+def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 1}, train={"precision": "bf16"}).stages[0]
+    assert rank.gradients == 6 * WHOLE
+
+
+def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 3}, train={"precision": "bf16"}).stages[0]
+    assert rank.parameters == 2 * (WHOLE // 4 + 4 * SMALL)
+    assert rank.buffers == 4 * BUCKET + 2 * WHOLE
+
+
+def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
+    offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
+    table = sizes(hosts={"a": 3, "b": 1}, parallel=offloaded)
+    rank = table.stages[0]
+    assert (rank.gradients, rank.master, rank.moments) == (0, 0, 0)
+    assert rank.offloaded == 20 * WHOLE // 4
+    assert table.hosts == {"a": 3 * rank.offloaded, "b": rank.offloaded}
+
+
+def test_stages_have_their_own_layers(sizes: Any) -> None:
+    first, last = sizes(parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
+    assert first.elements == 2 * BIG + 2 * (BIG + SMALL)
+    assert last.elements == BIG + 2 * (BIG + SMALL)
+
+
+def test_sgd_has_moments_with_momentum_only(sizes: Any) -> None:
+    assert sizes(optim={"name": "sgd"}).stages[0].moments == 0
+    assert sizes(optim={"name": "sgd", "momentum": 0.9}, parallel={"zero_stage": 0}).stages[0].moments == 4 * WHOLE
+
+
+def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:
+    cluster = {"hosts": {"a": 4}, "accelerator": {"name": "cpu"}}
+    table = sizes(cluster=cluster)
+    assert table.hosts == {"here": 4 * table.stages[0].device}

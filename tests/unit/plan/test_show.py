@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.errors import SpecError
+from dsft.plan.batch import batch_sizes
+from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.census import Census, Parameter
+from dsft.plan.layout import Layout
+from dsft.plan.show import as_mapping, as_text
+
+pytestmark = pytest.mark.usefixtures("counted")
+
+CENSUS = Census("LlamaForCausalLM", 4, 128, (Parameter("w", (1000, 1000), 0, False, ()),))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: CENSUS)
+
+
+@pytest.fixture
+def plan(make_spec: Any) -> Any:
+    def run(world_size: int | None = None, **sections: Any) -> Plan:
+        spec = make_spec(data={"max_length": 128}, **sections)
+        return build_plan(spec, world_size)
+
+    return run
+
+
+def text(made: Plan, **options: Any) -> str:
+    return as_text(made, **{"explain": False, "terminal": False, **options})
+
+
+def test_ranks_fall_into_blocks_of_host_and_stage() -> None:
+    assert blocks(Layout(6, 2, 3), {"a": 4, "b": 2}) == [
+        Block("a", 0, (0, 2), (0, 2), (0, 2)),
+        Block("a", 1, (3, 3), (3, 3), (0, 0)),
+        Block("b", 1, (4, 5), (0, 1), (1, 2)),
+    ]
+
+
+def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
+    shown = text(plan(world_size=4))
+    assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 3 × data-parallel ranks 4" in shown
+    assert "Steps: 1 × rows ÷ 24, rounded up; unknown until the rows are read" in shown
+    assert "Activations, logits and padding are not in this table yet" in shown
+    assert "train_batch_size" not in shown
+
+
+def test_a_world_that_is_found_at_start_is_said_to_be_assumed(plan: Any) -> None:
+    assert "The spec has no cluster" in text(plan())
+    assert "The spec has no cluster" not in text(plan(world_size=2))
+    two = {"hosts": {"a": 1, "b": 1}}
+    assert "The spec has no cluster" not in text(plan(cluster=two))
+    with pytest.raises(SpecError, match="the hosts have 2 slots, not 3"):
+        plan(cluster=two, world_size=3)
+
+
+def test_many_hosts_are_shortened(plan: Any) -> None:
+    shown = text(plan(cluster={"hosts": {f"node{i}": 8 for i in range(100)}}))
+    assert "… 84 more" in shown and "node99" in shown and "792-799" in shown and "node50" not in shown
+    assert "each host" in shown
+
+
+def test_explain_shows_every_key_and_why_one_is_left_out(plan: Any) -> None:
+    shown = text(plan(), explain=True)
+    assert "gradient_clipping" in shown and "zero_optimization.reduce_bucket_size" in shown
+    assert "not written: follows from the other two" in shown
+
+
+def test_plain_text_has_no_escape_codes_and_a_terminal_has(plan: Any) -> None:
+    assert "\x1b[" not in text(plan(), explain=True)
+    assert "\x1b[" in text(plan(), terminal=True, width=100)
+
+
+def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) -> None:
+    made = plan(world_size=4, parallel={"zero_stage": 3})
+    mapping = json.loads(json.dumps(as_mapping(made)))
+    assert mapping["batch"] == {
+        "global_batch_size": 24,
+        "micro_batch_size": 2,
+        "accumulation_steps": 3,
+        "data_parallel": batch_sizes(made.spec.train, 4).data_parallel,
+    }
+    assert mapping["memory"]["per_gpu"][0]["device"] == made.memory.stages[0].device
+    assert mapping["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert set(mapping["reasons"]) >= set(mapping["deepspeed"]) - {"zero_optimization", "bf16", "fp16"} - {
+        key for key, value in mapping["deepspeed"].items() if isinstance(value, dict)
+    }
+
+
+def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
+    cluster = {"hosts": {"a": 2}, "accelerator": {"name": "small", "memory_gib": 0.01}}
+    made = plan(cluster=cluster, parallel={"zero_stage": 0})
+    assert "cluster.accelerator.memory_gib: 0.01 is less than the 0.0 GiB of stage 0" in made.warnings[-1]
+    assert "Warnings" in text(made)
+
+
+def test_rows_longer_than_the_models_positions_are_refused(make_spec: Any) -> None:
+    with pytest.raises(SpecError, match="data.max_length: 129 is over the model's 128 positions"):
+        build_plan(make_spec(data={"max_length": 129}), 1, Path())
