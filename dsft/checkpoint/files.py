@@ -65,7 +65,9 @@ def write_tensors(
     pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
     written = write_bytes(path, _chain(len(text).to_bytes(8, "little") + text, pieces))
     if written.size != 8 + len(text) + end:
-        raise ValueError(f"{path}: {written.size - 8 - len(text)} bytes of tensors where {end} were announced")
+        raise ValueError(
+            f"{path}: {written.size - 8 - len(text)} bytes of tensors where {end} were announced"
+        )
     return written
 
 

@@ -52,9 +52,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the manifest and state.json. CheckpointError where either is not there, torn or of another format."""
+        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format."""
         if not path.is_dir():
-            raise CheckpointError(f"{path} is no folder; give the path of a checkpoint, such as checkpoints/step-100.")
+            raise CheckpointError(
+                f"{path} is no folder; give the path of a checkpoint, such as checkpoints/step-100."
+            )
         manifest = _json(path / MANIFEST)
         try:
             files = {name: Written(int(f["size"]), str(f["sha256"])) for name, f in manifest["files"].items()}
@@ -76,6 +78,11 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> full shape of every parameter."""
         return {name: tuple(shape) for name, shape in self.state["parameters"].items()}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, which lists all others: tells checkpoints apart."""
+        return digest_of(self.path / MANIFEST).sha256
 
     @property
     def model_folder(self) -> Path:
@@ -110,11 +117,17 @@ class Checkpoint:
             size = file.stat().st_size
             found = digest_of(file) if size == written.size else None
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read ({error.strerror}); the checkpoint is not whole.") from None
+            raise CheckpointError(
+                f"{file} cannot be read ({error.strerror}); the checkpoint is not whole."
+            ) from None
         if found is None:
-            raise CheckpointError(f"{file} has {size} bytes where {written.size} were written; the checkpoint is torn.")
+            raise CheckpointError(
+                f"{file} has {size} bytes where {written.size} were written; the checkpoint is torn."
+            )
         if found != written:
-            raise CheckpointError(f"{file} is not what was written (SHA-256 differs); the checkpoint is damaged.")
+            raise CheckpointError(
+                f"{file} is not what was written (SHA-256 differs); the checkpoint is damaged."
+            )
 
     def _pieces_of(self, name: str, kind: str, start: int, stop: int) -> list[Piece]:
         """The pieces that hold [start, stop), in order and without a hole."""
@@ -148,7 +161,7 @@ class Checkpoint:
         """A memory-mapped safetensors file, opened once."""
         if name not in self._open:
             try:
-                self._open[name] = safe_open(self.path / name, framework="pt", device="cpu").__enter__()
+                self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self.path / name} cannot be read ({error}).") from None
         return self._open[name]
@@ -167,7 +180,8 @@ def find(run: Path, resume: str) -> Found:
 
     `latest` is not needed: the folders themselves are looked at, so that it may be lost or point nowhere.
     Raises LockedError where 'never' meets checkpoints; CheckpointError where there are some and none is
-    whole, or the one named is not: a run never starts again from step 0 by itself. Reads whole files: on rank 0.
+    whole, or the one named is not: a run never starts again from step 0 by itself. Reads all of the files,
+    so it is for rank 0.
     """
     if resume not in ("auto", "never"):
         Checkpoint.open(Path(resume)).verify()
@@ -177,8 +191,8 @@ def find(run: Path, resume: str) -> Found:
         return Found(None)
     if resume == "never":
         raise LockedError(
-            f"checkpoint.resume is never, but {run / 'checkpoints'} holds {folders[0].name}; choose another name, "
-            "move that folder away, or set checkpoint.resume=auto to go on from it."
+            f"checkpoint.resume is never, but {run / 'checkpoints'} holds {folders[0].name}; choose another "
+            "name, move that folder away, or set checkpoint.resume=auto to go on from it."
         )
     notes: list[str] = []
     for folder in folders:
@@ -188,8 +202,8 @@ def find(run: Path, resume: str) -> Found:
         except CheckpointError as error:
             notes.append(f"{folder.name} is passed over: {error}")
     raise CheckpointError(
-        f"None of the {len(folders)} checkpoints in {run / 'checkpoints'} is whole, and the run does not start again "
-        "from step 0 by itself; move the folder away to start anew. " + " ".join(notes)
+        f"None of the {len(folders)} checkpoints in {run / 'checkpoints'} is whole, and the run does not "
+        "start again from step 0 by itself; move the folder away to start anew. " + " ".join(notes)
     )
 
 
@@ -209,3 +223,15 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is not there; the checkpoint was not committed.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is torn.") from None
+
+
+def verify(path: Path) -> str:
+    """`dsft verify CHECKPOINT`: a line that says what was found; CheckpointError where it is not whole."""
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    size = sum(written.size for written in checkpoint.files.values())
+    elements = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    return (
+        f"{path} is whole: step {checkpoint.step}, {len(checkpoint.files)} files, {size} bytes, "
+        f"{len(checkpoint.shapes)} parameters of {elements} elements ({', '.join(checkpoint.state['kinds'])})"
+    )

@@ -2,8 +2,8 @@
 
 Takes fragments from the engine, plain facts and a group of ranks; writes `checkpoints/` of the run's folder.
 
-    checkpoints/step-N.tmp-<nonce>/   all ranks write rank-*.safetensors, flushed to the disk and hashed on the way
-                                      rank 0 writes state.json, copies model/, lists sizes and digests in MANIFEST.json
+    checkpoints/step-N.tmp-<nonce>/   rank-*.safetensors by all ranks, flushed to the disk, hashed on the way;
+                                      model/, state.json and MANIFEST.json (sizes, digests) by rank 0
     checkpoints/step-N/               by one rename
     checkpoints/latest                then names it
 """
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from dsft.checkpoint.files import (
@@ -56,20 +57,18 @@ class Group(Protocol):
 class Facts:
     """What state.json says besides the tensors; JSON values.
 
-    progress      where the run stands: step, applied_steps, num_tokens, epoch, …
-    spec          the resolved spec
-    batch         {"global_batch_size": examples}, as resolved
-    data          fingerprint of the training rows
-    wandb_run_id  None without one
-    layout        ranks, stages and ZeRO stage that wrote it; nothing reads it back
-    versions      of dsft, torch, deepspeed, transformers
+    progress  where the run stands: step, applied_steps, num_tokens, epoch, …
+    spec      the resolved spec
+    batch     the batch sizes that it came to
+    data      fingerprint of the training rows
+    layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
+    versions  of dsft, torch, deepspeed, transformers
     """
 
     progress: Mapping[str, Any]
     spec: Mapping[str, Any]
     batch: Mapping[str, Any]
     data: str
-    wandb_run_id: str | None
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
 
@@ -98,8 +97,8 @@ def save(
 ) -> str:
     """Commit `checkpoints/step-N`, N being facts.progress["step"]; gives a line that says what was done.
 
-    A collective. `fragments` and `shapes` are this rank's. `model_folder` (config, tokenizer, …) is copied in, so
-    that the checkpoint can be exported by itself. A step that is committed and whole already is left as it is.
+    A collective. `fragments` and `shapes` are this rank's. `model_folder` (config, tokenizer, …) is copied
+    in, so that the checkpoint can be exported by itself. A step that is committed and whole is left as it is.
     Raises StorageError on every rank where one could not write; what was there before is then still there.
     """
     folder = run / "checkpoints"
@@ -165,7 +164,7 @@ def _write_part(aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[in
 
 def _chunks(fragments: Iterable[Fragment]) -> Iterator[Tensor]:
     for fragment in fragments:
-        yield from fragment.data.float().split(CHUNK)
+        yield from torch.split(fragment.data, CHUNK)
 
 
 def _check_parts(folder: Path, parts: list[Part], needed: int) -> None:
@@ -176,7 +175,9 @@ def _check_parts(folder: Path, parts: list[Part], needed: int) -> None:
     total = sum(math.prod(shape) for shape in _shapes(parts).values())
     for kind, elements in _elements(parts).items():
         if elements != total:
-            raise DsftError(f"The ranks own {elements} elements of {kind} where the model has {total}; nothing is saved.")
+            raise DsftError(
+                f"The ranks own {elements} elements of {kind} where the model has {total}; nothing is saved."
+            )
 
 
 def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
@@ -237,11 +238,12 @@ def _looks_whole(path: Path) -> bool:
 def _not_written(folder: Path, error: OSError, needed: int) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _too_full(folder, shutil.disk_usage(folder).free, needed)
-    return f"{error.filename or folder} cannot be written ({error.strerror}); the checkpoints before it are as they were."
+    reason = error.strerror or error
+    return f"{error.filename or folder} cannot be written ({reason}); older checkpoints are as they were."
 
 
 def _too_full(folder: Path, free: int, needed: int) -> str:
     return (
-        f"{folder} has {free} bytes free where this checkpoint needs {needed}; nothing is saved and the checkpoints "
-        "before it are as they were: free space, lower checkpoint.keep_last, or set another output_dir."
+        f"{folder} has {free} bytes free where this checkpoint needs {needed}; nothing is saved and "
+        "older checkpoints are as they were: free space, lower checkpoint.keep_last, or set another output_dir."
     )

@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps each parameter's fp32 value and moments, read and written without DeepSpeed's checkpoints.
+"""Where DeepSpeed keeps each parameter's fp32 value and moments, read and written without its checkpoints.
 
 Takes an engine and its parameters by Hugging Face name; gives the ranges that this rank owns, or puts back
 what a checkpoint holds. Local: no collective, whatever the ZeRO stage. Only state.py knows the optimizers'
@@ -85,7 +85,7 @@ def owned(
 
 @torch.no_grad()
 def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applied_steps: int) -> None:
-    """Put values, moments and the step count in place; the next step is then the one that would have followed.
+    """Put values, moments and the step count in place: the next step is the one that would have followed.
 
     With applied_steps 0 the moments are as before a first step. Raises what `read` raises.
     """
@@ -103,8 +103,8 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
 
 def forget_first_step(engine: Any) -> None:
     """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, while they are made
-    (unfused_optimizer.py:386, fused_optimizer.py:125): it counts in Adam's bias correction and decays weights.
-    Other optimizers are left as they are. Called once after `deepspeed.initialize`."""
+    (unfused_optimizer.py:386, fused_optimizer.py:125): it counts in Adam's bias correction and decays
+    weights. Other optimizers are left as they are. Called once after `deepspeed.initialize`."""
     if isinstance(engine.optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
         engine.optimizer.optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
@@ -134,7 +134,9 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
         return ("exp_avg", "exp_avg_sq")
     if "momentum" in base.defaults:
         return ("momentum_buffer",) if any(group["momentum"] for group in base.param_groups) else ()
-    raise CheckpointError(f"The state of {type(base).__name__} is not understood; adamw and sgd can be saved.")
+    raise CheckpointError(
+        f"The state of {type(base).__name__} is not understood; adamw and sgd can be saved."
+    )
 
 
 def _locator(optimizer: Any) -> tuple[Locate, bool]:
@@ -147,7 +149,9 @@ def _locator(optimizer: Any) -> tuple[Locate, bool]:
         return _masters(optimizer).__getitem__, True
     if isinstance(optimizer, torch.optim.Optimizer):
         return lambda parameter: Held(0, parameter.numel(), parameter, 0), True
-    raise CheckpointError(f"DeepSpeed's {type(optimizer).__name__} is not understood; its state cannot be saved.")
+    raise CheckpointError(
+        f"DeepSpeed's {type(optimizer).__name__} is not understood; its state cannot be saved."
+    )
 
 
 def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> Held | None:
@@ -167,7 +171,7 @@ def _held_zero3(optimizer: Any, parameter: Any) -> Held:
 
 
 def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
-    """ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (fused, for DeepSpeed's FusedAdam)."""
+    """ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (for DeepSpeed's FusedAdam)."""
     found: dict[nn.Parameter, Held] = {}
     for index, group in enumerate(optimizer.fp16_groups):
         offset = 0
@@ -205,13 +209,15 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
 def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:
     if not isinstance(base, torch.optim.Adam):
         return applied_steps  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam count in integers
-    on_device = any(base.defaults.get(key) for key in ("fused", "capturable"))  # torch/optim/adam.py, _init_group
+    on_device = any(
+        base.defaults.get(key) for key in ("fused", "capturable")
+    )  # torch/optim/adam.py, _init_group
     return torch.tensor(float(applied_steps), dtype=torch.float32, device=home.device if on_device else "cpu")
 
 
 def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
-    """Its C++ side multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h, IncrementStep),
-    which differs in the last bits: go through the steps on one element that is thrown away."""
+    """Its C++ side multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h,
+    IncrementStep), which differs in the last bits: go through the steps on one element that is thrown away."""
     scrap = [torch.zeros(1) for _ in range(4)]
     group = base.param_groups[0]
     beta1, beta2 = group["betas"]

@@ -1,0 +1,69 @@
+"""Whether a spec may go on from a checkpoint: takes both, raises where they are of different runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsft.checkpoint.read import Checkpoint
+from dsft.errors import CheckpointError
+from dsft.plan.batch import BatchSizes
+from dsft.spec.schema import Spec
+
+MAY_DIFFER = (
+    "name",  # the folder may be moved
+    "output_dir",
+    "parallel",
+    "cluster",
+    "wandb",
+    "checkpoint",
+    "train.global_batch_size",  # compared as the number that it comes to
+    "train.micro_batch_size",
+    "train.accumulation_steps",
+    "train.max_steps",
+    "train.num_train_epochs",
+    "train.log_every",
+    "train.eval_every",
+)
+"""Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""
+
+ABSENT = "(absent)"
+
+
+def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: str) -> None:
+    """`data`: the fingerprint of this run's training rows.
+
+    Raises CheckpointError naming every key that differs, with both values.
+    """
+    old, new = dict(flatten(checkpoint.state["spec"])), dict(flatten(spec.model_dump(mode="json")))
+    differing = [
+        f"{key} was {old.get(key, ABSENT)!r}, now {new.get(key, ABSENT)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, ABSENT) != new.get(key, ABSENT) and not may_differ(key)
+    ]
+    examples = checkpoint.state["batch"]["global_batch_size"]
+    if examples != batch.global_batch_size:
+        differing.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
+    if checkpoint.state["data"] != data:
+        differing.append("the rows of data.train are others than then (their fingerprint differs)")
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
+            "Set them back to go on from it, or choose another name for a new run."
+        )
+
+
+def may_differ(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in MAY_DIFFER)
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, leaf) of nested mappings and lists; empty ones are leaves."""
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from flatten(below, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+        for index, below in enumerate(value):
+            yield from flatten(below, f"{path}.{index}")
+    else:
+        yield path, value

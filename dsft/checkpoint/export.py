@@ -1,0 +1,194 @@
+"""A Hugging Face folder from a checkpoint, one piece of a tensor at a time; no engine, no device, no GPU.
+
+Takes a committed checkpoint (or a model's config and tokenizer, to be put into checkpoints); writes a folder
+that transformers loads. It is written aside, and replaces an older one only when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from dsft.checkpoint.files import CHUNK, Entry, sync_folder, write_json, write_tensors
+from dsft.checkpoint.read import Checkpoint
+from dsft.errors import CheckpointError, LockedError, StorageError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SHARD = 4 * 2**30
+"""Bytes of one safetensors file."""
+
+ORIGIN = "dsft_export.json"
+"""Says which checkpoint an export is of, and lists its files."""
+
+
+def write_model_folder(
+    folder: Path,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    name_or_path: str | None = None,
+) -> None:
+    """What an export needs beside the tensors, as transformers saves it: config, tokenizer with its chat
+    template, generation config (the pretrained model's where there is one, else from the config's special
+    tokens). Each checkpoint carries a copy."""
+    generation_config = _generation_config(config, name_or_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        generation_config.save_pretrained(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
+
+
+def export_checkpoint(path: Path, out: Path) -> str:
+    """`dsft export CHECKPOINT OUT`: verify, then export; gives a line that says what was done."""
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    return export(checkpoint, out)
+
+
+def export(
+    checkpoint: Checkpoint, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
+) -> str:
+    """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
+    Gives a line that says what was done; where `out` is this very export already, nothing is.
+
+    `dtype`: of the weights, by default that of train.precision. Tied weights stand once. Raises
+    CheckpointError for a model whose file names are not its module's, for parameters that are missing, left
+    over or of another shape; StorageError where the disk is full; LockedError where `out` is a folder of
+    something else. An older export then stays as it was.
+    """
+    dtype = dtype or DTYPES[checkpoint.state["spec"]["train"]["precision"]]
+    origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
+    if _is_export_of(out, origin):
+        return f"{out}: the model after step {checkpoint.step}, exported before"
+    model = _on_meta(checkpoint)
+    _check_names(checkpoint, model)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        shutil.copytree(checkpoint.model_folder, aside)
+        _write_config(aside, model, dtype)
+        _write_weights(checkpoint, aside, dtype, max_shard_bytes)
+        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
+        write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
+        _replace(out, aside)
+    except OSError as error:
+        raise StorageError(
+            f"{out} cannot be written ({error.strerror or error}); what was there stays."
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return f"{out}: the model after step {checkpoint.step}, {sum(sizes.values())} bytes"
+
+
+def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:
+    if name_or_path is not None:
+        with contextlib.suppress(OSError):  # a model without one
+            return GenerationConfig.from_pretrained(name_or_path)
+    return GenerationConfig.from_model_config(config)
+
+
+def _is_export_of(out: Path, origin: Mapping[str, Any]) -> bool:
+    """Whether `out` is a whole export of this origin. LockedError where it is no export at all."""
+    try:
+        found = json.loads((out / ORIGIN).read_bytes())
+        whole = all((out / name).stat().st_size == size for name, size in found["sizes"].items())
+        return whole and found["from"] == origin
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if out.exists() and not (out / ORIGIN).exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise LockedError(f"{out} is there and was not written by dsft; give another path.") from None
+        return False
+
+
+def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(checkpoint.model_folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _check_names(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """The checkpoint's parameters are the model's, by name and shape, and have the same names in files."""
+    if get_model_conversion_mapping(model, add_legacy=False):
+        raise CheckpointError(
+            f"Models of type {model.config.model_type} have other tensor names in files than in memory, "
+            "and exporting them is not built yet; the checkpoint itself is whole."
+        )
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = checkpoint.shapes
+    problems = [f"{name} is missing" for name in wanted.keys() - held.keys()]
+    problems += [f"{name} is not the model's" for name in held.keys() - wanted.keys()]
+    problems += [
+        f"{name} has shape {held[name]} instead of {wanted[name]}"
+        for name in wanted.keys() & held.keys()
+        if held[name] != wanted[name]
+    ]
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not hold this model: {'; '.join(sorted(problems))}.")
+
+
+def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    write_json(path, config)
+
+
+def _write_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    shards = _shards(checkpoint.shapes, dtype, max_shard_bytes)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, entries in zip(names, shards, strict=True):
+        pieces = (piece for entry in entries for piece in _pieces(checkpoint, entry))
+        write_tensors(folder / name, entries, pieces, {"format": "pt"})
+    if len(shards) > 1:
+        size = sum(entry.num_bytes for entries in shards for entry in entries)
+        where = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        write_json(
+            folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
+        )
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[Entry]]:
+    """The tensors in order, cut where a file would be over the limit; a tensor over it has its own file."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        entry = Entry(name, shape, dtype)
+        if shards[-1] and size + entry.num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.num_bytes
+    return shards
+
+
+def _pieces(checkpoint: Checkpoint, entry: Entry) -> Iterator[Tensor]:
+    numel = math.prod(entry.shape)
+    for start in range(0, numel, CHUNK):
+        yield checkpoint.read(entry.name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
+
+
+def _replace(out: Path, aside: Path) -> None:
+    """`aside` becomes `out`. Where there was one, it is there until the new one stands beside it."""
+    old = aside.with_name(aside.name + "-old")
+    if out.exists():
+        os.rename(out, old)
+    os.rename(aside, out)
+    sync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
