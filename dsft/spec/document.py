@@ -98,6 +98,13 @@ class Writer(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML writes some line breaks (U+0085) raw and reads them back as spaces, except in double quotes.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+Writer.add_representer(str, Writer.represent_str)
+
 
 _SCALARS = (
     (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),

@@ -129,7 +129,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _meant_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
-    """Our names for what unknown keys stand for: their value is known to be wrong, so it is not missed as well."""
+    """Our names for what unknown keys stand for: these are not also told to be missing."""
     unknown = [path_in(data, error) for error in errors if error["type"] == "extra_forbidden"]
     targets = [meant(key_of(path[:-1]), str(path[-1])) for path in unknown]
     return {word.strip("(),:") for target in targets if target is not None for word in target.split()}

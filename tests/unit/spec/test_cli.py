@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dsft import __version__, cli
+from dsft.spec.load import load_spec
+from tests.unit.spec.conftest import Write
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def dsft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # noqa: ANN201
+    """Runs the command in this process: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dsft", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_help_and_version(dsft) -> None:  # noqa: ANN001
+    assert dsft("--version") == (0, f"dsft {__version__}\n", "")
+    code, out, _ = dsft("--help")
+    assert code == 0 and "validate" in out and "init" in out
+    assert "validate" in "".join(dsft()[1:])
+
+
+def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
+    code, out, err = dsft("validate", str(write()))
+    assert (code, err) == (0, "")
+    assert out.startswith("valid: spec.yaml\n") and "ZeRO 1" in out
+
+
+def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write) -> None:  # noqa: ANN001
+    code, out, err = dsft("validate", str(write()), "parallel.zero_stage=0", "cluster={hosts: {a: 2, b: 1}}")
+    assert code == 0
+    assert err.startswith("warning: train.precision: 'bf16' with parallel.zero_stage 0")
+    assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 4 × data-parallel ranks 3" in out
+
+
+def test_validate_tells_mistakes_on_standard_error(dsft, write: Write) -> None:  # noqa: ANN001
+    code, out, err = dsft("validate", str(write()), "train.sede=1", "train.seed=x")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: spec.yaml: 2 problems\n") and "did you mean train.seed?" in err
+
+
+def test_a_batch_that_the_cluster_cannot_hold(dsft, write: Write) -> None:  # noqa: ANN001
+    path = write(train="{global_batch_size: 10, micro_batch_size: 2}", cluster="{hosts: {a: 3}}")
+    code, _, err = dsft("validate", str(path))
+    assert code == 2 and "global_batch_size 10 = micro_batch_size 2" in err and "12" in err
+
+
+def test_exit_codes_and_words_for_wrong_command_lines(dsft, write: Write) -> None:  # noqa: ANN001
+    assert dsft("validate", "none.yaml")[0] == 66
+    assert "validate" in dsft("validat")[2]
+    for arguments in (["validate"], ["validate", str(write()), "--no-file"], ["init"]):
+        code, _, err = dsft(*arguments)
+        assert code == 2 and "Error" in err
+
+
+def test_no_files(dsft, write: Write) -> None:  # noqa: ANN001
+    path = str(write())
+    Path("rows.jsonl").unlink()
+    assert dsft("validate", path)[0] == 2
+    assert dsft("validate", path, "--no-files")[0] == 0
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain"])
+def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Write, task: str) -> None:  # noqa: ANN001
+    write()
+    code, out, _ = dsft("init", "fresh", "--task", task)
+    assert code == 0 and "wrote specs/fresh.yaml" in out
+    text = Path("specs/fresh.yaml").read_text(encoding="utf-8")
+    first = text.splitlines()[0]
+    assert first == "# yaml-language-server: $schema=dsft.schema.json"
+    assert "$defs" in json.loads(Path("specs/dsft.schema.json").read_text(encoding="utf-8"))
+    assert dsft("validate", "specs/fresh.yaml")[0] == 0
+    assert load_spec("specs/fresh.yaml").task == task
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
+    write()
+    assert dsft("init", "fresh")[0] == 0
+    Path("specs/fresh.yaml").write_text("mine", encoding="utf-8")
+    code, _, err = dsft("init", "fresh")
+    assert code == 2 and "is there already" in err
+    assert Path("specs/fresh.yaml").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["../x"], ["a/b"], ["x", "--task", "dpo"], ["x", "--task", "chat"], [""]]
+)
+def test_init_refuses(dsft, write: Write, arguments: Sequence[str]) -> None:  # noqa: ANN001
+    write()
+    before = set(Path().rglob("*"))
+    code, _, err = dsft("init", *arguments)
+    assert code == 2 and err.startswith("error: dsft init: 1 problem\n")
+    assert set(Path().rglob("*")) == before
+
+
+def test_init_where_nothing_can_be_written(dsft, write: Write) -> None:  # noqa: ANN001
+    write()
+    code, _, err = dsft("init", "x", "--out", "rows.jsonl/x.yaml")
+    assert code == 74 and "cannot be written" in err
+
+
+def test_the_schema_of_editors_agrees_with_the_models(dsft) -> None:  # noqa: ANN001
+    code, out, _ = dsft("schema")
+    schema = json.loads(out)
+    assert code == 0 and schema["additionalProperties"] is False
+    train = schema["$defs"]["Train"]["properties"]
+    assert train["micro_batch_size"]["description"] == "Examples per forward pass of one data-parallel rank."
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "specs/quickstart.yaml"]])
+def test_quick_and_without_torch(arguments: Sequence[str]) -> None:
+    """Half a second of processor time is the promise, on warm files; the best of three runs is held to it."""
+    program = (
+        "import sys\nfrom dsft.cli import main\nsys.argv = ['dsft', *sys.argv[1:]]\n"
+        "try:\n    main()\nfinally:\n"
+        "    print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'numpy') if m in sys.modules])"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("HEAVY []\n")
+    assert min(seconds) < 0.5
+
+
+def test_output_that_the_terminal_cannot_show(write: Write) -> None:
+    path = write()
+    command = [
+        sys.executable,
+        "-c",
+        "from dsft.cli import main; main()",
+        "validate",
+        str(path),
+        "cluster={hosts: {a: 1}}",
+    ]
+    environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "\\xd7" in done.stdout
+
+
+def test_shipped_specs_are_valid() -> None:
+    found = sorted((REPOSITORY / "specs").glob("*.yaml"))
+    assert found
+    for path in found:
+        assert load_spec(path).name == yaml.safe_load(path.read_text(encoding="utf-8"))["name"]

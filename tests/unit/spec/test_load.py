@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import MissingInputError, SpecError
+from dsft.spec.aliases import ALIASES, LOCAL_ALIASES, keys, suggestion
+from dsft.spec.load import MAX_BYTES, dump_spec, load_spec
+from tests.unit.spec.conftest import GOOD, Write
+
+
+def messages(path: Path, *overrides: str, check_files: bool = True) -> list[str]:
+    with pytest.raises(SpecError) as raised:
+        load_spec(path, overrides, check_files=check_files)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def test_a_spec_is_read(write: Write) -> None:
+    spec = load_spec(write(), ["train.seed=7", "cluster.hosts.10.0.0.1=2"])
+    assert (spec.train.micro_batch_size, spec.train.seed, spec.optim.learning_rate) == (2, 7, 1e-3)
+    assert spec.cluster is not None and spec.cluster.hosts == {"10.0.0.1": 2}
+
+
+def test_a_dumped_spec_is_the_same_spec(write: Write) -> None:
+    spec = load_spec(
+        write(), ["name='1e5'", "optim.learning_rate=5e-7", "cluster={hosts: {'::1': 1}, env: {A: 'on'}}"]
+    )
+    Path("dumped.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    assert load_spec("dumped.yaml") == spec
+
+
+def test_a_byte_order_mark_is_no_mistake(write: Write) -> None:
+    path = write()
+    path.write_text("\ufeff" + GOOD, encoding="utf-8")
+    assert load_spec(path).name == "small"
+
+
+def test_a_file_that_is_not_there(write: Write) -> None:
+    write()
+    with pytest.raises(MissingInputError, match="'no.yaml' does not exist"):
+        load_spec("no.yaml")
+    with pytest.raises(MissingInputError, match="cannot be read"):
+        load_spec(".")
+    with pytest.raises(MissingInputError, match="cannot be read"):
+        load_spec("a\0b")
+
+
+def test_a_file_that_is_no_text(write: Write) -> None:
+    path = write()
+    path.write_bytes(b"name: x\ntask: \xff\n")
+    assert messages(path) == ["line 2, file: this is not UTF-8; save the file as UTF-8"]
+
+
+def test_a_file_that_is_too_large(write: Write) -> None:
+    path = write()
+    path.write_text("#" * (MAX_BYTES + 1), encoding="utf-8")
+    assert messages(path) == [f"file: over {MAX_BYTES} bytes; a spec is far smaller"]
+
+
+def test_files_are_looked_for_unless_told_otherwise(write: Write) -> None:
+    path = write()
+    Path("rows.jsonl").unlink()
+    assert len(messages(path)) == 1
+    assert load_spec(path, check_files=False).name == "small"
+
+
+def test_a_wrong_key_silences_only_what_follows_from_it(write: Write) -> None:
+    found = messages(write(), "train.micro_batch_size=x", "train.eval_every=3", "cluster.hosts.a_b=1")
+    assert [text.partition(": ")[2].partition(": ")[0] for text in found if "override" in text] == [
+        "train.micro_batch_size",
+        "train.eval_every",
+        "cluster.hosts.a_b",
+    ]
+    assert len(found) == 3  # and not a word about the batch sizes
+
+
+def test_the_models_own_config_is_read(write: Write) -> None:
+    config = {
+        "model_type": "llama",
+        "max_position_embeddings": 64,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    }
+    Path("model").mkdir()
+    path = write(model="{name_or_path: model}", parallel="{pipeline_stages: 2}")
+    Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = "\n".join(messages(path))
+    assert "128 tokens are more than the model's 64 positions" in found
+    assert "2 stages are more than the model's 1 layers" in found
+    assert "tied embeddings" in found
+    assert load_spec(path, check_files=False).parallel.pipeline_stages == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\udcff"])
+def test_a_models_config_that_cannot_be_read(write: Write, content: str) -> None:
+    path = write(model="{name_or_path: model}")
+    Path("model").mkdir()
+    Path("model/config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    (message,) = messages(path)
+    assert "mend the model's folder" in message
+
+
+def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
+    path = write()
+    assert load_spec(
+        path, ["data.train.0.path=builtin:quickstart", "data.eval=[{path: 'builtin:quickstart-heldout'}]"]
+    )
+    (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=pretrain")
+    assert "holds conversations" in message
+
+
+@pytest.mark.parametrize("theirs", [*ALIASES, *LOCAL_ALIASES])
+def test_an_alias_names_a_key_that_exists(theirs: str) -> None:
+    section, _, name = theirs.rpartition(".")
+    assert theirs not in keys(), "it is our own name"
+    text = suggestion(section, name)
+    assert text.startswith("did you mean ")
+    named = text.removeprefix("did you mean ").split()
+    assert any(word.strip("?,:(){}") in keys() for word in named), text
+
+
+@pytest.mark.parametrize("key", [key for key in keys() if "." in key])
+def test_every_key_is_found_from_the_top_level(key: str) -> None:
+    name = key.rpartition(".")[2]
+    if name not in keys() and name not in ALIASES:
+        assert name in suggestion("", name)
+
+
+@pytest.mark.parametrize("key", keys())
+def test_a_slip_of_the_finger_is_understood(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    slipped = name[:-2] + name[-1] + name[-2]
+    if len(name) >= 6 and slipped != name:
+        assert name in suggestion(section, slipped)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from dsft.spec.finding import value_at
+from dsft.spec.rules import RULES, Rule, refused, warnings
+from dsft.spec.schema import Spec
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "task": "sft",
+    "model": {"name_or_path": "a/b"},
+    "data": {"train": [{"path": "rows.jsonl"}]},
+    "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+    "optim": {"learning_rate": 1e-3},
+}
+
+
+def spec(parallel: dict[str, Any], **train: Any) -> Spec:
+    return Spec.model_validate({**BASE, "parallel": parallel, "train": {**BASE["train"], **train}})
+
+
+def titles(findings: Any) -> list[str]:
+    return [finding.message for finding in findings]
+
+
+CONDITIONAL = [rule for rule in RULES if rule.applies is not None and rule.verdict != "mended"]
+
+# rule -> a spec that it speaks of, and the nearest one that it does not
+EXAMPLES: dict[str, tuple[Spec, Spec]] = {
+    "pipeline with ZeRO 2 or 3": (
+        spec({"zero_stage": 2, "pipeline_stages": 2}),
+        spec({"zero_stage": 1, "pipeline_stages": 2}),
+    ),
+    "optimizer on NVMe below ZeRO 3": (
+        spec({"zero_stage": 2, "offload_optimizer": {"device": "nvme"}}),
+        spec({"zero_stage": 3, "offload_optimizer": {"device": "nvme"}}),
+    ),
+    "optimizer offload at ZeRO 0": (
+        spec({"zero_stage": 0, "offload_optimizer": {"device": "cpu"}}),
+        spec({"zero_stage": 1, "offload_optimizer": {"device": "cpu"}}),
+    ),
+    "parameter offload below ZeRO 3": (
+        spec({"zero_stage": 2, "offload_parameters": {"device": "cpu"}}),
+        spec({"zero_stage": 3, "offload_parameters": {"device": "cpu"}}),
+    ),
+    "bf16 at ZeRO 0": (spec({"zero_stage": 0}), spec({"zero_stage": 0}, precision="fp32")),
+    "fp32 gradients reduced in bf16": (
+        spec({"zero_stage": 1}, precision="fp32", reduce_dtype="bf16"),
+        spec({"zero_stage": 1}, precision="bf16", reduce_dtype="bf16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", CONDITIONAL, ids=lambda rule: rule.title)
+def test_a_rule_speaks_of_its_combination_alone(rule: Rule) -> None:
+    wrong, right = EXAMPLES[rule.title]
+    spoken = titles(refused(wrong)) if rule.verdict == "refused" else list(warnings(wrong))
+    silent = titles(refused(right)) if rule.verdict == "refused" else list(warnings(right))
+    assert any(rule.behaviour in message and rule.answer in message for message in spoken)
+    assert not any(rule.behaviour in message for message in silent)
+
+
+def test_the_pipeline_is_refused_at_exactly_zero_2_and_3() -> None:
+    for stage, stages in itertools.product(range(4), (1, 2, 4)):
+        findings = list(refused(spec({"zero_stage": stage, "pipeline_stages": stages})))
+        assert bool(findings) == (stage >= 2 and stages > 1)
+
+
+def test_rules_name_keys_of_the_schema() -> None:
+    whole = Spec.model_validate({**BASE, "cluster": {"hosts": {"a": 1}}})
+    for rule in RULES:
+        for key in rule.keys:
+            value_at(whole, key)  # AttributeError for a key that the schema lacks
+
+
+def test_every_rule_says_what_to_do_and_where_it_is_known_from() -> None:
+    assert len({rule.title for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.answer and rule.source and rule.behaviour
+        if rule.applies is not None:
+            assert rule.keys

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from dsft.spec.aliases import sections_in
+from dsft.spec.schema import Data, Optim, Spec, Train
+from dsft.spec.unbuilt import UNBUILT
+
+
+def sections(section: type[BaseModel] = Spec) -> Iterator[type[BaseModel]]:
+    yield section
+    for field in section.model_fields.values():
+        for inner in sections_in(field.annotation):
+            yield from sections(inner)
+
+
+def test_every_key_has_a_sentence() -> None:
+    for section in sections():
+        assert (section.__doc__ or "").endswith("."), section
+        for name, field in section.model_fields.items():
+            assert (field.description or "").endswith("."), f"{section.__name__}.{name}"
+
+
+def test_every_section_is_frozen_strict_and_closed() -> None:
+    for section in sections():
+        assert section.model_config["frozen"] and section.model_config["strict"]
+        assert section.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize("wrong", ["8", 8.0, True, None])
+def test_a_whole_number_is_taken_in_its_own_type_only(wrong: Any) -> None:
+    with pytest.raises(ValidationError):
+        Data.model_validate({"train": [{"path": "x.jsonl"}], "max_length": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["1e-5", True, None, float("nan"), float("inf"), 0])
+def test_a_number_is_finite_and_no_text(wrong: Any) -> None:
+    with pytest.raises(ValidationError):
+        Optim.model_validate({"learning_rate": wrong})
+
+
+def test_a_whole_number_is_a_number() -> None:
+    learning_rate = Optim.model_validate({"learning_rate": 1}).learning_rate
+    assert learning_rate == 1.0 and isinstance(learning_rate, float)
+
+
+def test_elements_of_lists_are_strict_too() -> None:
+    with pytest.raises(ValidationError):
+        Optim.model_validate({"learning_rate": 1e-3, "betas": [True, 0.9]})
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    train = Train()
+    assert (train.num_train_epochs, train.max_steps, train.eval_every, train.log_every) == (1, None, None, 1)
+    assert (train.precision, train.max_grad_norm, train.seed) == ("bf16", 1.0, 42)
+    optim = Optim(learning_rate=1.0)
+    assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
+
+
+def test_rows_of_the_unbuilt_name_keys_and_leave_every_default_usable() -> None:
+    for row in UNBUILT:
+        section: type[BaseModel] = Spec
+        *parents, last = [part for part in row.key.split(".") if part != "*"]
+        for parent in parents:
+            section = sections_in(section.model_fields[parent].annotation)[0]
+        field = section.model_fields[last]
+        if not field.is_required():
+            assert field.default in row.built, row.key
+        offered = get_args(field.annotation)
+        if offered and all(isinstance(choice, str) for choice in offered):
+            assert set(offered) - set(row.built), f"{row.key} is built whole; take its row out"
