@@ -92,7 +92,7 @@ def _rows(count: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples in the order of the files, never empty. `notes`: a sentence per finding, as what was detected."""
+    """Examples in the order of the files, never empty. `notes`: a sentence per finding."""
 
     examples: tuple[Example, ...]
     ledger: Ledger
@@ -161,9 +161,9 @@ def load_dataset(
 
 def _nothing_left(ledger: Ledger, max_length: int) -> str:
     return (
-        f"{ledger.rows} rows were read, {ledger.dropped} dropped as longer than data.max_length ({max_length} tokens), "
-        f"{ledger.without_target} left out with nothing to train on ({ledger.truncated} rows had been truncated); "
-        "raise data.max_length or look at the rows"
+        f"{ledger.rows} rows were read, {ledger.dropped} dropped as longer than data.max_length "
+        f"({max_length} tokens), {ledger.without_target} left out with nothing to train on "
+        f"({ledger.truncated} rows had been truncated); raise data.max_length or look at the rows"
     )
 
 
@@ -191,7 +191,7 @@ def _cut(
 def _too_long(example: Example, max_length: int) -> Problem:
     return Problem(
         example.source,
-        f"{len(example.input_ids)} tokens, data.max_length is {max_length}; raise it, or choose data.on_too_long",
+        f"{len(example.input_ids)} tokens, data.max_length is {max_length}; raise it, or set data.on_too_long",
     )
 
 

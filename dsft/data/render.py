@@ -33,8 +33,8 @@ _EXCERPT = 30  # characters shown of a rendered row
 _BATCH = 1000  # rows tokenised in one call
 _WAY_OUT = "give data.chat_template a template with {% generation %} marks around the assistant's turns"
 _MERGED = (
-    "{name}: the tokenizer makes one token of its first or last characters and what the template writes beside "
-    "them, which the model would never be given; let the content not begin with white space"
+    "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
+    "beside them, which the model would never be given; let the content not begin with white space"
 )
 
 
@@ -214,22 +214,22 @@ def _turn(messages: Sequence[Message], number: int, text: str, template: ChatTem
         same = len(commonprefix([text, before]))
         asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
         raise _UnrenderableError(
-            f"turn {number}: the chat template writes {asked!r} when this answer is asked for and {stands!r} in "
-            f"the row, so the model would learn from what it is never given; {_WAY_OUT}"
+            f"turn {number}: the chat template writes {asked!r} when this answer is asked for and {stands!r} "
+            f"in the row, so the model would learn from what it is never given; {_WAY_OUT}"
         )
     start = len(before)
     after = _after_content(messages, number, text, template)
     stop = max(start, len(text) - len(after))
     if not text.startswith(template.end_of_turn, stop):
         raise _UnrenderableError(
-            f"turn {number}: the chat template does not end it with {template.end_of_turn!r} as it ends a last "
-            f"turn; {_WAY_OUT}"
+            f"turn {number}: the chat template does not end it with {template.end_of_turn!r} as it ends a "
+            f"last turn; {_WAY_OUT}"
         )
     return _Turn(f"turn {number}", start, stop + len(template.end_of_turn))
 
 
 def _after_content(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> str:
-    """What the template writes after the content of a turn: the end that stays when the content is another."""
+    """What the template writes after the content of a turn: the end that another content has as well."""
     content = messages[number - 1]["content"]
     other = next(c for c in "0123" if c not in {content[-1:], content.rstrip()[-1:]})
     changed = [*messages[: number - 1], {"role": "assistant", "content": other}, *messages[number:]]

@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of all sources, in the order of the spec and of the files. `notes`: one sentence per finding."""
+    """The rows of all sources, in the order of the spec and the files. `notes`: a sentence per finding."""
 
     rows: tuple[Row, ...]
     blank_lines: int
@@ -147,7 +147,7 @@ def _objects(name: str) -> JsonRows:
         raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
         raise MissingInputError(
-            f"data {name}: {path.suffix or 'no ending'} is not a format that is read; give a .jsonl or .json file"
+            f"data {name}: {path.suffix or 'no ending'} is no format that is read; give a .jsonl or .json file"
         )
     try:
         return read_json_rows(path)
@@ -188,7 +188,7 @@ def _check_columns(source: Source) -> None:
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under our names. A column of ours that `columns` takes from elsewhere never stands for itself."""
+    """The row under our names. A column that `columns` takes from elsewhere never stands for itself."""
     kept = {key: value for key, value in row.items() if key not in columns}
     return kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
 
@@ -228,7 +228,8 @@ def _detected(objects: Sequence[tuple[int, dict[str, Any]]], columns: Mapping[st
             return _Format(name, reason, f"line {line} is {name}")
     formats = "; ".join(f"{name} needs {_listed(required)}" for name, required in REQUIRED.items())
     raise _BadRowError(
-        f"no format fits the keys {_listed(objects[0][1])}: {formats}; name yours with columns: {{ours: theirs}}"
+        f"no format fits the keys {_listed(objects[0][1])}: {formats}; "
+        "name yours with columns: {ours: theirs}"
     )
 
 

@@ -24,7 +24,8 @@ BYTES = byte_level_tokenizer()
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 # The same ChatML as the byte-level tokenizer's, without marks.
 UNMARKED = (
-    "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -140,7 +141,7 @@ def test_a_template_that_rewrites_an_earlier_turn() -> None:
 
 
 def test_a_token_across_the_border_of_an_answer() -> None:
-    """A tokenizer that has a token of two line breaks, a prompt that ends with one, an answer that begins with one."""
+    """A token of two line breaks, a prompt that ends with one, and an answer that begins with one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

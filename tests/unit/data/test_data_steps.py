@@ -113,7 +113,7 @@ def test_orders_of_seeds_and_epochs_differ() -> None:
 
 
 def test_where_an_example_falls_is_even() -> None:
-    """Over 2,000 epochs each of 10 examples is first about 200 times (chi-squared, 9 degrees, p = 1e-4: 33.7)."""
+    """2,000 epochs: each of 10 examples is first about 200 times (chi-squared, 9 degrees, p = 1e-4)."""
     first = np.bincount([int(epoch_order(10, 3, epoch)[0]) for epoch in range(2000)], minlength=10)
     assert ((first - 200.0) ** 2 / 200).sum() < 33.7
 
