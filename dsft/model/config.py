@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.errors import MissingInputError, Problem, SpecError
@@ -38,7 +39,7 @@ def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
 
 
 def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
-    """The config of the model to train, with cache and labels off and the attention implementation set.
+    """The config of the model to train, with the attention implementation set.
 
     Raises SpecError where `from_config` holds what its class does not know or refuses, or where the vocabulary is
     smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
@@ -52,7 +53,6 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
             f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would have no "
             "embedding; give a larger vocab_size or the model's own tokenizer",
         )
-    config.use_cache = False
     config._attn_implementation = "sdpa" if model.attention == "auto" else model.attention
     return config
 
@@ -73,7 +73,7 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
         raise SpecError("The model's config cannot be made.", problems)
     try:
         config: PreTrainedConfig = config_class(**(dataclasses.asdict(facts) | keys))
-    except (ValueError, TypeError, KeyError) as error:  # huggingface_hub's validation errors are ValueErrors
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise _error(WHERE, f"{config_class.__name__} refuses it: {reason}") from None
     return config

@@ -1,0 +1,259 @@
+"""One run on one rank, from the process group to the exported model: the story that `train.py` starts.
+
+Takes a checked spec with its batch sizes and DeepSpeed configuration. Every rank tells the same story; what
+one rank must do alone (the run's folder, printed lines, the export) rank 0 does, and all agree on how it went.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from dsft.checkpoint.compare import check_same_run
+from dsft.checkpoint.export import export_checkpoint, write_model_folder
+from dsft.checkpoint.lock import hold
+from dsft.checkpoint.read import Checkpoint, find
+from dsft.checkpoint.save import Facts, save
+from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.steps import TrainSteps, evaluation
+from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
+from dsft.engine.api import Engine
+from dsft.engine.build import build_engine
+from dsft.engine.world import World, join
+from dsft.errors import StorageError, WorldError
+from dsft.launch.environment import Launched
+from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import BatchSizes
+from dsft.plan.layout import Layout
+from dsft.plan.schedule import learning_rate, total_steps
+from dsft.report.folder import Origin, versions, write_folder
+from dsft.report.jsonl import read_metrics
+from dsft.report.memory import memory_record
+from dsft.report.run import Report
+from dsft.spec.load import dump_spec
+from dsft.spec.schema import Source, Spec
+
+OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known before torch is imported. notes: how the configuration came about, a line each;
+    hostfile: the text of the launcher's, None without one; command: argv."""
+
+    spec: Spec
+    batch: BatchSizes
+    config: Mapping[str, Any]
+    notes: Sequence[str]
+    launched: Launched
+    layout: Layout
+    hostfile: str | None
+    command: Sequence[str]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.spec.output_dir, self.spec.name)
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def export_folder(self) -> Path:
+        return self.folder / "export"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is trained, and on what; the same on every rank."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    train: Dataset
+    held_out: Dataset | None
+
+    @cached_property
+    def facts(self) -> TokenFacts:
+        return token_facts(self.tokenizer)
+
+
+def run(job: Job) -> None:
+    """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
+    spec = job.spec
+    world = join(job.launched, job.layout)
+    say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
+    with ExitStack() as held:
+        world.first(lambda: take_folder(job.folder, held))
+        prove_shared(job.folder, world)
+        for line in (*job.notes, f"batch: {job.batch.equation()}"):
+            say(line)
+        inputs = read_inputs(spec, say)
+        last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
+        start = resume_point(job, inputs, world, say)
+        progress = Progress(**start.state["progress"]) if start else Progress()
+        if progress.step >= last_step:
+            say(f"{spec.name} is finished: step {progress.step} of {last_step}. train.max_steps or "
+                "train.num_train_epochs gives it more.")  # fmt: skip
+        else:
+            train(job, inputs, world, start, progress, last_step, say)
+        world.close()
+        if world.rank == 0:  # alone, and for as long as a large model takes
+            finish(job, say)
+
+
+def take_folder(folder: Path, held: ExitStack) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir.") from None
+    held.enter_context(hold(folder))
+
+
+def prove_shared(folder: Path, world: World) -> None:
+    """Every rank must see the file that rank 0 writes: a checkpoint is one folder with a part from each."""
+    path = folder / ".shared"
+    nonce = world.first(lambda: _written(path, secrets.token_hex(8)))
+    seen = path.is_file() and path.read_text(encoding="ascii") == nonce
+    blind = [rank for rank, saw in enumerate(world.gather(seen)) if not saw]
+    if blind:
+        raise WorldError(
+            f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir on a disk "
+            "that all hosts share."
+        )
+
+
+def _written(path: Path, text: str) -> str:
+    path.write_text(text, encoding="ascii")
+    return text
+
+
+def read_inputs(spec: Spec, say: Say) -> Inputs:
+    tokenizer = tokenizer_of(spec.model)
+    if spec.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
+    config = resolve_config(spec.model, token_facts(tokenizer))
+
+    def read(what: str, sources: Sequence[Source]) -> Dataset:
+        data = spec.data
+        dataset = load_dataset(
+            sources, tokenizer, task=spec.task, max_length=data.max_length, on_too_long=data.on_too_long
+        )
+        for line in (*dataset.notes, dataset.ledger.text()):
+            say(f"{what}: {line}")
+        return dataset
+
+    held_out = read("data.eval", spec.data.eval) if spec.data.eval else None
+    return Inputs(tokenizer, config, read("data.train", spec.data.train), held_out)
+
+
+def resume_point(job: Job, inputs: Inputs, world: World, say: Say) -> Checkpoint | None:
+    """The checkpoint that checkpoint.resume names, verified by rank 0 and of this very run."""
+
+    def choose() -> Path | None:
+        found = find(job.folder, job.spec.checkpoint.resume)
+        for note in found.notes:
+            say(f"warning: {note}")
+        if found.path is not None:
+            check_same_run(Checkpoint.open(found.path), job.spec, job.batch, inputs.train.fingerprint)
+        return found.path
+
+    path = world.first(choose)
+    return Checkpoint.open(path) if path else None
+
+
+def train(
+    job: Job, inputs: Inputs, world: World, start: Checkpoint | None, progress: Progress, last_step: int, say: Say
+) -> None:
+    """Build the engine, bring it to `progress`, and go on to `last_step`."""
+    spec, folder = job.spec, job.folder
+    world.first(lambda: describe(job, inputs))
+    stage, stages = world.stage, job.layout.pipeline_stages
+    policy = build_model(spec.model, inputs.facts, spec.train.seed, DTYPES[spec.train.precision], stage, stages)
+    engine = build_engine(policy, spec, job.config, world, OBJECTIVE)
+    if start is not None:
+        engine.load(start.read, progress.applied_steps)
+        say(f"going on from step {progress.step}: {start.path}")
+    report = Report.open(folder, last_step, progress.step, spec.wandb, shown_config(job), enabled=world.rank == 0)
+    latest: Record = {}
+
+    def tell(record: Record) -> None:
+        latest.update(record)
+        report.metrics(record | memory_record(world.device))
+
+    def keep(progress: Progress) -> None:
+        facts = Facts(
+            progress=asdict(progress),
+            spec=spec.model_dump(mode="json"),
+            batch=asdict(job.batch),
+            data=inputs.train.fingerprint,
+            layout=asdict(job.layout) | {"zero_stage": spec.parallel.zero_stage},
+            versions=versions(),
+        )
+        fragments, shapes, keep_last = engine.owned(), engine.shapes(), spec.checkpoint.keep_last
+        report.line(save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, keep_last=keep_last))
+
+    steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
+    schedule = Schedule(
+        total_steps=last_step,
+        log_every=spec.train.log_every,
+        eval_every=spec.train.eval_every,
+        save_every=spec.checkpoint.every,
+        learning_rate=lambda step: learning_rate(spec.optim, step, last_step),
+        max_nonfinite_in_a_row=spec.train.max_consecutive_nonfinite,
+        seed=spec.train.seed,
+    )
+    evaluate = held_out_evaluation(job, inputs, world, engine)
+    try:
+        fit(
+            engine, OBJECTIVE, steps, schedule,
+            Run(world.sum, evaluate, tell, keep, world.world_size, world.rank), progress,
+        )  # fmt: skip
+    finally:
+        report.close(latest)
+
+
+def held_out_evaluation(job: Job, inputs: Inputs, world: World, engine: Engine) -> Callable[[], Record] | None:
+    if inputs.held_out is None:
+        return None
+    micro_batches, counts = evaluation(inputs.held_out, job.batch, world.data_rank, pad_id(inputs.tokenizer))
+    return lambda: evaluation_record(OBJECTIVE, world.sum(engine.evaluate(micro_batches)), counts)
+
+
+def describe(job: Job, inputs: Inputs) -> None:
+    """What the run's folder says of how it was made, and what an export needs beside the weights."""
+    write_folder(job.folder, Origin(dump_spec(job.spec), job.config, job.hostfile, job.command))
+    write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
+
+
+def shown_config(job: Job) -> dict[str, Any]:
+    """What Weights & Biases shows of the run."""
+    return job.spec.model_dump(mode="json") | {"deepspeed": dict(job.config), "versions": versions()}
+
+
+def finish(job: Job, say: Say) -> None:
+    """Export the last checkpoint, unless that is done, and say how it went and where things are."""
+    found = find(job.folder, "auto")
+    assert found.path is not None, "a run ends with a checkpoint"
+    say(export_checkpoint(found.path, job.export_folder))
+    losses = [record for record in read_metrics(job.folder / "metrics.jsonl") if "train/loss" in record]
+    held_out = [record for record in read_metrics(job.folder / "metrics.jsonl") if "eval/loss" in record]
+    first, last = losses[0], losses[-1]
+    say(f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
+        f"{last['train/loss']:.4f} at step {last['train/global_step']}")  # fmt: skip
+    if held_out:
+        say(f"held-out loss {held_out[-1]['eval/loss']:.4f}, perplexity {held_out[-1]['eval/perplexity']:.4g}")
+    say(f"metrics: {job.folder / 'metrics.jsonl'}")
+    say(f"model: {job.export_folder}, for transformers' from_pretrained")
