@@ -191,7 +191,7 @@ def _cut(
 def _too_long(example: Example, max_length: int) -> Problem:
     return Problem(
         example.source,
-        f"{len(example.input_ids)} tokens, data.max_length is {max_length}; raise it, or set data.on_too_long",
+        f"{len(example.input_ids)} tokens, data.max_length is {max_length}; raise it or set data.on_too_long",
     )
 
 

@@ -147,7 +147,7 @@ def _objects(name: str) -> JsonRows:
         raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
         raise MissingInputError(
-            f"data {name}: {path.suffix or 'no ending'} is no format that is read; give a .jsonl or .json file"
+            f"data {name}: {path.suffix or 'no ending'} is not read; give a .jsonl or .json file"
         )
     try:
         return read_json_rows(path)
