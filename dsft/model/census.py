@@ -1,8 +1,9 @@
 """A model's parameters without its weights: the child process behind `dsft plan`.
 
-Takes one JSON object on standard input, {"model": the spec's section, "stages": n}; gives one on the last line of
-standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the transformers
-class on the meta device. Reads the config and tokenizer, or their places in the hub's cache; writes nothing.
+Takes one JSON object on standard input, {"model": the spec's section, "stages": n}; gives one on the last
+line of standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds
+the transformers class on the meta device. Reads the config and tokenizer, or their places in the hub's cache;
+writes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def take_census(model: Model, stages: int) -> dict[str, Any]:
 
 
 def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, Any]]:
-    """One entry per distinct tensor, under its first name; the other names of a tied one stand in `aliases`."""
+    """One entry per distinct tensor, under its first name; the other names of a tied one stand in
+    `aliases`."""
     embedding = causal_lm.get_input_embeddings().weight
     layers = _layers(causal_lm, num_layers)
     found: dict[int, dict[str, Any]] = {}
@@ -56,7 +58,8 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, A
 
 
 def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:
-    """Parameter's id -> number of its layer, from the list that has as many modules as the config has layers."""
+    """Parameter's id -> number of its layer, from the list that has as many modules as the config has
+    layers."""
     for module in causal_lm.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return {id(p): index for index, layer in enumerate(module) for p in layer.parameters()}

@@ -24,7 +24,9 @@ class BatchSizes:
     data_parallel: int
 
     def equation(self) -> str:
-        return _equation(self.global_batch_size, self.micro_batch_size, self.accumulation_steps, self.data_parallel)
+        return _equation(
+            self.global_batch_size, self.micro_batch_size, self.accumulation_steps, self.data_parallel
+        )
 
 
 def batch_sizes(train: Train, data_parallel: int) -> BatchSizes:
@@ -76,7 +78,9 @@ def nearest_divisors(whole: int, wanted: int) -> list[int]:
 
 
 def _refuse(train: Train, data_parallel: int, reason: str) -> SpecError:
-    sizes = _equation(train.global_batch_size, train.micro_batch_size, train.accumulation_steps, data_parallel)
+    sizes = _equation(
+        train.global_batch_size, train.micro_batch_size, train.accumulation_steps, data_parallel
+    )
     return SpecError("The batch sizes do not fit.", [Problem("train", f"{sizes} does not hold: {reason}")])
 
 

@@ -67,7 +67,9 @@ def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:
             stage = places.stage(start)
             end = min(first + slots, (stage + 1) * places.data_parallel) - 1
             local = (start - first, end - first)
-            found.append(Block(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end))))
+            found.append(
+                Block(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end)))
+            )
             start = end + 1
         first += slots
     return found
@@ -78,7 +80,9 @@ def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
         return {THIS_HOST: world_size or spec.parallel.pipeline_stages}
     promised = sum(spec.cluster.hosts.values())
     if world_size not in (None, promised):
-        message = f"the hosts have {promised} slots, not {world_size}; leave --world-size out or change the hosts"
+        message = (
+            f"the hosts have {promised} slots, not {world_size}; leave --world-size out or change the hosts"
+        )
         raise SpecError("The plan cannot be made.", [Problem("cluster.hosts", message)])
     return spec.cluster.hosts
 
@@ -94,8 +98,9 @@ def _memory_warnings(spec: Spec, sizes: Memory) -> list[str]:
     if accelerator is None or accelerator.memory_gib is None:
         return []
     return [
-        f"cluster.accelerator.memory_gib: {accelerator.memory_gib:g} is less than the {rank.device / GIB:.1f} GiB of stage "
-        f"{rank.stage}, activations not counted; raise parallel.zero_stage or offload"
+        f"cluster.accelerator.memory_gib: {accelerator.memory_gib:g} is less than the "
+        f"{rank.device / GIB:.1f} GiB of stage {rank.stage}, activations not counted; raise "
+        "parallel.zero_stage or offload"
         for rank in sizes.stages
         if rank.device > accelerator.memory_gib * GIB
     ]

@@ -1,7 +1,9 @@
-"""What a model consists of: each parameter's name, shape and place, from the model's own class, never a formula.
+"""What a model consists of: each parameter's name, shape and place, from the model's own class, never a
+formula.
 
-A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported here.
-Answers are kept in a cache folder by a digest of the model section, the files it names and the transformers version.
+A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported
+here. Answers are kept in a cache folder by a digest of the model section, the files it names and the
+transformers version.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied one."""
+    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied
+    one."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,8 +72,9 @@ def _stage_of(parameter: Parameter, layers: range, stage: int, stages: int) -> b
 def census(model: Model, stages: int, cache: Path | None = None) -> Census:
     """The census of a spec's model, cut into `stages`.
 
-    SpecError for a config with unknown keys or that cannot be cut; MissingInputError where a config or tokenizer
-    cannot be read. `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
+    SpecError for a config with unknown keys or that cannot be cut; MissingInputError where a config or
+    tokenizer cannot be read. `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or
+    `~/.cache/dsft`.
     """
     place = (cache or _cache_folder()) / "census" / f"{_digest(model, stages)}.json"
     try:
@@ -88,9 +92,13 @@ def _ask(model: Model, stages: int) -> dict[str, Any]:
     request = json.dumps({"model": model.model_dump(mode="json"), "stages": stages})
     command = [sys.executable, "-m", "dsft.model.census"]
     try:
-        done = subprocess.run(command, input=request, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(
+            command, input=request, env=environ, capture_output=True, text=True, timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired as error:
-        raise DsftError(f"the model's parameters could not be counted within {TIMEOUT} s; is the machine overloaded?") from error
+        raise DsftError(
+            f"the model's parameters could not be counted within {TIMEOUT} s; is the machine overloaded?"
+        ) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise DsftError(f"the model's parameters could not be counted: {last}")
@@ -145,7 +153,7 @@ def _is_hub_id(model: Model) -> bool:
 
 
 def _cache_folder() -> Path:
-    return Path(*_entries("XDG_CACHE_HOME")[:1] or [Path.home() / ".cache"]) / "dsft"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft"
 
 
 def _entries(variable: str) -> list[str]:

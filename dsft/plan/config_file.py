@@ -1,7 +1,8 @@
 """A DeepSpeed JSON of the user's own (`--deepspeed_config FILE`) laid over a spec. Reads that one file.
 
 The file decides how (ZeRO, offload, aio, precision, communication, profiling), the spec what (batch sizes,
-accumulation, clipping, optimizer, schedule). What the file says of the latter is compared and told, never used.
+accumulation, clipping, optimizer, schedule). What the file says of the latter is compared and told, never
+used.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from dsft.spec.unbuilt import unbuilt
 from dsft.spec.wording import worded
 
 SPEC_DECIDES = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline checkpoint "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline "
+    "checkpoint zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
 """Keys whose value in the file is compared with the spec's and not used."""
 
@@ -45,7 +46,8 @@ WITHOUT_EFFECT = {
 """Keys that DeepSpeed reads and dsft leaves out, with what counts instead."""
 
 NOT_BUILT = (
-    "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning data_efficiency "
+    "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning "
+    "data_efficiency"
     "hybrid_engine weight_quantization datastates_ckpt zero_optimization.zenflow"
 ).split()
 """Features of DeepSpeed that dsft has not; refused, since the run would not be what the file says."""
@@ -61,12 +63,14 @@ FIXED: Mapping[str, Any] = {
     "zero_optimization.legacy_stage1": False,
     "zero_optimization.elastic_checkpoint": False,
 }
-"""Keys on whose value the loss or the gradient norm depends, with the only one that dsft computes rightly with."""
+"""Keys on whose value the loss or the gradient norm depends, with the only one that dsft computes rightly
+with."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The spec with the file's stage, offload and precision; the configuration for DeepSpeed; lines to print."""
+    """The spec with the file's stage, offload and precision; the configuration for DeepSpeed; lines to
+    print."""
 
     spec: Spec
     config: dict[str, Any]
@@ -74,8 +78,8 @@ class Merged:
 
 
 def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
-    """Lay the file over the spec. MissingInputError where there is no file; SpecError for keys and values that
-    cannot be used and, with `strict`, for each that the spec overrules."""
+    """Lay the file over the spec. MissingInputError where there is no file; SpecError for keys and values
+    that cannot be used and, with `strict`, for each that the spec overrules."""
     file = read_config_file(path)
     name = path.name
     _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file)])
@@ -97,13 +101,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise MissingInputError(f"--deepspeed_config {path}: there is no such file; correct the path") from error
+        raise MissingInputError(
+            f"--deepspeed_config {path}: there is no such file; correct the path"
+        ) from error
     except OSError as error:
         raise MissingInputError(f"--deepspeed_config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise _bad_file(path, "is not UTF-8 text; a DeepSpeed JSON is expected") from error
     except json.JSONDecodeError as error:
-        raise _bad_file(path, f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise _bad_file(
+            path, f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
     except _Duplicate as error:
         raise _bad_file(path, f"has the key {error.args[0]!r} twice in one section; keep one") from error
     if not isinstance(values, dict):
@@ -161,7 +169,9 @@ def _unusable(file: Mapping[str, Any]) -> Iterator[Problem]:
         value = _lookup(file, key)
         if value is not None and value not in (wanted, "auto"):
             way_out = "use bf16" if key == "fp16.enabled" else "leave it out"
-            yield Problem(key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}")
+            yield Problem(
+                key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}"
+            )
     stage = _lookup(file, "zero_optimization.stage")
     if stage is not None and stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         yield Problem("zero_optimization.stage", f"{json.dumps(stage)} is no stage; write 0, 1, 2 or 3")
@@ -172,7 +182,10 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     found: dict[str, Any] = {}
     if "zero_optimization" in file:
         found["parallel.zero_stage"] = _lookup(file, "zero_optimization.stage")
-        for ours, theirs in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+        for ours, theirs in (
+            ("offload_optimizer", "offload_optimizer"),
+            ("offload_parameters", "offload_param"),
+        ):
             found[f"parallel.{ours}.device"] = _lookup(file, f"zero_optimization.{theirs}.device") or "none"
             found[f"parallel.{ours}.nvme_path"] = _lookup(file, f"zero_optimization.{theirs}.nvme_path")
     bf16 = _lookup(file, "bf16.enabled" if "bf16" in file else "bfloat16.enabled")
@@ -195,7 +208,8 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
 
 
 def validated(values: Mapping[str, Any]) -> Spec:
-    """A spec from changed values, held against the schema and every rule again; SpecError with all problems."""
+    """A spec from changed values, held against the schema and every rule again; SpecError with all
+    problems."""
     try:
         spec = Spec.model_validate(values)
         findings = [(f.path, f.message) for f in (*unbuilt(spec), *combinations(spec), *refused(spec))]
@@ -254,7 +268,8 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
 def _laid_over(
     base: Mapping[str, Any], file: Mapping[str, Any], prefix: str, problems: list[Problem]
 ) -> dict[str, Any]:
-    """`base` with the file's values; an "auto" takes the value of `base`, or is a problem where that has none."""
+    """`base` with the file's values; an "auto" takes the value of `base`, or is a problem where that has
+    none."""
     result = dict(base)
     for key, value in file.items():
         name = f"{prefix}{key}"
@@ -262,7 +277,9 @@ def _laid_over(
         if isinstance(value, Mapping):
             result[key] = _laid_over(ours if isinstance(ours, Mapping) else {}, value, f"{name}.", problems)
         elif value == "auto" and key not in base:
-            problems.append(Problem(name, '"auto", but nothing in the spec gives a value; write one, or leave it out'))
+            problems.append(
+                Problem(name, '"auto", but nothing in the spec gives a value; write one, or leave it out')
+            )
         elif value != "auto" and value is not None:
             result[key] = value
     return result

@@ -1,8 +1,9 @@
-"""Every key of the DeepSpeed JSON, with its value and the reason for it. Takes a spec and its batch sizes; pure.
+"""Every key of the DeepSpeed JSON, with its value and the reason for it. Takes a spec and its batch sizes;
+pure.
 
-No value is "auto", none depends on the machine, and none that matters is left to DeepSpeed's default. There is no
-optimizer and no scheduler section: the engine builds the one, and the learning rate is a function of the step.
-File and line of what DeepSpeed does are those of version 0.19.8.
+No value is "auto", none depends on the machine, and none that matters is left to DeepSpeed's default. There
+is no optimizer and no scheduler section: the engine builds the one, and the learning rate is a function of
+the step. File and line of what DeepSpeed does are those of version 0.19.8.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dsft.plan.batch import BatchSizes
 from dsft.spec.schema import Spec
 
 NEVER = 1_000_000_000
-"""Steps between DeepSpeed's own progress lines: more than any run has. An integer, since `null` is divided by."""
+"""Steps between DeepSpeed's own progress lines: more than any run has. An integer, since `null` is divided
+by."""
 
 BUCKET = 50_000_000
 """Elements per reduction, gather and prefetch: 200 MB in fp32, large enough that latency does not count."""
 
 PERSIST_BELOW = 10_000
-"""Elements under which ZeRO 3 keeps a parameter whole on each rank: norms and biases, no matrix worth sharding."""
+"""Elements under which ZeRO 3 keeps a parameter whole on each rank: norms and biases, no matrix worth
+sharding."""
 
 SUB_GROUP = 100_000_000
 """Elements that ZeRO 3 updates at a time: bounds the fp32 gradients that live at once to 400 MB."""
@@ -32,20 +35,25 @@ LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of the JSON by its dotted name, its value, and why it has this value; `value` ABSENT: not written."""
+    """One key of the JSON by its dotted name, its value, and why it has this value; `value` ABSENT: not
+    written."""
 
     key: str
     value: Any
     reason: str
 
 
+Row = tuple[str, Any, str]
+"""An entry's key, value and reason."""
+
 ABSENT = object()
 """The value of an entry that says why a key is not written."""
 
 
 def entries(spec: Spec, batch: BatchSizes | None) -> tuple[Entry, ...]:
-    """All keys in the order of the file. `batch` None: a spec without a cluster, whose world is found at start."""
-    return (
+    """All keys in the order of the file. `batch` None: a spec without a cluster, whose world is found at
+    start."""
+    rows = (
         *_batch(spec, batch),
         *_clipping(spec),
         *_precision(spec),
@@ -55,6 +63,7 @@ def entries(spec: Spec, batch: BatchSizes | None) -> tuple[Entry, ...]:
         *_pipeline(spec),
         *_silence(),
     )
+    return tuple(Entry(*row) for row in rows)
 
 
 def deepspeed_config(spec: Spec, batch: BatchSizes | None) -> dict[str, Any]:
@@ -70,13 +79,14 @@ def deepspeed_config(spec: Spec, batch: BatchSizes | None) -> dict[str, Any]:
     return config
 
 
-def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Entry]:
+def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     train = spec.train
-    micro_batches = "micro-batches of a pipeline step" if spec.parallel.pipeline_stages > 1 else "micro-batches per step"
+    pipeline = spec.parallel.pipeline_stages > 1
+    micro_batches = "micro-batches per step" + (", which fill the pipeline" if pipeline else "")
     if batch is not None:
-        yield Entry("train_batch_size", batch.global_batch_size, batch.equation())
-        yield Entry("train_micro_batch_size_per_gpu", batch.micro_batch_size, "train.micro_batch_size, in examples")
-        yield Entry("gradient_accumulation_steps", batch.accumulation_steps, micro_batches)
+        yield "train_batch_size", batch.global_batch_size, batch.equation()
+        yield "train_micro_batch_size_per_gpu", batch.micro_batch_size, "train.micro_batch_size, in examples"
+        yield "gradient_accumulation_steps", batch.accumulation_steps, micro_batches
         return
     found = "not written: follows from the other two when the world is found at start"
     for key, value, reason in (
@@ -84,75 +94,104 @@ def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Entry]:
         ("train_micro_batch_size_per_gpu", train.micro_batch_size, "train.micro_batch_size, in examples"),
         ("gradient_accumulation_steps", train.accumulation_steps, micro_batches),
     ):
-        yield Entry(key, ABSENT if value is None else value, found if value is None else reason)
+        yield key, ABSENT if value is None else value, found if value is None else reason
 
 
-def _clipping(spec: Spec) -> Iterator[Entry]:
+def _clipping(spec: Spec) -> Iterator[Row]:
     if spec.parallel.zero_stage == 0 and spec.train.precision == "fp32":
         reason = "dsft clips by itself at ZeRO 0 in fp32, where DeepSpeed's norm misses stages of a pipeline"
-        yield Entry("gradient_clipping", 0.0, reason)
+        yield "gradient_clipping", 0.0, reason
     elif spec.train.max_grad_norm == 0:
-        yield Entry("gradient_clipping", 0.0, "train.max_grad_norm is 0: off (left out, DeepSpeed would clip to 1.0)")
+        yield (
+            "gradient_clipping",
+            0.0,
+            "train.max_grad_norm is 0: off (left out, DeepSpeed would clip to 1.0)",
+        )
     else:
-        yield Entry("gradient_clipping", spec.train.max_grad_norm, "train.max_grad_norm, of the 2-norm over all ranks")
+        yield (
+            "gradient_clipping",
+            spec.train.max_grad_norm,
+            "train.max_grad_norm, of the 2-norm over all ranks",
+        )
 
 
-def _precision(spec: Spec) -> Iterator[Entry]:
+def _precision(spec: Spec) -> Iterator[Row]:
     bf16 = spec.train.precision == "bf16"
-    yield Entry("bf16.enabled", bf16, f"train.precision is {spec.train.precision}")
+    yield "bf16.enabled", bf16, f"train.precision is {spec.train.precision}"
     if bf16:
-        yield Entry("bf16.check_grad_overflow", True, "a step with an infinite or NaN gradient is not applied")
-        yield Entry("bf16.immediate_grad_update", False, "gradients are added once per micro-batch, after its backward")
-        yield Entry("bf16.bf16_master_weights_and_grads", False, "master weights stay fp32")
-        yield Entry("bf16.bf16_optimizer_states", False, "the optimizer's moments stay fp32")
-    yield Entry("fp16.enabled", False, "dsft trains in bf16 or fp32: no loss scale, no skipped first steps")
-    yield Entry("torch_autocast.enabled", False, "weights already have the type of train.precision")
+        yield "bf16.check_grad_overflow", True, "a step with an infinite or NaN gradient is not applied"
+        yield (
+            "bf16.immediate_grad_update",
+            False,
+            "gradients are added once per micro-batch, after its backward",
+        )
+        yield "bf16.bf16_master_weights_and_grads", False, "master weights stay fp32"
+        yield "bf16.bf16_optimizer_states", False, "the optimizer's moments stay fp32"
+    yield "fp16.enabled", False, "dsft trains in bf16 or fp32: no loss scale, no skipped first steps"
+    yield "torch_autocast.enabled", False, "weights already have the type of train.precision"
     if not bf16:
-        yield Entry("data_types.grad_accum_dtype", "fp32", "gradients are added up in the type of the weights")
+        yield "data_types.grad_accum_dtype", "fp32", "gradients are added up in the type of the weights"
     elif spec.parallel.zero_stage == 0:
         reason = "ZeRO 0 cannot accumulate bf16 gradients in fp32 (engine.py:2323); use zero_stage 1 for that"
-        yield Entry("data_types.grad_accum_dtype", "bf16", reason)
+        yield "data_types.grad_accum_dtype", "bf16", reason
     else:
-        yield Entry("data_types.grad_accum_dtype", "fp32", "micro-batches add up in fp32 (the default would be bf16)")
+        yield (
+            "data_types.grad_accum_dtype",
+            "fp32",
+            "micro-batches add up in fp32 (the default would be bf16)",
+        )
 
 
-def _reduction(spec: Spec) -> Iterator[Entry]:
+def _reduction(spec: Spec) -> Iterator[Row]:
     chosen = spec.train.reduce_dtype
     if chosen is not None:
         reason = "train.reduce_dtype"
     elif spec.train.precision == "bf16":
-        reason = "the sum over ranks keeps what the micro-batches hold; train.reduce_dtype: bf16 halves the traffic"
+        reason = "the sum over ranks keeps all digits; train.reduce_dtype: bf16 halves the traffic"
     else:
         reason = "the type of the gradients"
-    yield Entry("communication_data_type", chosen or "fp32", reason)
-    yield Entry("seq_parallel_communication_data_type", "fp32", "no sequence parallelism: without effect")
-    yield Entry("gradient_allreduce_op", "mean", "dsft undoes DeepSpeed's mean in one place; a sum is refused at ZeRO 3")
-    yield Entry("prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3")
-    yield Entry("gradient_predivide_factor", 1.0, "no division before the sum; with the number of ranks it is wrong at ZeRO 3")
+    yield "communication_data_type", chosen or "fp32", reason
+    yield "seq_parallel_communication_data_type", "fp32", "no sequence parallelism: without effect"
+    yield (
+        "gradient_allreduce_op",
+        "mean",
+        "dsft undoes DeepSpeed's mean in one place; a sum is refused at ZeRO 3",
+    )
+    yield "prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3"
+    yield (
+        "gradient_predivide_factor",
+        1.0,
+        "no division before the sum; ZeRO 3 gets it wrong for the number of ranks",
+    )
     reason = "the engine states each step's boundary itself, so the number of micro-batches may vary"
     if spec.parallel.pipeline_stages > 1:
         reason = "DeepSpeed's pipeline takes no other value"
-    yield Entry("managed_gradient_accumulation", True, reason)
+    yield "managed_gradient_accumulation", True, reason
 
 
-def _zero(spec: Spec) -> Iterator[Entry]:
+def _zero(spec: Spec) -> Iterator[Row]:
     stage = spec.parallel.zero_stage
-    kept = ("nothing", "optimizer states", "optimizer states and gradients", "states, gradients and parameters")
-    yield Entry("zero_optimization.stage", stage, f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks")
+    kept = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
+    yield (
+        "zero_optimization.stage",
+        stage,
+        f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks",
+    )
     if stage == 0:
         return
     for key, value, reason in (*_zero_common(spec), *(_zero_3() if stage == 3 else _zero_12(stage))):
-        yield Entry(f"zero_optimization.{key}", value, reason)
+        yield f"zero_optimization.{key}", value, reason
     if spec.parallel.offload_optimizer.device != "none":
         for key, value, reason in _offload_optimizer(spec):
-            yield Entry(f"zero_optimization.offload_optimizer.{key}", value, reason)
-
-
-Row = tuple[str, Any, str]
+            yield f"zero_optimization.offload_optimizer.{key}", value, reason
 
 
 def _zero_common(spec: Spec) -> Iterator[Row]:
-    yield "contiguous_gradients", True, "gradients are copied into one buffer as they appear: no fragmentation"
+    yield (
+        "contiguous_gradients",
+        True,
+        "gradients are copied into one buffer as they appear: no fragmentation",
+    )
     yield "reduce_scatter", True, "each rank receives the part that it owns, not the whole sum"
     yield "reduce_bucket_size", BUCKET, "elements per reduction; 200 MB in fp32"
     if spec.parallel.pipeline_stages > 1:
@@ -164,25 +203,45 @@ def _zero_common(spec: Spec) -> Iterator[Row]:
 
 
 def _zero_12(stage: int) -> Iterator[Row]:
-    yield "allgather_partitions", True, "updated parameters come back in one gather, not one broadcast per rank"
+    yield (
+        "allgather_partitions",
+        True,
+        "updated parameters come back in one gather, not one broadcast per rank",
+    )
     yield "allgather_bucket_size", BUCKET, "elements per gather; DeepSpeed wants it even"
     yield "use_multi_rank_bucket_allreduce", True, "small reductions for several ranks travel together"
     yield "compute_grad_norm", True, "train/grad_norm is reported, with clipping off too"
     yield "round_robin_gradients", False, "gradients stay in the order of the parameters"
     yield "parameter_alignment", False, "no padding between parameters"
     if stage == 2:
-        yield "ignore_unused_parameters", True, "a parameter without a gradient in a micro-batch counts as zero"
+        yield (
+            "ignore_unused_parameters",
+            True,
+            "a parameter without a gradient in a micro-batch counts as zero",
+        )
 
 
 def _zero_3() -> Iterator[Row]:
-    yield "sub_group_size", SUB_GROUP, "elements updated at a time: bounds the fp32 gradients that live at once to 400 MB"
+    yield (
+        "sub_group_size",
+        SUB_GROUP,
+        "elements updated at a time: at most 400 MB of fp32 gradients live at once",
+    )
     yield "stage3_prefetch_bucket_size", BUCKET, "elements gathered ahead of their use"
-    yield "stage3_param_persistence_threshold", PERSIST_BELOW, "norms and biases stay whole, every matrix is sharded"
+    yield (
+        "stage3_param_persistence_threshold",
+        PERSIST_BELOW,
+        "norms and biases stay whole, matrices are sharded",
+    )
     yield "stage3_max_live_parameters", LIVE, "elements gathered at once"
-    yield "stage3_max_reuse_distance", LIVE, "elements within which a gathered parameter waits for its next use"
+    yield (
+        "stage3_max_reuse_distance",
+        LIVE,
+        "elements within which a gathered parameter waits for its next use",
+    )
     yield "stage3_module_granularity_threshold", 0, "each module is gathered by itself"
     yield "stage3_allgather_sequential", False, "gathers are bucketed"
-    yield "stage3_gather_16bit_weights_on_model_save", False, "dsft exports from its checkpoints, one tensor at a time"
+    yield "stage3_gather_16bit_weights_on_model_save", False, "dsft exports from its own checkpoints"
     yield "zero_hpz_partition_size", 1, "no second copy of the parameters within a host"
     yield "zero_quantized_weights", False, "parameters travel unchanged"
     yield "zero_quantized_gradients", False, "gradients travel unchanged"
@@ -190,7 +249,7 @@ def _zero_3() -> Iterator[Row]:
 
 def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     offload = spec.parallel.offload_optimizer
-    yield "device", offload.device, "parallel.offload_optimizer.device: fp32 weights and moments live and are updated there"
+    yield "device", offload.device, "fp32 weights and moments live there and are updated there"
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, "parallel.offload_optimizer.nvme_path"
     yield "pin_memory", True, "page-locked host memory: faster copies, and the host must hold it whole"
@@ -200,9 +259,9 @@ def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     yield "super_offload", False, "for Grace-Hopper machines only"
 
 
-def _optimizer(spec: Spec) -> Iterator[Entry]:
+def _optimizer(spec: Spec) -> Iterator[Row]:
     reason = "the engine passes its own optimizer; DeepSpeed's list of tested ones goes by exact class"
-    yield Entry("zero_allow_untested_optimizer", True, reason)
+    yield "zero_allow_untested_optimizer", True, reason
     if spec.parallel.offload_optimizer.device == "none":
         reason = "nothing is offloaded"
     elif spec.optim.name != "adamw":
@@ -210,25 +269,37 @@ def _optimizer(spec: Spec) -> Iterator[Entry]:
     elif spec.parallel.allow_torch_adam:
         reason = "parallel.allow_torch_adam"
     else:
-        yield Entry("zero_force_ds_cpu_optimizer", True, "the offloaded update is DeepSpeed's CPU Adam, never torch's slow one")
+        yield (
+            "zero_force_ds_cpu_optimizer",
+            True,
+            "the update is DeepSpeed's CPU Adam, never torch's slow one",
+        )
         return
-    yield Entry("zero_force_ds_cpu_optimizer", False, reason)
+    yield "zero_force_ds_cpu_optimizer", False, reason
 
 
-def _pipeline(spec: Spec) -> Iterator[Entry]:
+def _pipeline(spec: Spec) -> Iterator[Row]:
     if spec.parallel.pipeline_stages == 1:
         return
     reason = "gradient checkpointing is transformers' own, inside the stage"
-    yield Entry("pipeline.activation_checkpoint_interval", 0, reason)
-    yield Entry("pipeline.use_reentrant", False, "the reentrant kind fails on the first stage")
+    yield "pipeline.activation_checkpoint_interval", 0, reason
+    yield "pipeline.use_reentrant", False, "the reentrant kind fails on the first stage"
 
 
-def _silence() -> Iterator[Entry]:
-    yield Entry("steps_per_print", NEVER, "dsft reports; more steps than any run has, since null would be divided by")
-    yield Entry("log_level", "warning", "DeepSpeed's warnings are shown, its progress is not")
-    yield Entry("wall_clock_breakdown", False, "its timers synchronise the device")
-    yield Entry("timers.throughput.enabled", False, "it synchronises the device at every step")
-    yield Entry("memory_breakdown", False, "dsft reports memory/* once per logged step")
-    yield Entry("dump_state", False, "no dump at start")
-    yield Entry("disable_python_gc", False, "Python's collector stays as it is")
-    yield Entry("checkpoint.tag_validation", "Fail", "no DeepSpeed checkpoint is written; were one, ranks must agree on it")
+def _silence() -> Iterator[Row]:
+    yield (
+        "steps_per_print",
+        NEVER,
+        "dsft reports; more steps than any run has, since null would be divided by",
+    )
+    yield "log_level", "warning", "DeepSpeed's warnings are shown, its progress is not"
+    yield "wall_clock_breakdown", False, "its timers synchronise the device"
+    yield "timers.throughput.enabled", False, "it synchronises the device at every step"
+    yield "memory_breakdown", False, "dsft reports memory/* once per logged step"
+    yield "dump_state", False, "no dump at start"
+    yield "disable_python_gc", False, "Python's collector stays as it is"
+    yield (
+        "checkpoint.tag_validation",
+        "Fail",
+        "no DeepSpeed checkpoint is written; were one, ranks must agree",
+    )

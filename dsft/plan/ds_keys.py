@@ -1,4 +1,5 @@
-"""Every key that DeepSpeed reads from its JSON, as a closed list. Takes a configuration, gives what is wrong; pure.
+"""Every key that DeepSpeed reads from its JSON, as a closed list. Takes a configuration, gives what is wrong;
+pure.
 
 DeepSpeed 0.19.8 accepts unknown keys without a word at the top level and in the sections that it reads with
 `.get()`, so a typo trains something else. The list is compared with the installed DeepSpeed in
@@ -28,11 +29,12 @@ _ZERO: Section = {
     **_leaves(
         "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
         "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
-        "elastic_checkpoint zenflow sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
-        "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters "
-        "legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights "
+        "elastic_checkpoint zenflow sub_group_size stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+        "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients "
+        "parameter_alignment zero_hpz_partition_size zero_quantized_weights "
         "zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
         "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
         "save_muon_momentum_buffer_in_memory"
@@ -51,13 +53,14 @@ _FP16 = _leaves(
 
 KEYS: Section = {
     **_leaves(
-        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
-        "steps_per_print gradient_clipping zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-        "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor "
-        "gradient_allreduce_op disable_allgather dump_state memory_breakdown wall_clock_breakdown "
-        "disable_python_gc vocabulary_size dataloader_drop_last log_level use_data_before_expert_parallelism "
-        "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning "
-        "data_efficiency hybrid_engine weight_quantization datastates_ckpt tensorboard wandb csv_monitor comet"
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "managed_gradient_accumulation steps_per_print gradient_clipping zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer communication_data_type seq_parallel_communication_data_type "
+        "prescale_gradients gradient_predivide_factor gradient_allreduce_op disable_allgather dump_state "
+        "memory_breakdown wall_clock_breakdown disable_python_gc vocabulary_size dataloader_drop_last "
+        "log_level use_data_before_expert_parallelism sequence_parallel_size data_parallel_size "
+        "tensor_parallel expert_parallel compile autotuning data_efficiency hybrid_engine "
+        "weight_quantization datastates_ckpt tensorboard wandb csv_monitor comet"
     ),
     "optimizer": _leaves("type params legacy_fusion"),
     "scheduler": _leaves("type params"),
@@ -73,7 +76,8 @@ KEYS: Section = {
         "synchronize_checkpoint_boundary"
     ),
     "pipeline": _leaves(
-        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned "
+        "use_reentrant"
     ),
     "checkpoint": {
         **_leaves("tag_validation load_universal use_node_local_storage checkpoint_serialization"),

@@ -1,6 +1,7 @@
 """The files that follow from a spec: DeepSpeed JSON, hostfile, launch script: the command `dsft generate`.
 
-The texts depend on the spec and on its path from the output folder only, so they are the same on every machine.
+The texts depend on the spec and on its path from the output folder only, so they are the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, check: bool) -> bool:
-    """Write the files below `out` and name them, or with `check` print what differs. False where something does."""
+    """Write the files below `out` and name them, or with `check` print what differs. False where something
+    does."""
     spec = load_spec(spec_path, overrides, check_files=False)
     texts = files(spec, spec_path, out)
     if check:
@@ -75,12 +77,14 @@ def write(texts: Mapping[str, str], out: Path) -> None:
             if path.suffix == ".sh":
                 path.chmod(0o755)
         except OSError as error:
-            raise StorageError(f"{path}: cannot be written ({error.strerror}); give another folder with --out") from error
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); give another folder with --out"
+            ) from error
 
 
 def drift(texts: Mapping[str, str], out: Path) -> str:
     """A unified diff from what stands below `out` to the texts; empty where nothing differs."""
-    parts = []
+    parts: list[str] = []
     for name, text in texts.items():
         path = out / name
         found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

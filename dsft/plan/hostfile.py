@@ -1,4 +1,5 @@
-"""The hostfile that `deepspeed --hostfile` reads: `host slots=n`, one per line. Text in, hosts out, and back; pure.
+"""The hostfile that `deepspeed --hostfile` reads: `host slots=n`, one per line. Text in, hosts out, and back;
+pure.
 
 Stricter than DeepSpeed, which ignores what follows `slots=n` and takes any word for a host.
 """
@@ -25,7 +26,11 @@ def parse(text: str, where: str) -> dict[str, int]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
-        reason = _fault(match, hosts) if match else f"{line.strip()!r} is not `host slots=n`; one host stands on each line"
+        reason = (
+            _fault(match, hosts)
+            if match
+            else f"{line.strip()!r} is not `host slots=n`; one host stands on each line"
+        )
         if reason:
             problems.append(Problem(f"{where}:{number}", reason))
         elif match:

@@ -1,6 +1,8 @@
-"""The command that starts a run under the `deepspeed` launcher, and the script that holds it. Text only; pure.
+"""The command that starts a run under the `deepspeed` launcher, and the script that holds it. Text only;
+pure.
 
-What the launcher does with hosts, ssh and variables: deepspeed/launcher/runner.py and multinode_runner.py, 0.19.8.
+What the launcher does with hosts, ssh and variables: deepspeed/launcher/runner.py and multinode_runner.py,
+0.19.8.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from dsft.errors import Problem, SpecError
 from dsft.spec.schema import Cluster
 
 THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
-_UNSAFE = '"$`\\%\n'  # DeepSpeed and pdsh put a value between double quotes, escape nothing, and pdsh expands %h
+_UNSAFE = (
+    '"$`\\%\n'  # DeepSpeed and pdsh put a value between double quotes, escape nothing, and pdsh expands %h
+)
 
 
 def environment(cluster: Cluster | None) -> dict[str, str]:
@@ -26,7 +30,10 @@ def environment(cluster: Cluster | None) -> dict[str, str]:
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if cluster.interface else ()
     variables = {**{name: str(cluster.interface) for name in names}, **cluster.env}
     problems = [
-        Problem(f"cluster.env.{name}", f"{value!r} holds one of {_UNSAFE[:-1]} or a line break, which the launcher changes")
+        Problem(
+            f"cluster.env.{name}",
+            f"{value!r} holds one of {_UNSAFE[:-1]} or a line break, which the launcher changes",
+        )
         for name, value in variables.items()
         if set(value) & set(_UNSAFE)
     ]
@@ -36,7 +43,8 @@ def environment(cluster: Cluster | None) -> dict[str, str]:
 
 
 def needs_ssh(cluster: Cluster | None) -> bool:
-    """Whether processes are started through pdsh and ssh: on several hosts, or one that is not this machine."""
+    """Whether processes are started through pdsh and ssh: on several hosts, or one that is not this
+    machine."""
     return cluster is not None and (len(cluster.hosts) > 1 or not set(cluster.hosts) <= THIS_MACHINE)
 
 
@@ -86,12 +94,10 @@ def _remarks(cluster: Cluster | None) -> Sequence[str]:
     if cluster is None:
         return ("# The spec has no cluster: all devices of this machine.",)
     if not needs_ssh(cluster):
-        return (
-            "# One host, this machine: started without ssh or pdsh. DeepSpeed would otherwise ask ssh for its address.",
-        )
+        return ("# One host, this machine: without ssh and pdsh, which DeepSpeed would ask for its address.",)
     remarks = [
-        "# Needs pdsh and passwordless ssh to every host, and this folder at the same path on each (no spaces in it).",
-        "# DeepSpeed forwards NCCL_*, PYTHON*, UCX_* and MLFLOW_*; other variables stand in cluster.env of the spec.",
+        "# Needs pdsh, ssh without a password, and this folder at the same path on every host (no spaces).",
+        "# DeepSpeed forwards NCCL_*, PYTHON*, UCX_*, MLFLOW_*; others stand in the spec's cluster.env.",
     ]
     if len(cluster.hosts) == 1:
         remarks.append("# --force_multi: with one host DeepSpeed would start it here, whatever its name.")

@@ -1,5 +1,6 @@
-"""Bytes that parameters, gradients and optimizer states take on each GPU and each host. Takes a census, a spec and a
-layout; pure arithmetic, which tests/integration/test_memory.py holds against what DeepSpeed allocates.
+"""Bytes that parameters, gradients and optimizer states take on each GPU and each host. Takes a census, a
+spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what DeepSpeed
+allocates.
 
 The numbers are those of a step's fullest moment. Activations, logits and padding are not among them.
 """
@@ -19,7 +20,8 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage takes; the first five on its GPU, the last in its host's memory.
+    """Bytes that one rank of a pipeline stage takes; the first five on its GPU, the last in its host's
+    memory.
 
     parameters  weights in the type that forward and backward use
     gradients   what accumulates, and what is being reduced
@@ -45,7 +47,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """stages: one rank of each; hosts: host -> bytes, including the GPUs' where the accelerator is the CPU."""
+    """stages: one rank of each; hosts: host -> bytes, including the GPUs' where the accelerator is the
+    CPU."""
 
     stages: tuple[RankMemory, ...]
     hosts: Mapping[str, int]
@@ -115,7 +118,7 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
     if zero == 0:
         return whole * (2 + FP32) if bf16 else whole * FP32  # bf16: and their fp32 copy in the update
     if zero == 1 and not offloaded:
-        # bf16: BF16_Optimizer's fp32 buffer is not sharded. fp32: the whole until reduced into the rank's share.
+        # bf16: BF16_Optimizer's fp32 buffer is whole. fp32: whole until reduced into the rank's share.
         return whole * (2 + FP32) if bf16 else (whole + share) * FP32
     if not offloaded:
         return share * FP32
@@ -123,7 +126,8 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
 
 
 def _buffers(whole: int, spec: Spec) -> int:
-    """Buckets are allocated in full; at ZeRO 3 gathered parameters come on top, up to what may live at once."""
+    """Buckets are allocated in full; at ZeRO 3 gathered parameters come on top, up to what may live at
+    once."""
     zero = spec.parallel.zero_stage
     reduced = 2 if spec.train.reduce_dtype == "bf16" else FP32
     overlapped = zero == 2 and spec.parallel.pipeline_stages == 1

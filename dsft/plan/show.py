@@ -1,4 +1,5 @@
-"""A plan as people and programs read it: the command `dsft plan`. Takes a plan, gives text or a mapping for JSON."""
+"""A plan as people and programs read it: the command `dsft plan`. Takes a plan, gives text or a mapping for
+JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from dsft.plan.generate import promised_batch
 from dsft.spec.load import load_spec
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
-NOT_COUNTED = "Activations, logits and padding are not in this table yet; bytes are those of a step's fullest moment."
+NOT_COUNTED = (
+    "Activations, logits and padding are not in this table yet; bytes are those of a step's fullest moment."
+)
 SHOWN_BLOCKS = 16
 
 
@@ -34,11 +37,14 @@ def print_plan(
         print(json.dumps(as_mapping(plan), indent=2))
         return
     terminal = sys.stdout.isatty()
-    print(as_text(plan, explain=explain, terminal=terminal, width=Console().width if terminal else None), end="")
+    print(
+        as_text(plan, explain=explain, terminal=terminal, width=Console().width if terminal else None), end=""
+    )
 
 
 def as_text(plan: Plan, *, explain: bool, terminal: bool, width: int | None = None) -> str:
-    """The whole plan; with `explain` every DeepSpeed key, its value and the reason. Colours on a terminal only."""
+    """The whole plan; with `explain` every DeepSpeed key, its value and the reason. Colours on a terminal
+    only."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
     for part in _parts(plan, explain):
@@ -75,10 +81,14 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
 
 
 def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
-    yield Text(f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters")
+    yield Text(
+        f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters"
+    )
     if plan.assumed:
         processes = plan.layout.world_size
-        yield Text(f"The spec has no cluster: the world is found at start. Shown for {processes}; --world-size N for another.")
+        yield Text(
+            f"The spec has no cluster: the world is found at start. Shown for {processes}; or --world-size N."
+        )
     yield _heading("Batch")
     yield Text(plan.batch.equation())
     yield Text(_steps(plan))
@@ -144,7 +154,9 @@ def _range(pair: tuple[int, int]) -> str:
 
 def _memory(plan: Plan) -> Table:
     stages = plan.memory.stages
-    table = _table("per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages)))
+    table = _table(
+        "per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages))
+    )
     for label, field in (
         ("parameters", "parameters"),
         ("gradients", "gradients"),

@@ -1,5 +1,5 @@
-"""One rank of the memory measurement: prints, per case, the bytes that live tensors take and those that the plan
-says, without buffers. Started by test_memory.py with two ranks."""
+"""One rank of the memory measurement: prints, per case, the bytes that live tensors take and those that the
+plan says, without buffers. Started by test_memory.py with two ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ def measure(spec: Spec) -> tuple[int, int]:
 
 def main() -> None:
     deepspeed.init_distributed("gloo")
-    cases = [case for case in itertools.product(("fp32", "bf16"), range(4), (False, True)) if case[1] or not case[2]]
+    cases = [
+        case
+        for case in itertools.product(("fp32", "bf16"), range(4), (False, True))
+        if case[1] or not case[2]
+    ]
     cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
     for precision, stage, offload in cases:
         measured, planned = measure(make_spec(precision, stage, offload))

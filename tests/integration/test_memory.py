@@ -1,4 +1,5 @@
-"""The plan's bytes against those of DeepSpeed's live tensors, on two ranks, for every stage, type and offload."""
+"""The plan's bytes against those of DeepSpeed's live tensors, on two ranks, for every stage, type and
+offload."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ def test_the_memory_table_is_what_deepspeed_allocates() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(port),
+    ]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     worker = str(Path(__file__).with_name("memory_worker.py"))
     done = subprocess.run([*command, worker], env=environ, capture_output=True, text=True, timeout=590)

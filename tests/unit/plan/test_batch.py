@@ -11,9 +11,18 @@ from dsft.spec.schema import Train
 sizes = st.integers(1, 50)
 
 
-@given(sizes, sizes, sizes, st.sampled_from(["global_batch_size", "micro_batch_size", "accumulation_steps", None]))
+@given(
+    sizes,
+    sizes,
+    sizes,
+    st.sampled_from(["global_batch_size", "micro_batch_size", "accumulation_steps", None]),
+)
 def test_the_third_size_follows_from_two(micro: int, steps: int, ranks: int, left_out: str | None) -> None:
-    values = {"global_batch_size": micro * steps * ranks, "micro_batch_size": micro, "accumulation_steps": steps}
+    values = {
+        "global_batch_size": micro * steps * ranks,
+        "micro_batch_size": micro,
+        "accumulation_steps": steps,
+    }
     train = Train(**{key: value for key, value in values.items() if key != left_out})
     assert batch_sizes(train, ranks) == BatchSizes(micro * steps * ranks, micro, steps, ranks)
 
@@ -26,12 +35,17 @@ def refusal(ranks: int, **values: int) -> str:
 
 def test_a_batch_that_does_not_divide_shows_the_whole_equation_and_the_nearest() -> None:
     message = refusal(16, global_batch_size=100, micro_batch_size=3)
-    assert "global_batch_size 100 = micro_batch_size 3 × accumulation_steps ? × data-parallel ranks 16" in message
+    assert (
+        "global_batch_size 100 = micro_batch_size 3 × accumulation_steps ? × data-parallel ranks 16"
+        in message
+    )
     assert "96 and 144" in message
 
 
 def test_a_batch_below_one_micro_batch_has_one_nearest() -> None:
-    assert "the nearest global_batch_size that works is 48" in refusal(16, global_batch_size=10, micro_batch_size=3)
+    assert "the nearest global_batch_size that works is 48" in refusal(
+        16, global_batch_size=10, micro_batch_size=3
+    )
 
 
 def test_the_ways_out_name_the_size_that_could_change() -> None:

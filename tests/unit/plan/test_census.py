@@ -70,7 +70,9 @@ def test_answers_are_kept_and_refusals_are_not(tmp_path: Path, monkeypatch: pyte
 
 
 def test_models_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="parallel.pipeline_stages: 4 stages are more than the model's 3 layers"):
+    with pytest.raises(
+        SpecError, match="parallel.pipeline_stages: 4 stages are more than the model's 3 layers"
+    ):
         take_census(Model(from_config=LLAMA), 4)
     with pytest.raises(MissingInputError):
         take_census(Model(name_or_path=str(tmp_path / "absent")), 1)
@@ -85,6 +87,8 @@ def test_a_config_in_a_folder_is_counted_again_when_it_changes(tmp_path: Path) -
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, dsft.plan.show, dsft.plan.generate; print([m for m in sys.modules if m in {'torch', 'numpy'}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    code = "import sys, dsft.plan.show; print([m for m in sys.modules if m in {'torch', 'numpy'}])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "[]"

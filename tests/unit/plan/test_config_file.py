@@ -26,7 +26,10 @@ def merge(tmp_path: Path, make_spec: Any) -> Any:
 HUGGING_FACE = {  # the shape of the files that users of the Trainer have
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}},
     "zero_optimization": {
         "stage": 3,
@@ -94,11 +97,17 @@ def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
     with pytest.raises(SpecError) as error:
         merge(file, strict=True)
     assert len(error.value.problems) == 6
-    assert "train_batch_size: 16, the spec's 24 is used; with --strict the file must agree" in str(error.value)
+    assert "train_batch_size: 16, the spec's 24 is used; with --strict the file must agree" in str(
+        error.value
+    )
 
 
 def test_values_that_agree_are_silent_and_pass_strict(merge: Any) -> None:
-    file = {"train_batch_size": 24, "gradient_clipping": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    file = {
+        "train_batch_size": 24,
+        "gradient_clipping": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
     assert merge(file, strict=True).notes == ()
 
 
@@ -123,7 +132,10 @@ def test_the_file_decides_offload_precision_and_communication(merge: Any) -> Non
 
 
 def test_a_file_without_offload_switches_it_off(merge: Any) -> None:
-    merged = merge({"zero_optimization": {"stage": 2}}, parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
+    merged = merge(
+        {"zero_optimization": {"stage": 2}},
+        parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}},
+    )
     assert merged.spec.parallel.offload_optimizer.device == "none"
     assert "offload_optimizer" not in merged.config["zero_optimization"]
 
@@ -136,7 +148,10 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation: DeepSpeed does not know this key; did you mean"),
+        (
+            {"zero_optimisation": {"stage": 3}},
+            "zero_optimisation: DeepSpeed does not know this key; did you mean",
+        ),
         ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed removed elastic training"),
         ({"fp16": {"enabled": True}}, "fp16.enabled: true, but dsft trains with false only; use bf16"),
         ({"prescale_gradients": True}, "prescale_gradients: true"),
@@ -144,7 +159,10 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is no stage"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
         ({"zero_optimization": True}, "zero_optimization: true is no section"),
-        ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, 'zero_optimization.sub_group_size: "auto", but'),
+        (
+            {"zero_optimization": {"stage": 2, "sub_group_size": "auto"}},
+            'zero_optimization.sub_group_size: "auto", but',
+        ),
         ({"communication_data_type": "fp8"}, "train.reduce_dtype: 'fp8'"),
         ('{"a": 1, "a": 2}', "has the key 'a' twice"),
         ("{", "is not JSON at line 1"),

@@ -8,7 +8,12 @@ import pytest
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import ABSENT, deepspeed_config, entries
 
-CASES = [(precision, stage, offload) for precision in ("fp32", "bf16") for stage in range(4) for offload in (False, True)]
+CASES = [
+    (precision, stage, offload)
+    for precision in ("fp32", "bf16")
+    for stage in range(4)
+    for offload in (False, True)
+]
 
 
 @pytest.mark.parametrize(("precision", "stage", "offload"), CASES)
@@ -18,7 +23,8 @@ def test_deepspeed_takes_the_configuration(make_spec: Any, precision: str, stage
 
     device = "cpu" if offload and stage else "none"
     spec = make_spec(
-        train={"precision": precision}, parallel={"zero_stage": stage, "offload_optimizer": {"device": device}}
+        train={"precision": precision},
+        parallel={"zero_stage": stage, "offload_optimizer": {"device": device}},
     )
     config = deepspeed_config(spec, batch_sizes(spec.train, 1))
     parsed = DeepSpeedConfig(json.loads(json.dumps(config)))

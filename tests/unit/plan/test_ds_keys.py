@@ -1,5 +1,6 @@
-"""The closed list against what the installed DeepSpeed reads: a mapping that records every key asked of it is given
-to DeepSpeed's own parser, its pydantic sections are asked for their fields, and its source for removed keys."""
+"""The closed list against what the installed DeepSpeed reads: a mapping that records every key asked of it is
+given to DeepSpeed's own parser, its pydantic sections are asked for their fields, and its source for removed
+keys."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Recording(dict[str, Any]):
 
     def __init__(self, values: dict[str, Any], seen: set[str], prefix: str = "") -> None:
         self.seen, self.prefix = seen, prefix
-        wrapped = {k: Recording(v, seen, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in values.items()}
+        wrapped = {
+            k: Recording(v, seen, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in values.items()
+        }
         super().__init__(wrapped)
 
     def note(self, key: object) -> None:
@@ -63,7 +66,8 @@ class RecordingKeys(Iterable[str]):
 
 
 LAX = (  # sections that DeepSpeed reads key by key, and says nothing about the others
-    "optimizer scheduler torch_autocast data_types aio activation_checkpointing checkpoint flops_profiler timers"
+    "optimizer scheduler torch_autocast data_types aio activation_checkpointing checkpoint flops_profiler "
+    "timers"
 ).split()
 
 
@@ -82,7 +86,9 @@ def keys_deepspeed_reads() -> set[str]:
 
 
 def read_in(section: str) -> set[str]:
-    names = (key.removeprefix(f"{section}.") for key in keys_deepspeed_reads() if key.startswith(f"{section}."))
+    names = (
+        key.removeprefix(f"{section}.") for key in keys_deepspeed_reads() if key.startswith(f"{section}.")
+    )
     return {name for name in names if "." not in name}
 
 
@@ -126,7 +132,9 @@ def test_the_sections_with_a_schema_have_its_fields() -> None:
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     zero = KEYS["zero_optimization"] or {}
-    deprecated = {key.removeprefix("zero_optimization.") for key in REMOVED if key.startswith("zero_optimization.")}
+    deprecated = {
+        key.removeprefix("zero_optimization.") for key in REMOVED if key.startswith("zero_optimization.")
+    }
     read = fields(DeepSpeedZeroConfig)
     assert set(zero) == read - deprecated
     for section, model in (
@@ -178,7 +186,10 @@ def test_unknown_and_removed_keys_are_named() -> None:
 
 
 VARIANTS = [
-    {"train": {"precision": precision}, "parallel": {"zero_stage": stage, "pipeline_stages": stages, **offload}}
+    {
+        "train": {"precision": precision},
+        "parallel": {"zero_stage": stage, "pipeline_stages": stages, **offload},
+    }
     for precision, stage, stages, offload in itertools.product(
         ("fp32", "bf16"), range(4), (1, 2), ({}, {"offload_optimizer": {"device": "cpu"}})
     )

@@ -33,7 +33,11 @@ def test_the_repository_holds_what_its_specs_generate_byte_for_byte(path: Path) 
 
 def test_nothing_generated_is_left_over() -> None:
     expected = {name for path in SHIPPED for name in files(load_spec(path), path, ROOT)}
-    found = {p.relative_to(ROOT).as_posix() for folder in ("ds_configs", "hostfiles") for p in (ROOT / folder).iterdir()}
+    found = {
+        p.relative_to(ROOT).as_posix()
+        for folder in ("ds_configs", "hostfiles")
+        for p in (ROOT / folder).iterdir()
+    }
     found |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "scripts" / "launch").iterdir()}
     assert found == expected
 

@@ -35,4 +35,3 @@ def test_all_bad_lines_are_told_together() -> None:
     with pytest.raises(SpecError) as error:
         parse("a slots=x\nb slots=1\nb slots=1\n", "hosts")
     assert [problem.where for problem in error.value.problems] == ["hosts:1", "hosts:3"]
-

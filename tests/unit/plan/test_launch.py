@@ -25,11 +25,19 @@ def test_the_launchers_arguments() -> None:
     assert argv(TWO) == ["deepspeed", "--hostfile", "hostfiles/x", *run]
     here = ["--no_ssh_check", "--master_addr", "127.0.0.1"]
     assert argv(Cluster(hosts={"localhost": 8})) == ["deepspeed", "--hostfile", "hostfiles/x", *here, *run]
-    assert argv(Cluster(hosts={"node7": 8})) == ["deepspeed", "--hostfile", "hostfiles/x", "--force_multi", *run]
+    assert argv(Cluster(hosts={"node7": 8})) == [
+        "deepspeed",
+        "--hostfile",
+        "hostfiles/x",
+        "--force_multi",
+        *run,
+    ]
 
 
 def test_the_interface_is_named_for_both_backends_and_the_spec_has_the_last_word() -> None:
-    cluster = Cluster(hosts={"a": 1, "b": 1}, interface="eth0", env={"NCCL_SOCKET_IFNAME": "ib0", "HF_HUB_OFFLINE": "1"})
+    cluster = Cluster(
+        hosts={"a": 1, "b": 1}, interface="eth0", env={"NCCL_SOCKET_IFNAME": "ib0", "HF_HUB_OFFLINE": "1"}
+    )
     expected = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
     assert environment(cluster) == expected
     assert environment_text(cluster) == "NCCL_SOCKET_IFNAME=ib0\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"
@@ -57,7 +65,13 @@ def run_script(root: Path, script: str, *arguments: str) -> dict[str, Any]:
     fake.chmod(0o755)
     environ = {"PATH": f"{fake.parent}:/usr/local/bin:/usr/bin:/bin"}
     done = subprocess.run(
-        ["bash", str(path), *arguments], cwd="/", env=environ, capture_output=True, text=True, check=True, timeout=60
+        ["bash", str(path), *arguments],
+        cwd="/",
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -15,7 +15,10 @@ BIG, SMALL = 1_000_000, 100
 def census() -> Census:
     layers = [Parameter(f"layers.{i}.w", (1000, 1000), i, False, ()) for i in range(4)]
     norms = [Parameter(f"layers.{i}.n", (SMALL,), i, False, ()) for i in range(4)]
-    outside = [Parameter("embed", (2000, 1000), None, True, ()), Parameter("head", (1000, 1000), None, False, ())]
+    outside = [
+        Parameter("embed", (2000, 1000), None, True, ()),
+        Parameter("head", (1000, 1000), None, False, ()),
+    ]
     return Census("X", 4, None, (*outside, *layers, *norms))
 
 
@@ -33,13 +36,23 @@ def sizes(make_spec: Any) -> Any:
 
 def test_zero_0_holds_everything_on_every_rank(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 0}).stages[0]
-    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (4 * WHOLE, 4 * WHOLE, 0, 8 * WHOLE)
+    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (
+        4 * WHOLE,
+        4 * WHOLE,
+        0,
+        8 * WHOLE,
+    )
     assert rank.buffers == 0
 
 
 def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
-    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (2 * WHOLE, WHOLE, WHOLE, 2 * WHOLE)
+    assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (
+        2 * WHOLE,
+        WHOLE,
+        WHOLE,
+        2 * WHOLE,
+    )
     assert rank.buffers == 2 * 4 * BUCKET
 
 
@@ -71,7 +84,10 @@ def test_stages_have_their_own_layers(sizes: Any) -> None:
 
 def test_sgd_has_moments_with_momentum_only(sizes: Any) -> None:
     assert sizes(optim={"name": "sgd"}).stages[0].moments == 0
-    assert sizes(optim={"name": "sgd", "momentum": 0.9}, parallel={"zero_stage": 0}).stages[0].moments == 4 * WHOLE
+    assert (
+        sizes(optim={"name": "sgd", "momentum": 0.9}, parallel={"zero_stage": 0}).stages[0].moments
+        == 4 * WHOLE
+    )
 
 
 def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:

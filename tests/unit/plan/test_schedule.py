@@ -33,7 +33,9 @@ def test_rates_equal_transformers(kind: Any, warmup: int, total: int) -> None:
     kwargs = {"min_lr_rate": 0.1} if floor else {}
     optim = Optim(learning_rate=PEAK, lr_scheduler_type=kind, warmup_steps=warmup, **floor)
     ours = [learning_rate(optim, step, total) for step in range(total + 2)]
-    assert ours == pytest.approx(transformers_rates(kind, warmup, total, total + 2, **kwargs), rel=1e-12, abs=1e-18)
+    assert ours == pytest.approx(
+        transformers_rates(kind, warmup, total, total + 2, **kwargs), rel=1e-12, abs=1e-18
+    )
 
 
 def test_warmup_ratio_is_rounded_up_as_the_trainer_does() -> None:
