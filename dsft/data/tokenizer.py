@@ -56,7 +56,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # what the libraries below raise for a damaged file has no common class
         raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
 
 
@@ -66,12 +66,16 @@ def _no_tokenizer(name: str, error: Exception) -> str:
         return f"tokenizer {name}: this is a file; give the folder that holds it"
     if folder.is_dir():
         reason = str(error).strip().split("\n")[0]
-        return f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); \
-model.tokenizer names another"
+        return (
+            f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); "
+            "name another with model.tokenizer"
+        )
     if folder.is_absolute() or name.startswith((".", "~")):
         return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"
-    return f"tokenizer {name}: no such folder here, and not to be had from the hub (its cache included); \
-correct the name, download it first, or log in where it is gated"
+    return (
+        f"tokenizer {name}: there is no such folder, and it is not to be had from the hub or its cache; "
+        "correct the name, download it first, or log in where it is gated"
+    )
 
 
 def read_chat_template(path: str | Path) -> str:

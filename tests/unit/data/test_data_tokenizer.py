@@ -66,12 +66,21 @@ def test_pad_id_without_special_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("./nowhere", "there is no such folder"), ("folder", "no tokenizer that"), ("a.json", "this is a file")],
+    [
+        ("./nowhere", "there is no such folder"),
+        ("folder", "no tokenizer that"),
+        ("a.json", "this is a file"),
+        ("torn", "no tokenizer that"),
+        ("some/where", "not to be had from the hub"),
+    ],
 )
 def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("a.json").write_text("{}")
+    byte_level_tokenizer().save_pretrained("torn")
+    Path("torn/tokenizer.json").write_bytes(Path("torn/tokenizer.json").read_bytes()[:500])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingInputError, match=said):
         load_tokenizer(name)
 
