@@ -13,7 +13,7 @@ from typing import Any
 HIDDEN = "***"
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are no secrets
-    r"(?:token|api_?key|access_?key|secret|password|passwd|credentials?)(?:[_.-](?:id|key|value))?"
+    r"(?:token|api[_-]?key|access[_-]?key|secret|password|passwd|credentials?)(?:[_.-](?:id|key|value))?"
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?P<name>(?<![\w.-])-{{0,2}}{_NAME})=\S+", re.IGNORECASE)

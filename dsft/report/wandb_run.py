@@ -47,6 +47,7 @@ class WandbRun:
         self._warn = warn
         self._work: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._summary: Mapping[str, float] = {}
+        self._left_behind = False
         self._thread: threading.Thread | None = None
         mode = mode_of(section, os.environ)
         if mode == "disabled":
@@ -70,6 +71,7 @@ class WandbRun:
         self._work.put(None)
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
+            self._left_behind = True
             self._warn(
                 f"W&B: not done after {FINISH_SECONDS:.0f} s, left behind; metrics.jsonl has everything, and "
                 "`wandb sync` sends what lies in the run's wandb folder."
@@ -77,14 +79,18 @@ class WandbRun:
 
     def _work_off(self, section: Wandb, run_dir: Path, config: dict[str, Any], mode: str) -> None:
         try:
-            run = _start(section, run_dir, config, mode, self._warn)
+            run = _start(section, run_dir, config, mode, self._say)
             while (record := self._work.get()) is not None:
                 if record[STEP] >= run.step:  # a resumed run already has the earlier ones
                     run.log(record, step=int(record[STEP]))
             run.summary.update(self._summary)
             run.finish()
         except Exception as error:  # noqa: B902  whatever it is, training goes on
-            self._warn(f"W&B: stopped, {_reason(error)}; metrics.jsonl has everything.")
+            self._say(f"W&B: stopped, {_reason(error)}; metrics.jsonl has everything.")
+
+    def _say(self, text: str) -> None:
+        if not self._left_behind:  # after close nobody listens
+            self._warn(text)
 
 
 def mode_of(section: Wandb, environ: Mapping[str, str]) -> str:
@@ -128,22 +134,43 @@ def _start(
     who = identity(run_dir, config.get("task"))
     if mode == "online":
         try:
-            _ask_server(os.environ.get("WANDB_BASE_URL") or SERVER)
+            _ask_server(os.environ)
             run = _init(section, run_dir, config, who, "online")
             warn(f"W&B: {run.url}")
             return run
         except Exception as error:  # noqa: B902  no network, no right to the project, quota, …
             warn(f"W&B: recording offline, {_reason(error)}.")
+            _forget_failed_start()
     run = _init(section, run_dir, config, who, "offline")
     warn(f"W&B: recorded offline; to send it: wandb sync --id {who.run_id} {run_dir}/wandb/offline-run-*")
     return run
 
 
-def _ask_server(address: str) -> None:
-    """wandb.init waits half a minute for a server that is not there, whatever its init_timeout."""
-    import requests  # comes with wandb; it heeds the proxies that the environment names
+def _ask_server(environ: Mapping[str, str]) -> None:
+    """Raises within seconds where the server is not there or does not take the key: wandb.init waits half a
+    minute for it, whatever its init_timeout."""
+    import requests  # comes with wandb; heeds the proxies and the netrc file that the environment names
 
-    requests.head(address, timeout=ANSWER_SECONDS)
+    address = (environ.get("WANDB_BASE_URL") or SERVER).rstrip("/")
+    key = environ.get("WANDB_API_KEY")
+    try:
+        answer = requests.post(
+            f"{address}/graphql",
+            json={"query": "query { viewer { id } }"},
+            auth=("api", key) if key else None,
+            timeout=ANSWER_SECONDS,
+        )
+    except requests.RequestException as error:
+        raise ConnectionError(f"{address} cannot be reached ({type(error).__name__})") from error
+    if not answer.ok:
+        raise ConnectionError(f"{address} answered {answer.status_code} {answer.reason}")
+
+
+def _forget_failed_start() -> None:
+    """wandb's own process remembers the id of a run that failed to start as being in use."""
+    import wandb
+
+    wandb.teardown()
 
 
 def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, mode: str) -> Any:
@@ -158,6 +185,8 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, 
         "x_save_requirements": False,  # versions.json has them
     }
     bounded = {"init_timeout": 20.0, "finish_timeout": FINISH_SECONDS}
+    settings = wandb.Settings(**quiet, **private, **bounded)  # type: ignore[arg-type]
+    wandb.setup(settings)  # init alone would speak before it reads `silent`
     run = wandb.init(
         project=section.project,
         entity=section.entity,
@@ -170,7 +199,7 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, 
         mode=mode,  # type: ignore[arg-type]
         dir=str(run_dir),
         config=config,
-        settings=wandb.Settings(**quiet, **private, **bounded),  # type: ignore[arg-type]
+        settings=settings,
     )
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)

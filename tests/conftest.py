@@ -1,0 +1,44 @@
+"""What every test stands on: no network, no W&B, one thread, kept compiled operations, GPU tests skipped
+where there is none. Variables that are set already are left alone, but for those that reach outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def count_gpus() -> int:
+    """CUDA devices; torch is asked only where the driver answers, since asking costs seconds."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    if listed.returncode != 0:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+GPUS = count_gpus()
+
+# Before any test imports torch or deepspeed, and inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if GPUS == 0:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled")
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY"):
+    os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and GPUS == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
