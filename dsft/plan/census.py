@@ -135,8 +135,8 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
 
 def _digest(model: Model, stages: int) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    sources = (ROOT / "dsft" / "model" / "census.py", ROOT / "dsft" / "model" / "config.py")
-    code = [path.read_text(encoding="utf-8") for path in sources]
+    sources = ("model/census.py", "model/config.py", "data/tokenizer.py")
+    code = [(ROOT / "dsft" / source).read_text(encoding="utf-8") for source in sources]
     facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -40,6 +40,6 @@ def test_the_memory_table_is_what_deepspeed_allocates() -> None:
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
         for case in cases
-        if not 0.79 <= case["measured"] / case["planned"] <= 1.05
+        if not 0.79 <= case["measured"] / case["planned"] <= 1.1
     }
     assert off == {}
