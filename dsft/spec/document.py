@@ -81,8 +81,12 @@ class _Reader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.tags: list[tuple[str, int]] = []
+        self.count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise _TooLarge(_TOO_MANY)
         event = self.peek_event()  # type: ignore[no-untyped-call]
         tag = getattr(event, "tag", None)
         if tag is not None:
@@ -122,13 +126,12 @@ def read_document(text: str) -> Document:
     try:
         reader = _Reader(text)
         node = reader.get_single_node()
+        builder = _Builder()
+        builder.document.data = None if node is None else builder.value(node, ())
     except yaml.YAMLError as error:
         return Document(problems=[_syntax_problem(error)])
     except RecursionError:
         return Document(problems=[Problem("YAML", _TOO_DEEP)])
-    builder = _Builder()
-    try:
-        builder.document.data = None if node is None else builder.value(node, ())
     except _TooLarge as error:
         return Document(problems=[Problem("YAML", str(error))])
     for tag, line in reader.tags:
@@ -137,6 +140,7 @@ def read_document(text: str) -> Document:
     return builder.document
 
 
+_TOO_MANY = f"more than {MAX_VALUES} values, aliases followed; a spec needs fewer"
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; a spec needs fewer"
 
 
@@ -154,7 +158,7 @@ class _Builder:
     def value(self, node: yaml.Node, path: Path) -> Any:
         self.count += 1
         if self.count > MAX_VALUES:
-            raise _TooLarge(f"more than {MAX_VALUES} values once aliases are followed; a spec needs fewer")
+            raise _TooLarge(_TOO_MANY)
         if len(path) > MAX_DEPTH:
             raise _TooLarge(_TOO_DEEP)
         if isinstance(node, yaml.MappingNode):

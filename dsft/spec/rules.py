@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.parallel.offload_optimizer.device != "none" and s.parallel.zero_stage == 0,
         "offload is a part of ZeRO, DeepSpeed ignores it at stage 0 in silence",
         "set parallel.zero_stage to 3, or the device to none",
-        "zero/config.py, read",
+        "zero/config.py:95",
     ),
     Rule(
         "parameter offload below ZeRO 3",
@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (
         (PRECISION, ZERO),
         lambda s: _bf16(s) and s.parallel.zero_stage == 0,
         "DeepSpeed adds up micro-batches in bf16 there, about 3 digits",
-        "parallel.zero_stage 1 adds up in fp32 at the same speed",
+        "parallel.zero_stage 1 adds them up in fp32",
         "engine.py:2323",
     ),
     Rule(
@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "in bf16 the step is skipped in silence, in fp32 it is applied",
         "dsft applies none of them, counts them, and stops after train.max_consecutive_nonfinite in a row",
-        "engine.py, ran",
+        "engine.py:2639",
     ),
     Rule(
         "checkpoints",

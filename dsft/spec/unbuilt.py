@@ -73,6 +73,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),
+    Unbuilt("cluster.accelerator.peak_tflops", (None,), LEAVE_OUT),
     Unbuilt("cluster.hang_timeout", (None,), LEAVE_OUT),
     Unbuilt("cluster.time_limit", (None,), LEAVE_OUT),
     Unbuilt("cluster.min_hosts", (None,), LEAVE_OUT),

@@ -98,3 +98,8 @@ def test_what_is_written_is_read_back(value: Any) -> None:
 def test_no_shown_text_can_drive_a_terminal(text: str) -> None:
     assert shown(text).isprintable()
     assert dotted((text,)).isprintable()
+
+
+def test_a_file_of_many_values_is_given_up_early() -> None:
+    (problem,) = read_document("a: [" + "1, " * 300_000 + "1]").problems
+    assert problem.message == "more than 20000 values, aliases followed; a spec needs fewer"
