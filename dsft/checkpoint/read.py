@@ -6,6 +6,7 @@ nothing in it says how many ranks will read it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -44,10 +45,13 @@ class Piece:
 class Checkpoint:
     """An opened checkpoint. `files`: what the manifest lists; `state`: state.json, see `Facts` in save.py."""
 
-    def __init__(self, path: Path, files: Mapping[str, Written], state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, files: Mapping[str, Written], state: Mapping[str, Any], digest: str
+    ) -> None:
         self.path = path
         self.files = files
         self.state = state
+        self.digest = digest  # of the manifest, which lists all others: tells checkpoints apart
         self._open: dict[str, Any] = {}
 
     @classmethod
@@ -60,15 +64,17 @@ class Checkpoint:
         manifest = _json(path / MANIFEST)
         try:
             files = {name: Written(int(f["size"]), str(f["sha256"])) for name, f in manifest["files"].items()}
-            form = manifest["format"]
+            form, digest = manifest["format"], manifest.pop("sha256")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path / MANIFEST} is not a manifest ({error!r}).") from None
         if form != FORMAT:
             raise CheckpointError(f"{path} has format {form}; this dsft reads format {FORMAT}.")
+        if digest != seal(manifest):
+            raise CheckpointError(f"{path / MANIFEST} is not what was written; the checkpoint is damaged.")
         if STATE not in files:
             raise CheckpointError(f"{path / MANIFEST} does not list {STATE}.")
         cls._check_file(path, STATE, files[STATE])
-        return cls(path, files, _json(path / STATE))
+        return cls(path, files, _json(path / STATE), digest)
 
     @property
     def step(self) -> int:
@@ -78,11 +84,6 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> full shape of every parameter."""
         return {name: tuple(shape) for name, shape in self.state["parameters"].items()}
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the manifest, which lists all others: tells checkpoints apart."""
-        return digest_of(self.path / MANIFEST).sha256
 
     @property
     def model_folder(self) -> Path:
@@ -214,6 +215,11 @@ def step_folders(run: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """SHA-256, as hex, of what a manifest says; stands in it as `sha256`."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _json(path: Path) -> Any:

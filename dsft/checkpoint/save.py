@@ -34,7 +34,7 @@ from dsft.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, STEP, Checkpoint, step_folders
+from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, STEP, Checkpoint, seal, step_folders
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
 
@@ -196,7 +196,8 @@ def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts) -> None:
             if path.is_file():
                 files[path.relative_to(aside).as_posix()] = digest_of(path)
         listed = {name: asdict(written) for name, written in files.items() if written is not None}
-        write_json(aside / MANIFEST, {"format": FORMAT, "step": facts.progress["step"], "files": listed})
+        manifest = {"format": FORMAT, "step": facts.progress["step"], "files": listed}
+        write_json(aside / MANIFEST, manifest | {"sha256": seal(manifest)})
         torn = aside.with_name(aside.name + "-torn")
         if final.exists():  # `_committed` has looked: it is not whole
             os.rename(final, torn)
@@ -245,5 +246,5 @@ def _not_written(folder: Path, error: OSError, needed: int) -> str:
 def _too_full(folder: Path, free: int, needed: int) -> str:
     return (
         f"{folder} has {free} bytes free where this checkpoint needs {needed}; nothing is saved and "
-        "older checkpoints are as they were: free space, lower checkpoint.keep_last, or set another output_dir."
+        "older checkpoints are as they were: free space, lower checkpoint.keep_last, or change output_dir."
     )

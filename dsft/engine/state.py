@@ -217,7 +217,7 @@ def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:
 
 def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
     """Its C++ side multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h,
-    IncrementStep), which differs in the last bits: go through the steps on one element that is thrown away."""
+    IncrementStep), which differs in the last bits: go through the steps on an element that is thrown away."""
     scrap = [torch.zeros(1) for _ in range(4)]
     group = base.param_groups[0]
     beta1, beta2 = group["betas"]

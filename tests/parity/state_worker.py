@@ -1,11 +1,11 @@
-"""What test_state.py launches: saves in some layouts, goes on without a break, loads in the same and others.
+"""What test_state.py launches: saves under some layouts, goes on from them under the same and others.
 
-    torchrun … state_worker.py FOLDER save CASE …        each trains 6 steps and saves at steps 0, 3 and 6
-    torchrun … state_worker.py FOLDER load FROM:TO:N …   each goes on from FROM's step N under TO to step 6
+    torchrun … state_worker.py FOLDER CASE …
 
-A case is `STAGE-PRECISION[-offload][-pipe][-tied][-sgd|-momentum]`, as `z2-bf16-offload`. Engines are made with
-deepspeed.initialize alone, so that nothing but state.py and the checkpoint is under test. Rank 0 writes
-FOLDER/results.jsonl: what differs from going on without a break.
+A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and `-sgd`
+or `-momentum` where it is not AdamW, as `z2-bf16-offload`. A case A:B:N goes on from A's step N under B to
+step 6. Engines are made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is
+under test. Rank 0 writes FOLDER/results.jsonl: losses, and what differs after step 6 from no break.
 """
 
 from __future__ import annotations
@@ -221,10 +221,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
 
 
-def main(folder: Path, verb: str, cases: list[str]) -> None:
+def main(folder: Path, cases: list[str]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    for name in cases:
-        result = save_case(folder, name) if verb == "save" else load_case(folder, name)
+    for words in cases:
+        result = load_case(folder, words) if ":" in words else save_case(folder, words)
         if deepspeed.comm.get_rank() == 0:
             with (folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -232,4 +232,4 @@ def main(folder: Path, verb: str, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

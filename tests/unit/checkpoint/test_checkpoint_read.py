@@ -1,0 +1,188 @@
+"""A checkpoint that is not as it was written is named and passed over; a run never starts again by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsft.checkpoint.read import Checkpoint, find, verify
+from dsft.errors import CheckpointError, LockedError
+
+
+@pytest.fixture
+def two(maker: Any) -> Any:
+    maker.save(1)
+    maker.save(2)
+    return maker
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def truncate_to(share: float, less: int = 0) -> Any:
+    return lambda path: os.truncate(path, int(path.stat().st_size * share) - less)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    place = random.Random(path.name).randrange(len(data) * 8)
+    data[place // 8] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "emptied": truncate_to(0),
+    "half": truncate_to(0.5),
+    "one byte short": truncate_to(1, 1),
+    "one bit": flip_a_bit,
+    "deleted": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damage_to_any_file_is_named_and_the_one_before_is_taken(two: Any, damage: str) -> None:
+    whole = two.run / "whole"
+    shutil.copytree(two.step(2), whole)
+    names = [path.relative_to(whole) for path in files_of(whole)]
+    assert len(names) >= 6
+    for name in names:
+        DAMAGES[damage](two.step(2) / name)
+        if name.name != "MANIFEST.json" or not same_json(two.step(2) / name, whole / name):
+            with pytest.raises(CheckpointError) as error:
+                Checkpoint.open(two.step(2)).verify()
+            assert name.name in str(error.value) or name.name == "MANIFEST.json"
+            found = find(two.run, "auto")
+            assert found.path == two.step(1)
+            assert len(found.notes) == 1 and found.notes[0].startswith("step-2 is passed over: ")
+        shutil.rmtree(two.step(2))
+        shutil.copytree(whole, two.step(2))
+    assert find(two.run, "auto").path == two.step(2)
+
+
+def same_json(one: Path, other: Path) -> bool:
+    """The manifest has no digest outside itself: a change to its blanks alone changes nothing."""
+    try:
+        return bool(json.loads(one.read_bytes()) == json.loads(other.read_bytes()))
+    except (OSError, ValueError):
+        return False
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_anywhere_in_the_tensors_is_found(maker: Any, data: st.DataObject) -> None:
+    if not maker.step(1).exists():
+        maker.save(1)
+    path = maker.step(1) / "rank-00000.safetensors"
+    before = path.read_bytes()
+    place = data.draw(st.integers(0, 8 * len(before) - 1))
+    after = bytearray(before)
+    after[place // 8] ^= 1 << place % 8
+    path.write_bytes(after)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors is not what was written"):
+        Checkpoint.open(maker.step(1)).verify()
+    path.write_bytes(before)
+
+
+@pytest.mark.parametrize("latest", [None, "", "step-1", "step-77", "../../etc"])
+def test_latest_may_be_lost_or_wrong(two: Any, latest: str | None) -> None:
+    path = two.run / "checkpoints" / "latest"
+    path.unlink() if latest is None else path.write_text(latest)
+    assert find(two.run, "auto").path == two.step(2)
+
+
+def test_none_whole_is_an_error_never_step_0(two: Any) -> None:
+    for step in (1, 2):
+        (two.step(step) / "MANIFEST.json").unlink()
+    with pytest.raises(
+        CheckpointError, match="None of the 2 checkpoints .* does not start again from step 0"
+    ):
+        find(two.run, "auto")
+
+
+def test_a_folder_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
+    assert find(tmp_path, "auto").path is None
+    (tmp_path / "checkpoints" / "step-3.tmp-12ab").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-x").mkdir()
+    assert find(tmp_path, "auto").path is None
+    assert find(tmp_path, "never").path is None
+
+
+def test_never_refuses_a_folder_with_checkpoints(two: Any) -> None:
+    with pytest.raises(LockedError, match="checkpoint.resume is never, but .* holds step-2"):
+        find(two.run, "never")
+
+
+def test_a_path_is_taken_or_refused(two: Any) -> None:
+    assert find(two.run, str(two.step(1))).path == two.step(1)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        find(two.run, str(two.step(3)))
+    flip_a_bit(two.step(1) / "rank-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is not what was written"):
+        find(two.run, str(two.step(1)))
+
+
+def test_a_moved_run_goes_on(two: Any) -> None:
+    moved = two.run.with_name("moved")
+    two.run.rename(moved)
+    assert find(moved, "auto").path == moved / "checkpoints" / "step-2"
+
+
+def test_steps_are_ordered_as_numbers(maker: Any) -> None:
+    for step in (9, 10):
+        maker.save(step)
+    assert find(maker.run, "auto").path == maker.step(10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_range_is_read_whoever_wrote_it(maker: Any, ranks: int, data: st.DataObject) -> None:
+    if not maker.step(ranks).exists():
+        maker.save(ranks, ranks=ranks)
+    name = data.draw(st.sampled_from(sorted(maker.tensors)))
+    flat = maker.tensors[name].flatten()
+    start = data.draw(st.integers(0, flat.numel()))
+    stop = data.draw(st.integers(start, flat.numel()))
+    assert torch.equal(Checkpoint.open(maker.step(ranks)).read(name, "value", start, stop), flat[start:stop])
+
+
+def test_a_missing_range_is_refused_by_name(maker: Any) -> None:
+    maker.save(1)
+    checkpoint = Checkpoint.open(maker.step(1))
+    with pytest.raises(CheckpointError, match=r"holds no value of lm_head.weight from element 800 on"):
+        checkpoint.read("lm_head.weight", "value", 0, 801)
+    with pytest.raises(CheckpointError, match="holds no exp_avg_sq of model.norm.weight from element 0 on"):
+        checkpoint.read("model.norm.weight", "exp_avg_sq", 0, 16)
+
+
+def test_another_format_says_so(maker: Any) -> None:
+    maker.save(1)
+    path = maker.step(1) / "MANIFEST.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99; this dsft reads format 1"):
+        Checkpoint.open(maker.step(1))
+
+
+def test_a_manifest_that_says_something_else_is_found(maker: Any) -> None:
+    maker.save(1)
+    path = maker.step(1) / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["model/config.json"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="MANIFEST.json is not what was written"):
+        Checkpoint.open(maker.step(1))
+
+
+def test_verify_says_what_it_found(maker: Any) -> None:
+    maker.save(1)
+    assert verify(maker.step(1)).startswith(f"{maker.step(1)} is whole: step 1, ")

@@ -1,0 +1,210 @@
+"""A checkpoint is there whole or not at all: disks that fill, ranks that fail, processes that die."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsft.checkpoint.files import Entry, write_tensors
+from dsft.checkpoint.read import Checkpoint, find
+from dsft.errors import DsftError, StorageError
+
+
+def test_a_committed_checkpoint_holds_every_element_and_lists_every_file(maker: Any) -> None:
+    assert maker.save(5, ranks=3) == [f"{maker.step(5)} is committed"] * 3
+    assert maker.names() == {"step-5", "latest"}
+    assert (maker.run / "checkpoints" / "latest").read_text() == "step-5\n"
+    files = json.loads((maker.step(5) / "MANIFEST.json").read_text())["files"]
+    on_disk = {p.relative_to(maker.step(5)).as_posix() for p in maker.step(5).rglob("*") if p.is_file()}
+    assert on_disk == {*files, "MANIFEST.json"}
+    for name, listed in files.items():
+        data = (maker.step(5) / name).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (listed["size"], listed["sha256"])
+
+    checkpoint = Checkpoint.open(maker.step(5))
+    checkpoint.verify()
+    assert checkpoint.step == 5
+    assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in maker.tensors.items()}
+    for name, tensor in maker.tensors.items():
+        assert torch.equal(checkpoint.read(name, "value", 0, tensor.numel()), tensor.flatten())
+        assert torch.equal(checkpoint.read(name, "exp_avg", 0, tensor.numel()), 2 * tensor.flatten())
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(maker: Any) -> None:
+    maker.save(1)
+    suffixes = {path.suffix for path in maker.step(1).rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".safetensors", ".jinja"}
+
+
+def test_a_step_that_is_whole_is_left_as_it_is_and_a_torn_one_is_written_again(maker: Any) -> None:
+    maker.save(1)
+    before = (maker.step(1) / "MANIFEST.json").stat().st_ino
+    assert maker.save(1) == [f"{maker.step(1)} is committed already"] * 2
+    assert (maker.step(1) / "MANIFEST.json").stat().st_ino == before
+    os.truncate(maker.step(1) / "rank-00001.safetensors", 100)
+    assert maker.save(1) == [f"{maker.step(1)} is committed"] * 2
+    Checkpoint.open(maker.step(1)).verify()
+    assert maker.names() == {"step-1", "latest"}
+
+
+def test_the_oldest_go_and_leftovers_of_broken_saves_too(maker: Any) -> None:
+    for step in (1, 2, 3):
+        maker.save(step)
+    (maker.run / "checkpoints" / "step-4.tmp-beef" / "model").mkdir(parents=True)
+    assert maker.save(4, keep_last=2)[0] == f"{maker.step(4)} is committed; removed step-2, step-1"
+    assert maker.names() == {"step-3", "step-4", "latest"}
+
+
+def test_a_torn_checkpoint_does_not_count_as_kept(maker: Any) -> None:
+    for step in (1, 2):
+        maker.save(step)
+    os.truncate(maker.step(2) / "rank-00000.safetensors", 10)
+    maker.save(3, keep_last=2)
+    assert maker.names() == {"step-1", "step-2", "step-3", "latest"}
+
+
+def test_a_checkpoint_of_a_later_step_is_never_removed(maker: Any) -> None:
+    for step in (1, 9):
+        maker.save(step)
+    maker.save(2, keep_last=1)
+    assert maker.names() == {"step-2", "step-9", "latest"}
+
+
+def test_ranks_that_do_not_own_every_element_commit_nothing(maker: Any, monkeypatch: Any) -> None:
+    whole = type(maker).fragments
+    monkeypatch.setattr(type(maker), "fragments", lambda *place: list(whole(*place))[1:])
+    results = maker.save(1)
+    assert all(type(result) is DsftError and "elements of value" in str(result) for result in results)
+    assert maker.names() == set()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_that_cannot_write_stops_all_and_leaves_the_older(
+    maker: Any, failing: int, monkeypatch: Any
+) -> None:
+    """A real limit on file size, hit in the middle of one rank's file, under which the other's fits."""
+    maker.save(1)
+    whole = type(maker).fragments
+    extra = torch.zeros(200_000)
+
+    def uneven(self: Any, rank: int, ranks: int) -> Iterator[Any]:
+        for fragment in whole(self, rank, ranks):
+            yield fragment
+        if rank == failing:
+            yield type(fragment)("extra", "value", 0, extra)
+
+    monkeypatch.setattr(type(maker), "fragments", uneven)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        results = maker.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for result in results:
+        assert isinstance(result, StorageError)
+        assert f"rank {failing}: " in str(result) and "bytes free where this checkpoint needs" in str(result)
+    assert maker.names() == {"step-1", "latest"}
+    assert find(maker.run, "auto").path == maker.step(1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, 3 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 0.95])
+def test_a_full_disk_leaves_the_older_checkpoint(
+    maker: Any, small_disk: Path, room: float, monkeypatch: Any
+) -> None:
+    """The disk has room for a part of the new checkpoint. At 0.0 that is seen before anything is written; for
+    the others it seems free until the kernel says otherwise, as where other jobs fill it meanwhile."""
+    other = type(maker)(small_disk, maker.model_folder, maker.tensors | {"big": torch.randn(20_000)})
+    other.save(1)
+    digest = Checkpoint.open(other.step(1)).digest
+    needed = sum(8 * tensor.numel() for tensor in other.tensors.values())
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(b"x" * (free - int(room * needed) - 40_000 * (room > 0)))
+    if room:
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**40))
+    for result in other.save(2):
+        assert isinstance(result, StorageError)
+        assert "where this checkpoint needs" in str(result) or "No space left" in str(result)
+    assert other.names() == {"step-1", "latest"}
+    Checkpoint.open(other.step(1)).verify()
+    assert Checkpoint.open(other.step(1)).digest == digest
+
+
+@pytest.mark.parametrize("moment", ["fsync", "rename", "replace", "rmtree"])
+def test_killed_anywhere_in_a_save_the_run_goes_on_from_a_whole_one(maker: Any, moment: str) -> None:
+    """SIGKILL at the n-th call, for every n until the save gets through: never torn, never step 0."""
+    maker.save(1)
+    for call in range(1, 100):
+        status = save_and_die(maker, moment, call)
+        found = find(maker.run, "auto")
+        assert found.notes == ()
+        assert found.path in (maker.step(1), maker.step(2))
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        shutil.rmtree(maker.step(2), ignore_errors=True)
+    assert status == 0 and call > 1
+    assert found.path == maker.step(2)
+    assert maker.names() == {"step-1", "step-2", "latest"}
+
+
+def save_and_die(maker: Any, moment: str, call: int) -> int:
+    """Save step 2 in a child that kills itself just before its `call`-th os.fsync, os.rename, …; its status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            module = shutil if moment == "rmtree" else os
+            real, left = getattr(module, moment), iter(range(call))
+
+            def dying(*args: Any, **settings: Any) -> Any:
+                if next(left) == call - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **settings)
+
+            setattr(module, moment, dying)
+            os._exit(0 if isinstance(maker.save(2, ranks=1)[0], str) else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+def test_tensors_are_written_in_pieces_as_the_library_reads_them(tmp_path: Path) -> None:
+    wide, narrow = torch.randn(3, 5), torch.randn(7).bfloat16()
+    entries = [Entry("wide", (3, 5)), Entry("narrow", (7,), torch.bfloat16), Entry("none", (0,))]
+    pieces = [*wide.flatten().split(4), *narrow.split(2)]
+    written = write_tensors(tmp_path / "x.safetensors", entries, pieces, {"format": "pt"})
+    found = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(found["wide"], wide) and torch.equal(found["narrow"], narrow)
+    assert found["none"].shape == (0,)
+    assert written.size == (tmp_path / "x.safetensors").stat().st_size
+    with pytest.raises(ValueError, match="announced"):
+        write_tensors(tmp_path / "y.safetensors", entries, pieces[1:], {})
