@@ -5,6 +5,7 @@ Takes a spec, and the model's config.json as a mapping where there is one; gives
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -67,7 +68,18 @@ def _model(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model",), "both name_or_path and from_config are given; keep one of the two", _MODEL)
     if config is not None and not isinstance(config.get("model_type"), str):
         message = "model_type is missing, a transformers config needs it; write it, such as model_type: llama"
-        yield Finding(("model", "from_config"), message, ("model.from_config",))
+        yield Finding(("model", "from_config"), message)
+    if not _is_finite(config):
+        message = "a number in it is too large for a float; write one that is finite"
+        yield Finding(("model", "from_config"), message)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _batch(spec: Spec) -> Iterator[Finding]:
@@ -87,6 +99,25 @@ def _batch(spec: Spec) -> Iterator[Finding]:
         missing = " or ".join(key for key in sizes if key not in given)
         way_out = "give micro_batch_size and accumulation_steps" if not given else f"add {missing}"
         yield Finding(("train",), f"{values} is given; {rule}: {way_out}", reads)
+
+    if spec.cluster is None:  # with one, dsft.plan knows the ranks and checks the whole equation
+        yield from _batch_for_no_world(spec)
+
+
+def _batch_for_no_world(spec: Spec) -> Iterator[Finding]:
+    """A global batch that no number of ranks can make."""
+    train = spec.train
+    unit = (train.micro_batch_size or 1) * (train.accumulation_steps or 1)
+    total = train.global_batch_size
+    if total is None or total % unit == 0:
+        return
+    below = total // unit * unit
+    nearest = f"{below} and {below + unit} do" if below else f"{unit} does"
+    micro, steps = (size or "?" for size in (train.micro_batch_size, train.accumulation_steps))
+    equation = f"{total} = micro_batch_size {micro} × accumulation_steps {steps} × data-parallel ranks"
+    message = f"{equation} holds for no number of ranks; {nearest}"
+    reads = ("train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps")
+    yield Finding(("train", "global_batch_size"), message, reads)
 
 
 def _warmup(spec: Spec) -> Iterator[Finding]:

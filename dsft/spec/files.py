@@ -17,6 +17,7 @@ from dsft.spec.schema import Source, Spec
 
 BUILTIN = ("builtin:quickstart", "builtin:quickstart-heldout")
 SUFFIXES = (".jsonl", ".json")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
@@ -47,12 +48,12 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
             yield from _file(path, source.path)
     if spec.data.chat_template is not None:
         yield from _file(("data", "chat_template"), spec.data.chat_template)
-    for key, needed in (("name_or_path", "config.json"), ("tokenizer", "tokenizer_config.json")):
+    for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:
-            yield from _folder(("model", key), value, needed)
+            yield from _folder(("model", key), value, one_of)
     if spec.checkpoint.resume not in ("auto", "never"):
-        yield from _folder(("checkpoint", "resume"), spec.checkpoint.resume, "MANIFEST.json", hub=False)
+        yield from _folder(("checkpoint", "resume"), spec.checkpoint.resume, ("MANIFEST.json",), hub=False)
 
 
 def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -88,10 +89,11 @@ def _file(path: Path, name: str) -> Iterator[Finding]:
         yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
 
 
-def _folder(path: Path, name: str, needed: str, *, hub: bool = True) -> Iterator[Finding]:
+def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
     folder = FilePath(name)
     if _is_folder(folder):
-        if not _is_file(folder / needed):
+        if not any(_is_file(folder / file) for file in one_of):
+            needed = " or ".join(one_of)
             yield Finding(path, f"{shown(name)} is a folder without {needed}; name the folder that holds it")
     elif _is_file(folder):
         yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")

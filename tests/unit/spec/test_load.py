@@ -134,3 +134,39 @@ def test_a_slip_of_the_finger_is_understood(key: str) -> None:
     slipped = name[:-2] + name[-1] + name[-2]
     if len(name) >= 6 and slipped != name:
         assert name in suggestion(section, slipped)
+
+
+def test_a_tokenizers_folder_holds_one_of_its_files(write: Write) -> None:
+    path = write()
+    Path("tokens").mkdir()
+    (message,) = messages(path, "model.tokenizer=./tokens")
+    assert "without tokenizer_config.json or tokenizer.json or tokenizer.model" in message
+    Path("tokens/tokenizer.model").touch()
+    assert load_spec(path, ["model.tokenizer=./tokens"]).model.tokenizer == "./tokens"
+
+
+ODD = (
+    "",
+    "null",
+    "[]",
+    "{}",
+    "[[]]",
+    "{a: {b: 1}}",
+    "-1",
+    "1e400",
+    "true",
+    '"x\\0y"',
+    "[{path: 1}, 2]",
+    "9" * 39,
+)
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_no_value_of_any_key_ends_in_anything_but_a_spec_or_its_problems(write: Write, value: str) -> None:
+    path = write(cluster="{hosts: {a: 1}, accelerator: {name: cpu}}", dpo="{}")
+    for key in keys():
+        key = key.replace("data.train.", "data.train.0.").replace("data.eval.", "data.eval.0.")
+        try:
+            load_spec(path, [f"{key.replace('groups.', 'groups.0.')}={value}"])
+        except SpecError as error:
+            assert all(problem.message and problem.message.isprintable() for problem in error.problems)

@@ -75,6 +75,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "two_models": spec(model="model: {name_or_path: a/b, from_config: {hidden_size: 8}}\n"),
     "no_model": spec(model="model: {}\n"),
     "one_batch_size": spec(train="train: {global_batch_size: 64}\n"),
+    "batch_of_no_world": spec(train="train: {global_batch_size: 10, micro_batch_size: 4}\n"),
+    "infinite_config": spec(model="model: {from_config: {model_type: llama, rope: {theta: [1e999]}}}\n"),
     "no_batch_size": spec(train="train: {}\n"),
     "warmup_twice": spec(optim="optim: {learning_rate: 1, warmup_steps: 10, warmup_ratio: 0.1}\n"),
     "schedules": spec(
