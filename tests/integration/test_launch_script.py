@@ -1,5 +1,5 @@
-"""Generated launch scripts under the real `deepspeed`: what reaches other hosts, seen by an ssh and a pdsh that
-only write down what they are asked; and a start on this machine alone, which needs neither."""
+"""Generated launch scripts under the real `deepspeed`: what reaches other hosts, seen by an ssh and a pdsh
+that only write down what they are asked; and a start on this machine alone, which needs neither."""
 
 from __future__ import annotations
 
