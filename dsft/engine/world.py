@@ -6,6 +6,7 @@ Every method but `close` is a collective: all ranks call it, in the same order.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from dsft.launch.environment import Launched
 from dsft.plan.layout import Layout
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class World:
 
 def join(launched: Launched, layout: Layout) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs. A process started alone joins itself."""
+    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change, nor to show.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning)
     launched.export(os.environ)
     accelerator = get_accelerator()
     name = accelerator.device_name()

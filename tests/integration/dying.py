@@ -1,0 +1,69 @@
+"""`dsft/train.py`, but one rank kills itself with SIGKILL at a chosen instant.
+
+    dying.py INSTANT RANK STEP SPEC [key=value …]
+
+INSTANT: step (before the step's forward), part (half of a rank's file written), manifest (before
+MANIFEST.json), rename (before the folder gets its name), latest (before `latest` names it).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import dsft.checkpoint.save as saving
+import dsft.loop as loop
+from dsft.train import main
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(function: Callable[..., Any], is_time: Callable[..., bool]) -> Callable[..., Any]:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if is_time(*arguments):
+            die()
+        return function(*arguments, **named)
+
+    return wrapped
+
+
+def arm(instant: str, step: int) -> None:
+    folder = f"step-{step}"
+    if instant == "step":
+        loop.seed_step = before(loop.seed_step, lambda seed, index, rank: index == step)
+    elif instant == "part":
+        whole = saving.write_tensors
+
+        def torn(path: Path, *arguments: Any) -> Any:
+            written = whole(path, *arguments)
+            if path.parent.name.startswith(f"{folder}.tmp"):
+                os.truncate(path, written.size // 2)
+                die()
+            return written
+
+        saving.write_tensors = torn
+    elif instant == "manifest":
+        saving.write_json = before(
+            saving.write_json, lambda path, value: path.name == "MANIFEST.json" and value["step"] == step
+        )
+    elif instant == "rename":
+        os.rename = before(os.rename, lambda source, target: Path(target).name == folder)
+    elif instant == "latest":
+        saving.write_aside = before(
+            saving.write_aside, lambda path, text: path.name == "latest" and text.strip() == folder.encode()
+        )
+
+
+if __name__ == "__main__":
+    instant, rank, step, *arguments = sys.argv[1:]
+    if os.environ["RANK"] == rank:
+        arm(instant, int(step))
+    sys.exit(main(arguments))

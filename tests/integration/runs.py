@@ -1,0 +1,77 @@
+"""Small runs for tests: takes a folder, gives a spec in it, starts it, reads what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.launching import ROOT, end_group, torchrun
+
+TRAIN = ROOT / "dsft" / "train.py"
+
+SPEC = """
+name: small
+task: sft
+model:
+  from_config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4,
+    num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
+data:
+  train: [{path: "builtin:quickstart"}]
+  eval: [{path: "builtin:quickstart-heldout"}]
+  max_length: 256
+train: {global_batch_size: 12, micro_batch_size: 3, max_steps: 10, eval_every: 5, precision: fp32}
+optim: {learning_rate: 3.0e-3, lr_scheduler_type: cosine, warmup_steps: 2, weight_decay: 0.01, eps: 1.0e-4}
+checkpoint: {every: 4}
+wandb: {mode: disabled}
+"""
+
+
+def write_spec(folder: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(SPEC + f"output_dir: {folder / 'runs'}\n")
+    return path
+
+
+def train(
+    spec: Path, *overrides: str, nproc: int = 2, script: Path = TRAIN
+) -> subprocess.CompletedProcess[str]:
+    """By torchrun; the result is checked by the caller."""
+    return torchrun(script, nproc, [str(spec), *overrides], timeout=300)
+
+
+def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
+    """The run's output; it must have ended well."""
+    result = train(spec, *overrides, nproc=nproc)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def command(words: Sequence[str], cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Any launcher, in a session of its own that is ended as a whole. `python`, `deepspeed`: this environment's."""
+    scripts = Path(sys.executable).parent
+    program = {"python": sys.executable, "deepspeed": str(scripts / "deepspeed")}.get(words[0], words[0])
+    environ = os.environ | {"PATH": os.pathsep.join([str(scripts), os.environ.get("PATH", "")])}
+    process = subprocess.Popen(
+        [program, *words[1:]], cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        end_group(process.pid)
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+
+
+def records(folder: Path, key: str) -> dict[int, float]:
+    """Step -> value, from metrics.jsonl; each step stands once."""
+    found: dict[int, float] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if key in record:
+            assert record["train/global_step"] not in found, "a step was reported twice"
+            found[record["train/global_step"]] = record[key]
+    return found

@@ -1,0 +1,106 @@
+"""Whole runs that stop in one layout and go on in another, and starts that must be refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from tests.integration.runs import TRAIN, command, records, train, trained, write_spec
+
+pytestmark = pytest.mark.timeout(400)
+
+PIPELINE = ("parallel.pipeline_stages=2", "parallel.zero_stage=1", "train.micro_batch_size=3")
+METRICS = ("train/loss", "train/grad_norm", "eval/loss")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that saved at step 4 of 10 on a pipeline of two stages, and went on to the end there."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    trained(write_spec(folder), *PIPELINE, "checkpoint.keep_last=null")
+    return folder
+
+
+def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
+    """A folder in which that run is as it was after its first checkpoint."""
+    run = folder / "runs" / "small"
+    shutil.copytree(stopped / "runs" / "small", run)
+    for later in ("step-8", "step-10"):
+        shutil.rmtree(run / "checkpoints" / later)
+    shutil.rmtree(run / "export")
+    return write_spec(folder)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout"),
+    [
+        (4, ("parallel.zero_stage=3", "train.micro_batch_size=1")),
+        (1, ("parallel.zero_stage=0",)),
+        (4, (*PIPELINE[:2], "train.micro_batch_size=2")),
+    ],
+    ids=["zero3-on-4", "zero0-on-1", "pipeline-on-4"],
+)
+def test_a_pipelined_run_goes_on_in_another_layout(
+    stopped: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]
+) -> None:
+    spec = copy_stopped_at_4(stopped, tmp_path)
+    said = trained(spec, *layout, nproc=nproc)
+    assert "going on from step 4" in said
+    for key in METRICS:
+        expected = records(stopped / "runs" / "small", key)
+        assert records(tmp_path / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
+
+
+def test_another_run_is_refused_by_the_keys_that_differ(stopped: Path, tmp_path: Path) -> None:
+    spec = copy_stopped_at_4(stopped, tmp_path)
+    result = train(spec, *PIPELINE, "optim.learning_rate=1e-4", "train.seed=7", "data.max_length=200")
+    assert result.returncode != 0 and "Traceback" not in result.stderr.split("torch.distributed")[0]
+    for difference in ("optim.learning_rate was 0.003, now 0.0001", "train.seed was 42, now 7", "data.max_length was 256"):
+        assert difference in result.stderr
+    assert records(tmp_path / "runs" / "small", "train/loss") == records(stopped / "runs" / "small", "train/loss")
+
+
+def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(stopped: Path, tmp_path: Path) -> None:
+    spec = copy_stopped_at_4(stopped, tmp_path)
+    checkpoints = tmp_path / "runs" / "small" / "checkpoints"
+    shutil.copytree(stopped / "runs" / "small" / "checkpoints" / "step-8", checkpoints / "step-8")
+    flip_a_bit(checkpoints / "step-8" / "rank-00001.safetensors")
+    said = trained(spec, *PIPELINE, "train.max_steps=5")
+    assert "warning: step-8 is passed over" in said and "going on from step 4" in said
+
+    for folder in checkpoints.glob("step-*"):
+        flip_a_bit(folder / "rank-00000.safetensors")
+    alone = ("parallel.zero_stage=0", "train.max_steps=6")
+    refused = command(["python", str(TRAIN), str(spec), *alone])
+    assert refused.returncode == 76 and "does not start again from step 0" in " ".join(refused.stderr.split())
+    assert "Traceback" not in refused.stderr
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path: Path) -> None:
+    spec = copy_stopped_at_4(stopped, tmp_path)
+    run = tmp_path / "runs" / "small"
+    never = command(["python", str(TRAIN), str(spec), "checkpoint.resume=never"])
+    assert never.returncode == 73 and "checkpoint.resume is never" in never.stderr
+    with FileLock(run / ".lock"):
+        (run / ".lock").write_text("process 1 on elsewhere")
+        used = command(["python", str(TRAIN), str(spec)])
+    assert used.returncode == 73 and f"{run} is used by process 1 on elsewhere" in used.stderr
+    for result in (never, used):
+        assert "Traceback" not in result.stderr
+
+
+def test_bad_rows_stop_the_run_before_it_trains(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(b'{"text": "fine"}\n{"text": "cut\n{"text": 5}\n{"text": "\xff"}\n')
+    result = command(["python", str(TRAIN), str(write_spec(tmp_path)), f"data.train=[{{path: {data}}}]", "data.eval=[]", "train.eval_every=null"])
+    assert result.returncode == 65 and "Traceback" not in result.stderr
+    for line in (2, 3, 4):
+        assert f"rows.jsonl:{line}: " in result.stderr
