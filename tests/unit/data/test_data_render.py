@@ -87,6 +87,14 @@ def test_content_that_looks_like_the_template() -> None:
     assert trained_parts(rendered, BYTES) == ["yes<|im_end|>\nyes<|im_end|>"]
 
 
+def test_an_empty_answer_after_a_prompt_that_looks_like_one() -> None:
+    template = UNMARKED.replace("m['role'] + '\n'", "m['role'] + '0'").replace("assistant\n", "assistant0")
+    rendered = render(
+        chat(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "0")), BYTES, template
+    )
+    assert trained_parts(rendered, BYTES) == ["<|im_end|>", "0<|im_end|>"]
+
+
 def test_a_template_that_begins_the_text_itself() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
