@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.generate import drift, files, generate_files, write
 from dsft.plan.hostfile import parse
@@ -69,3 +70,11 @@ def test_scripts_are_executable_and_find_their_spec_from_another_folder(tmp_path
     script = tmp_path / "scripts" / "launch" / "quickstart.deepspeed.sh"
     assert script.stat().st_mode & 0o111
     assert "'a b.yaml'" in script.read_text()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
+def test_a_generated_file_laid_over_another_spec_gives_that_files_configuration(name: str) -> None:
+    path = ROOT / "ds_configs" / f"{name}.json"
+    merged = merge_config_file(load_spec(ROOT / "specs" / "quickstart.yaml"), None, path, strict=True)
+    assert merged.config == json.loads(path.read_text())
+    assert merged.spec.parallel == load_spec(ROOT / "specs" / f"{name}.yaml").parallel
