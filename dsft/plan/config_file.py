@@ -83,6 +83,8 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     file = read_config_file(path)
     name = path.name
     _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file)])
+    if "bfloat16" in file:  # DeepSpeed's other name for it
+        file["bf16"] = file.pop("bfloat16")
     decided, decisions = _decided(spec, file)
     base = deepspeed_config(decided, batch)
     overruled = list(_overruled(decided, base, file))
@@ -157,9 +159,6 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _unusable(file: Mapping[str, Any]) -> Iterator[Problem]:
-    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast"):
-        if not isinstance(file.get(key, {}), Mapping):
-            yield Problem(key, f"{json.dumps(file[key])} is no section; write {{…}}")
     for key in NOT_BUILT:
         value = _lookup(file, key)
         off = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
@@ -188,7 +187,7 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         ):
             found[f"parallel.{ours}.device"] = _lookup(file, f"zero_optimization.{theirs}.device") or "none"
             found[f"parallel.{ours}.nvme_path"] = _lookup(file, f"zero_optimization.{theirs}.nvme_path")
-    bf16 = _lookup(file, "bf16.enabled" if "bf16" in file else "bfloat16.enabled")
+    bf16 = _lookup(file, "bf16.enabled")
     if isinstance(bf16, bool):
         found["train.precision"] = "bf16" if bf16 else "fp32"
     found["train.reduce_dtype"] = _lookup(file, "communication_data_type")
@@ -282,4 +281,12 @@ def _laid_over(
             )
         elif value != "auto" and value is not None:
             result[key] = value
+            if ours is not None and _kind(value) != _kind(ours):
+                problems.append(Problem(name, f"{json.dumps(value)} is no {_kind(ours)}; correct it"))
     return result
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return "number" if isinstance(value, int | float) else "text"

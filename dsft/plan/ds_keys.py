@@ -9,6 +9,7 @@ tests/unit/plan/test_ds_keys.py.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -120,7 +121,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """One sentence for each key that DeepSpeed does not read or no longer has, by its dotted name."""
+    """One sentence for each key that DeepSpeed does not read, no longer has, or wants as a section."""
     return list(_unknown(config, KEYS, ""))
 
 
@@ -133,6 +134,8 @@ def _unknown(config: Mapping[str, Any], known: Section, prefix: str) -> Iterator
             yield f"{name}: DeepSpeed does not know this key{_suggestion(key, known, prefix)}"
         elif (below := known[key]) is not None and isinstance(value, Mapping):
             yield from _unknown(value, below, f"{name}.")
+        elif below is not None and value is not None:
+            yield f"{name}: {json.dumps(value)} is no section; write {{…}} or leave it out"
 
 
 def _suggestion(key: str, known: Section, prefix: str) -> str:

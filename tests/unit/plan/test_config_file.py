@@ -131,6 +131,12 @@ def test_the_file_decides_offload_precision_and_communication(merge: Any) -> Non
     assert merged.config["zero_force_ds_cpu_optimizer"] is True
 
 
+def test_the_other_name_of_bf16_is_understood(merge: Any) -> None:
+    merged = merge({"bfloat16": {"enabled": True}})
+    assert merged.spec.train.precision == "bf16"
+    assert merged.config["bf16"]["enabled"] is True and "bfloat16" not in merged.config
+
+
 def test_a_file_without_offload_switches_it_off(merge: Any) -> None:
     merged = merge(
         {"zero_optimization": {"stage": 2}},
@@ -165,6 +171,9 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ),
         ({"communication_data_type": "fp8"}, "train.reduce_dtype: 'fp8'"),
         ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+        ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: true is no section"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": 1}}, "overlap_comm: 1 is no true or false"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, '"5e8" is no number'),
         ("{", "is not JSON at line 1"),
         ("[]", "holds no JSON object"),
     ],
