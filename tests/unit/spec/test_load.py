@@ -170,3 +170,8 @@ def test_no_value_of_any_key_ends_in_anything_but_a_spec_or_its_problems(write: 
             load_spec(path, [f"{key.replace('groups.', 'groups.0.')}={value}"])
         except SpecError as error:
             assert all(problem.message and problem.message.isprintable() for problem in error.problems)
+
+
+def test_rows_may_fill_all_positions_of_the_model(write: Write) -> None:
+    assert load_spec(write(), ["data.max_length=1024"]).data.max_length == 1024
+    assert len(messages(write(), "data.max_length=1025")) == 1
