@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HIDDEN = "***"
+HIDDEN = "(hidden)"  # a plain word to YAML too
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are no secrets
     r"(?:token|api[_-]?key|access[_-]?key|secret|password|passwd|credentials?)(?:[_.-](?:id|key|value))?"
@@ -23,7 +23,7 @@ _SHORTEST = 6  # characters; a shorter value would hide ordinary words
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with *** in the place of every secret."""
+    """`text` with (hidden) in the place of every secret."""
     for value in sorted(_values(environ), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _ASSIGNED.sub(lambda found: f"{found['name']}={HIDDEN}", text)

@@ -1,0 +1,80 @@
+"""Imports: what is light stays light, and only the engine meets DeepSpeed and torch.distributed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted((ROOT / "dsft").rglob("*.py"))
+HEAVY = {"torch", "transformers", "tokenizers", "deepspeed", "numpy", "safetensors", "wandb", "datasets"}
+LIGHT = ("errors", "spec", "plan", "launch")
+
+
+def dotted(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    """In a fresh interpreter: the commands, the spec, the plan and the launch must answer fast."""
+    light = [
+        dotted(path) for path in MODULES if path.relative_to(ROOT / "dsft").parts[0].split(".")[0] in LIGHT
+    ]
+    imports = "\n".join(f"import {name}" for name in ["dsft.cli", "dsft.train", *light])
+    code = f"import sys\n{imports}\nprint(*sorted({HEAVY!r} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == []
+    assert len(light) > 15
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Dotted names of all that a module imports, also inside functions, and of attributes of names."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.update({f"{node.module}.{alias.name}" for alias in node.names}, [node.module or "."])
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names.add(f"{node.value.id}.{node.attr}")
+    return names
+
+
+def engine_only(names: set[str]) -> set[str]:
+    return {
+        name
+        for name in names
+        if name.split(".")[0] == "deepspeed" or f"{name}.".startswith("torch.distributed.")
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import deepspeed.comm",
+        "from torch import distributed",
+        "x = torch.distributed",
+        "def f():\n import deepspeed",
+    ],
+)
+def test_the_search_finds_it(source: str) -> None:
+    assert engine_only(imported(ast.parse(source)))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_only_the_engine_meets_deepspeed_and_torch_distributed(path: Path) -> None:
+    found = engine_only(imported(ast.parse(path.read_text(encoding="utf-8"))))
+    if path.relative_to(ROOT / "dsft").parts[0] != "engine":
+        assert not found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_imports_are_absolute(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]

@@ -1,0 +1,78 @@
+"""What rank 0 says on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from dsft.report.console import Console
+from dsft.report.run import Report
+from dsft.spec.schema import Wandb
+
+STEP = "train/global_step"
+TRAINING = {"train/loss": 2.34567, "train/learning_rate": 5e-5, "perf/tokens_per_second": 12345.6}
+
+
+def said(is_terminal: bool, log: io.StringIO | None = None) -> str:
+    out = io.StringIO()
+    terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
+    console = Console(total_steps=10, first_step=2, log=log, terminal=terminal)
+    console.line("batch 64 = 2 × 4 × 8 [per rank]")
+    console.metrics({STEP: 6} | TRAINING)
+    console.metrics({STEP: 6, "eval/loss": 2.0, "eval/perplexity": 7.389})
+    console.line("a line in between")
+    console.metrics({STEP: 10} | TRAINING)
+    console.close()
+    return out.getvalue()
+
+
+def test_plain_lines_in_a_log() -> None:
+    text = said(is_terminal=False)
+    assert "\x1b" not in text and "\r" not in text
+    lines = text.splitlines()
+    assert lines[0] == "batch 64 = 2 × 4 × 8 [per rank]"
+    assert lines[1].startswith("step 6/10  loss 2.3457  lr 5e-05  12,346 tokens/s")
+    assert re.search(r"\d+:\d\d:\d\d left$", lines[1])
+    assert lines[2] == "step 6/10  held-out loss 2.0000  held-out perplexity 7.389"
+    assert lines[4] == "step 10/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
+
+
+def test_a_bar_on_a_terminal() -> None:
+    text = said(is_terminal=True)
+    assert "\x1b[" in text and "━" in text  # it is drawn in place
+    assert "10/10" in text and "loss 2.3457" in text and "12,346 tokens/s" in text
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
+    for whole in ("batch 64 = 2 × 4 × 8 [per rank]", "a line in between"):
+        assert any(line.strip() == whole for line in lines)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_log_file_has_plain_lines_in_either_case(is_terminal: bool, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    said(is_terminal, path.open("w", encoding="utf-8"))  # type: ignore[arg-type]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 5 and "\x1b" not in path.read_text(encoding="utf-8")
+    assert lines[1] == "step 6/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
+
+
+def test_other_ranks_say_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report.open(tmp_path / "run", 10, 0, Wandb(mode="offline"), {}, enabled=False)
+    report.line("a line")
+    report.metrics({STEP: 1} | TRAINING)
+    report.close({})
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report.open(tmp_path / "run", 10, 0, Wandb(mode="disabled"), {}, enabled=True)
+    report.line("a line")
+    report.metrics({STEP: 1} | TRAINING)
+    report.close({})
+    assert capsys.readouterr().out.splitlines()[0] == "a line"
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files == ["run/logs/train.log", "run/metrics.jsonl"]

@@ -1,0 +1,72 @@
+"""What a run's folder says of how it was made, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dsft.report.folder import Origin, write_folder
+from dsft.report.redact import redact, redact_command, redact_tree
+
+SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec\n    NCCL_DEBUG: WARN\n"
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    origin = Origin(SPEC, {"zero_optimization": {"stage": 2}}, "a slots=1\n", ["dsft/train.py", "a b", "x=1"])
+    write_folder(tmp_path, origin)
+    write_folder(tmp_path, origin)
+    assert json.loads((tmp_path / "deepspeed.json").read_text()) == {"zero_optimization": {"stage": 2}}
+    assert (tmp_path / "hostfile").read_text() == "a slots=1\n"
+    env = yaml.safe_load((tmp_path / "spec.yaml").read_text())["cluster"]["env"]
+    assert env == {"HF_TOKEN": "(hidden)", "NCCL_DEBUG": "WARN"}  # still a spec
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert versions["python"] == sys.version.split()[0] and versions["torch"].startswith("2.")
+    starts = (tmp_path / "command.txt").read_text().splitlines()
+    assert len(starts) == 2 and starts[0].endswith("  dsft/train.py 'a b' x=1")
+    assert (tmp_path / "logs").is_dir()
+
+
+def test_a_run_without_a_hostfile_leaves_none(tmp_path: Path) -> None:
+    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"]))
+    assert not (tmp_path / "hostfile").exists()
+
+
+def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary-wandb")
+    monkeypatch.setenv("HF_TOKEN", "canary-hf")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-aws")
+    command = [
+        "train.py", "--token=canary-1", "--api-key", "canary-2", "hub.token=canary-3", "canary-hf",
+        "data.train.0.path=https://user:canary-4@host/x.jsonl", "a=canary-wandb/b",
+    ]  # fmt: skip
+    write_folder(tmp_path, Origin(SPEC, {"path": "/x/canary-aws", "token": "canary-5"}, None, command))
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        assert "canary" not in path.read_text(encoding="utf-8"), path.name
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "model.from_config.pad_token=<pad>",
+        "data.max_tokens_per_micro_batch=4096",
+        "https://host/path@v1",
+        "tokenizer=x",
+        "eos_token: <|im_end|>",
+    ],
+)
+def test_what_only_looks_like_a_secret_stays(kept: str) -> None:
+    assert redact(kept, {"KEYBOARD": "tokenizer", "SHORT_TOKEN": "x"}) == kept
+
+
+def test_an_option_as_the_last_word() -> None:
+    assert redact_command(["train.py", "--token"], {}) == ["train.py", "--token"]
+
+
+def test_trees_keep_their_shape() -> None:
+    tree = {"a": [1, {"password": "p", "pad_token": "<pad>"}], "b": ("hunter22", None), "token": 5}
+    hidden = {"a": [1, {"password": "(hidden)", "pad_token": "<pad>"}], "b": ["(hidden)", None], "token": 5}
+    assert redact_tree(tree, {"DB_PASSWORD": "hunter22"}) == hidden
