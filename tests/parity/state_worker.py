@@ -191,6 +191,8 @@ def load_case(folder: Path, words: str) -> dict[str, Any]:
     source, target, saved_at = words.split(":")
     start = Checkpoint.open(folder / source / "checkpoints" / f"step-{saved_at}")
     case = Case(target, seed=1)  # other weights: what is right afterwards was loaded
+    if start.step == 0:
+        case.step(0)  # an engine with moments, counts and gathered parameters of its own
     case.load(start)
     losses = [float(case.step(index)) for index in range(start.step, STEPS)]
     run = folder / f"{words.replace(':', '_')}_on_{case.world.world_size}"

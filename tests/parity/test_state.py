@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launching import torchrun
 
@@ -32,7 +33,7 @@ ON_TWO: dict[str, float] = {
     **{f"{name}:{name}:3": EXACT for name in SAVED},
     **{f"{name}:{name}:0": EXACT for name in ("z0-fp32", "z2-fp32", "z3-bf16", "z0-bf16", "z3-bf16-offload")},
     "z2-fp32:z3-fp32:3": ROUNDING,
-    "z2-fp32:z3-fp32:0": ROUNDING,
+    "z2-fp32:z3-fp32:0": 4 * ROUNDING,  # six steps, the first of them Adam's largest
     "z3-fp32:z1-fp32:3": ROUNDING,
     "z0-fp32:z2-fp32:3": ROUNDING,
     "z3-fp32:z0-fp32:3": ROUNDING,
@@ -43,7 +44,7 @@ ON_TWO: dict[str, float] = {
     "z2-fp32-momentum:z3-fp32-momentum:3": ROUNDING,
     "z2-bf16:z3-bf16:3": EXACT,
     "z3-bf16:z1-bf16:3": EXACT,
-    "z1-bf16-offload:z3-bf16-offload:3": EXACT,
+    "z1-bf16-offload:z3-bf16-offload:3": ROUNDING,  # its vector loop takes other elements together
     "z0-bf16:z1-bf16:3": BF16,
     "z1-bf16:z0-bf16:3": BF16,
     "z3-bf16:z3-bf16-offload:3": BF16,
@@ -113,3 +114,32 @@ def test_going_on_equals_no_break(results: dict[str, Any], ranks: int, case: str
         assert abs(loss - other) <= bound * other
     kinds = {"value"} if bound == BF16 else found["differences"].keys()
     assert {kind: found["differences"][kind] for kind in kinds if found["differences"][kind] > bound} == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cpu_adam_goes_on_to_the_last_bit_after_many_steps() -> None:
+    """Its C++ side carries powers of the betas from step to step, which no tensor holds."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from dsft.engine import state
+
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(64), torch.randn(60, 64)
+    runs = []
+    for _ in range(2):
+        parameter = torch.nn.Parameter(weight.clone())
+        runs.append((parameter, DeepSpeedCPUAdam([parameter], lr=0.1, betas=(0.9, 0.95))))
+    (parameter, optimizer), (resumed, other) = runs
+    for gradient in gradients[:40]:
+        parameter.grad = gradient
+        optimizer.step()
+    state._empty_state(other, 40)
+    with torch.no_grad():
+        resumed.copy_(parameter)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            other.state[resumed][kind].copy_(optimizer.state[parameter][kind])
+    for gradient in gradients[40:]:
+        for one, adam in runs:
+            one.grad = gradient
+            adam.step()
+        assert torch.equal(parameter, resumed)

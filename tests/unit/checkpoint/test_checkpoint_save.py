@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(
 
 
 @pytest.mark.parametrize("moment", ["fsync", "rename", "replace", "rmtree"])
-def test_killed_anywhere_in_a_save_the_run_goes_on_from_a_whole_one(maker: Any, moment: str) -> None:
+def test_killed_in_a_save_the_run_goes_on_from_a_whole_one(maker: Any, moment: str) -> None:
     """SIGKILL at the n-th call, for every n until the save gets through: never torn, never step 0."""
     maker.save(1)
     for call in range(1, 100):
@@ -178,7 +178,7 @@ def test_killed_anywhere_in_a_save_the_run_goes_on_from_a_whole_one(maker: Any, 
 
 
 def save_and_die(maker: Any, moment: str, call: int) -> int:
-    """Save step 2 in a child that kills itself just before its `call`-th os.fsync, os.rename, …; its status."""
+    """Save step 2 in a child that kills itself before its `call`-th os.fsync, os.rename, …; its status."""
     child = os.fork()
     if child == 0:
         try:
