@@ -1,4 +1,4 @@
-"""Weights & Biases: real offline runs; servers that are absent, refuse or fail. Nothing leaves this machine."""
+"""Weights & Biases: real offline runs; servers that are absent or refuse. Nothing leaves this machine."""
 
 from __future__ import annotations
 
