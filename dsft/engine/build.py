@@ -1,4 +1,5 @@
-"""Chooses the engine: takes this rank's part of the model, the spec, the DeepSpeed configuration and the world."""
+"""Chooses the engine: takes this rank's part of the model, the spec, the DeepSpeed configuration and the
+world."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Clipping at ZeRO 0 in fp32: an optimizer step pre-hook, over the reduced gradients of all pipeline stages.
 
-DeepSpeed leaves this case to a function that sees one stage's gradients only, keeps its norm to itself and applies
-a gradient that is not finite (reference: deepspeed/runtime/utils.py:394, engine.py:3510).
+DeepSpeed leaves this case to a function that sees one stage's gradients only, keeps its norm to itself and
+applies a gradient that is not finite (reference: deepspeed/runtime/utils.py:394, engine.py:3510).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 
 class StepClip:
-    """Before each step: the norm over all stages, then clipping to `max_norm` (0: none). A gradient whose norm
-    is not finite is dropped, so that the optimizer's step finds nothing to apply.
+    """Before each step: the norm over all stages, then clipping to `max_norm` (0: none). A gradient whose
+    norm is not finite is dropped, so that the optimizer's step finds nothing to apply.
 
-    `stages`: the process group of the ranks that hold the other stages of the same model; None where this rank
-    holds it whole. Data-parallel ranks hold equal gradients by now and so decide alike, without a collective.
+    `stages`: the process group of the ranks that hold the other stages of the same model; None where this
+    rank holds it whole. Data-parallel ranks hold equal gradients by now and so decide alike, without a
+    collective.
     """
 
     def __init__(

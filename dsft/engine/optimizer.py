@@ -1,4 +1,5 @@
-"""The optimizer that DeepSpeed drives: takes trained parameters by name and a spec's `optim`, gives an optimizer.
+"""The optimizer that DeepSpeed drives: takes trained parameters by name and a spec's `optim`, gives an
+optimizer.
 
 It stands here and not in the DeepSpeed JSON, since the right class depends on where the update runs.
 """
@@ -15,7 +16,9 @@ from torch import nn
 from dsft.spec.schema import Optim
 
 
-def build_optimizer(trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool) -> torch.optim.Optimizer:
+def build_optimizer(
+    trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
+) -> torch.optim.Optimizer:
     """AdamW or SGD over two groups. `offloaded`: fp32 weights and moments live in the host's memory, where
     DeepSpeed's own Adam updates them; compiled at its first use. Elsewhere torch's fused AdamW.
 
@@ -34,10 +37,9 @@ def build_optimizer(trained: Mapping[str, nn.Parameter], optim: Optim, offloaded
 
 
 def decay_groups(trained: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and embeddings decay; biases, norms and other vectors do not. A group without parameters is left
-    out, so that it cannot meet the code of DeepSpeed that flattens groups."""
+    """Matrices and embeddings decay; biases, norms and other vectors do not. A group without parameters is
+    left out, so that it cannot meet the code of DeepSpeed that flattens groups."""
     decayed = [p for p in trained.values() if p.ndim > 1]
     others = [p for p in trained.values() if p.ndim <= 1]
     groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
-

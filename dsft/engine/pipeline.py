@@ -41,9 +41,11 @@ class PipelineEngine:
         """Forward, backward and one optimizer step, in as many micro-batches as there are."""
         self._started.set_learning_rate(learning_rate)
         number, data_parallel = len(micro_batches), self._world.layout.data_parallel
-        self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * data_parallel)
+        self._engine.set_train_batch_size(
+            number * self._engine.train_micro_batch_size_per_gpu() * data_parallel
+        )
         self._total = self._zeros()
-        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; here, and only here, it is undone.
+        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; here alone it is undone.
         self._scales = self._total.new_tensor(self._objective.scales(counts)) * (number * data_parallel)
         self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._started.outcome())
@@ -71,13 +73,15 @@ class PipelineEngine:
         state.load(self._engine, self._trained, read, applied_steps)
 
     def _loss(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to float32."""
+        """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to
+        float32."""
         sums = torch.stack(self._objective.sums(logps, micro_batch))
         self._total += sums.detach()
         return sums.dot(self._scales)
 
     def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Inputs, MicroBatch]]:
-        """What the first stage and the last one draw from; DeepSpeed passes a label of its own class through."""
+        """What the first stage and the last one draw from; DeepSpeed passes a label of its own class
+        through."""
         for micro_batch in micro_batches:
             batch = micro_batch.to(self._world.device)
             yield (batch.input_ids, batch.position_ids, batch.targets), batch

@@ -1,11 +1,14 @@
 """Starts DeepSpeed on a module: what the ZeRO engine and the pipeline have in common.
 
-Takes the module, the trained parameters and the DeepSpeed configuration, which decides how; the spec decides what.
+Takes the module, the trained parameters and the DeepSpeed configuration, which decides how; the spec
+decides what.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +25,8 @@ from dsft.spec.schema import Spec
 
 @dataclass(frozen=True)
 class Started:
-    """engine: DeepSpeed's; optimizer: the one that it drives; clip: only where DeepSpeed's clipping is replaced."""
+    """engine: DeepSpeed's; optimizer: the one that it drives; clip: only where DeepSpeed's clipping is
+    replaced."""
 
     engine: Any
     optimizer: torch.optim.Optimizer
@@ -33,7 +37,8 @@ class Started:
             group["lr"] = learning_rate
 
     def outcome(self) -> tuple[float | Tensor, bool]:
-        """The last step's gradient norm before clipping, and whether it was applied; the same on all ranks."""
+        """The last step's gradient norm before clipping, and whether it was applied; the same on all
+        ranks."""
         if self.clip is not None:
             return self.clip.norm, self.clip.applied
         return self.engine.get_global_grad_norm(), self.engine.was_step_applied()
@@ -48,7 +53,10 @@ def start(
     if clips_here:
         own["gradient_clipping"] = 0.0
     optimizer = build_optimizer(trained, spec.optim, offloaded=_is_offloaded(own))
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=own, dist_init_required=False)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology, past any log level
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=own, dist_init_required=False
+        )
     state.forget_first_step(engine)
     clip = None
     if clips_here:
@@ -59,7 +67,8 @@ def start(
 
 
 def _is_plain_fp32(config: Mapping[str, Any]) -> bool:
-    """ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over pipeline stages."""
+    """ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over pipeline
+    stages."""
     return not config["zero_optimization"]["stage"] and not config["bf16"]["enabled"]
 
 

@@ -36,7 +36,7 @@ class ZeroEngine:
         self._started.set_learning_rate(learning_rate)
         self._engine.train()
         total = self._zeros()
-        # DeepSpeed takes the mean over data-parallel ranks; here, and only here, it is undone.
+        # DeepSpeed takes the mean over data-parallel ranks; here alone it is undone.
         scales = total.new_tensor(self._objective.scales(counts)) * self._world.layout.data_parallel
         for number, micro_batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))

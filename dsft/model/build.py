@@ -1,7 +1,8 @@
 """Takes a spec's `model` section, the tokenizer's facts and a seed; gives the module that an engine trains.
 
-A fresh model is built on the meta device, cut to its stage, and only then filled, so a stage holds only its own
-parameters. A pretrained one is read whole by every rank, then cut: reading once per host is still to come.
+A fresh model is built on the meta device, cut to its stage, and only then filled, so a stage holds only its
+own parameters. A pretrained one is read whole by every rank, then cut: reading once per host is still to
+come.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def build_model(
 ) -> Policy:
     """Stage `stage` of `stages` (the whole model where there is one), on the CPU, parameters in `dtype`.
 
-    Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be read.
+    Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be
+    read.
     """
     config = resolve_config(model, facts)
     check_cut(config, stages)
@@ -49,7 +51,7 @@ def _pretrained(model: Model, config: PreTrainedConfig, dtype: torch.dtype) -> P
         )
     except OSError as error:
         raise MissingInputError(
-            f"model.name_or_path {model.name_or_path!r} has no readable weights: {str(error).splitlines()[0]} Give a "
-            "folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+            f"model.name_or_path {model.name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
+            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
         ) from None
     return causal_lm

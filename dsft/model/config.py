@@ -1,7 +1,9 @@
-"""The model's configuration: takes a spec's `model` section and the tokenizer's facts, gives a transformers config.
+"""The model's configuration: takes a spec's `model` section and the tokenizer's facts, gives a transformers
+config.
 
-A pretrained model's config is read from its folder (or the hub's cache); a fresh one's is made of `from_config`,
-whose keys are checked against the config class, since transformers keeps unknown ones without a word.
+A pretrained model's config is read from its folder (or the hub's cache); a fresh one's is made of
+`from_config`, whose keys are checked against the config class, since transformers keeps unknown ones
+without a word.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.schema import Model
@@ -41,26 +49,44 @@ def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
 def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
     """The config of the model to train, with the attention implementation set.
 
-    Raises SpecError where `from_config` holds what its class does not know or refuses, or where the vocabulary is
-    smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
+    Raises SpecError where `from_config` holds what its class does not know or refuses, or where the
+    vocabulary is smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
     """
     config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _error("model", f"{config.model_type} is no causal language model of transformers; choose another")
+        raise _error(
+            "model", f"{config.model_type} is no causal language model of transformers; choose another"
+        )
     if config.vocab_size < facts.vocab_size:
         raise _error(
             f"{WHERE}.vocab_size" if model.from_config is not None else "model.tokenizer",
-            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would have no "
-            "embedding; give a larger vocab_size or the model's own tokenizer",
+            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would have "
+            "no embedding; give a larger vocab_size or the model's own tokenizer",
         )
-    config._attn_implementation = "sdpa" if model.attention == "auto" else model.attention
+    config._attn_implementation = _attention(model, config)
     return config
+
+
+def _attention(model: Model, config: PreTrainedConfig) -> str:
+    """auto: torch's own kernel where the architecture can use it; a soft-cap inside attention (Gemma 2)
+    cannot."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    can_sdpa = bool(model_class._supports_sdpa)
+    if model.attention == "auto":
+        return "sdpa" if can_sdpa else "eager"
+    if model.attention == "sdpa" and not can_sdpa:
+        raise _error(
+            "model.attention", f"{model_class.__name__} cannot use sdpa; set auto, which takes eager"
+        )
+    return model.attention
 
 
 def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
     kind = given.get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise _error(f"{WHERE}.model_type", f"{kind!r} is no model type of transformers{_meant(kind, CONFIG_MAPPING)}")
+        raise _error(
+            f"{WHERE}.model_type", f"{kind!r} is no model type of transformers{_meant(kind, CONFIG_MAPPING)}"
+        )
     config_class = CONFIG_MAPPING[kind]
     keys = {name: value for name, value in given.items() if name != "model_type"}
     known = _known_keys(config_class)
@@ -85,8 +111,8 @@ def _pretrained(model: Model) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise MissingInputError(
-            f"model.name_or_path {model.name_or_path!r} cannot be read: {reason} Give a folder with a config.json, or "
-            "a hub id that is in the cache or can be downloaded."
+            f"model.name_or_path {model.name_or_path!r} cannot be read: {reason} Give a folder with a "
+            "config.json, or a hub id that is in the cache or can be downloaded."
         ) from None
     return config
 
@@ -99,7 +125,11 @@ def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _meant(name: Any, known: Any) -> str:
     close = get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else "; leave it out or look it up in transformers' documentation"
+    return (
+        f"; did you mean {close[0]}?"
+        if close
+        else "; leave it out or look it up in transformers' documentation"
+    )
 
 
 def _error(where: str, message: str) -> SpecError:

@@ -1,8 +1,9 @@
-"""Fresh weights: takes a model on the meta device and a seed, fills in the values; touches no other random state.
+"""Fresh weights: takes a model on the meta device and a seed, fills in the values; touches no other random
+state.
 
-Each module draws from a generator seeded by (seed, the module's name), then transformers' own `_init_weights`
-does the rest. A tensor's value thus depends on the config, the seed and its name, never on which other modules
-exist, how the layers are cut into stages, or on which rank it is made.
+Each module draws from a generator seeded by (seed, the module's name), then transformers' own
+`_init_weights` does the rest. A tensor's value thus depends on the config, the seed and its name, never on
+which other modules exist, how the layers are cut into stages, or on which rank it is made.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dsft.errors import DsftError
 
 
 def fill(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
-    """Materialise all parameters and buffers of `model` on the CPU. Values are drawn in float32; parameters are
-    then rounded to `dtype`, buffers keep theirs. Tied tensors stay one tensor, drawn as the input embedding.
+    """Materialise all parameters and buffers of `model` on the CPU. Values are drawn in float32; parameters
+    are then rounded to `dtype`, buffers keep theirs. Tied tensors stay one tensor, drawn as the input
+    embedding.
 
     Raises DsftError where transformers leaves a tensor of this architecture without a value.
     """
@@ -61,7 +63,9 @@ def _materialise(model: nn.Module) -> None:
                     slot[name] = real(tensor)  # type: ignore[assignment]
 
 
-def _initialise(module: nn.Module, name: str, owner: PreTrainedModel, seed: int, shared: frozenset[int]) -> None:
+def _initialise(
+    module: nn.Module, name: str, owner: PreTrainedModel, seed: int, shared: frozenset[int]
+) -> None:
     """Children first, then the module itself by the nearest model above it: transformers' own order."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
@@ -74,6 +78,7 @@ def _initialise(module: nn.Module, name: str, owner: PreTrainedModel, seed: int,
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Parameters that stand under several names. The first, which is the input embedding's, draws the value."""
+    """Parameters that stand under several names. The first, which is the input embedding's, draws the
+    value."""
     ids = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     return frozenset(i for i in ids if ids.count(i) > 1)

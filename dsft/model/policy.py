@@ -31,7 +31,9 @@ class Policy(nn.Module):
         if self.is_last:
             logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
             return target_logps(logits, targets)
-        hidden = self.causal_lm.base_model(**given, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = self.causal_lm.base_model(
+            **given, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         return hidden, position_ids, targets
 
     def named_trained(self) -> dict[str, nn.Parameter]:
@@ -40,7 +42,8 @@ class Policy(nn.Module):
 
 
 def target_logps(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, T, V) logits of any type -> (B, T) float32 log-probability of each target, 0 where it is NO_TARGET."""
+    """(B, T, V) logits of any type -> (B, T) float32 log-probability of each target, 0 where it is
+    NO_TARGET."""
     flat = logits.flatten(0, 1).float()
     losses = F.cross_entropy(flat, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
     return -losses.view_as(targets)

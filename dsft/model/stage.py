@@ -1,7 +1,7 @@
 """One pipeline stage of a model: takes a transformers model, leaves out in place what other stages own.
 
-The layers of other stages become pass-throughs under the same index, so masks, rotary tables and sliding windows
-stay transformers' own code and parameters keep the names of the Hugging Face file.
+The layers of other stages become pass-throughs under the same index, so masks, rotary tables and sliding
+windows stay transformers' own code and parameters keep the names of the Hugging Face file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def check_cut(config: PreTrainedConfig, stages: int) -> None:
 
 
 def cut(model: PreTrainedModel, stage: int, stages: int) -> None:
-    """Leave `model` with stage `stage` of `stages`: embeddings in the first, final norm and head in the last."""
+    """Leave `model` with stage `stage` of `stages`: embeddings in the first, final norm and head in the
+    last."""
     base = model.base_model
     owned = layer_range(len(base.layers), stage, stages)
     for index, layer in enumerate(base.layers):

@@ -12,8 +12,8 @@ FAULTY_STEP = 1
 
 @dataclass(frozen=True)
 class Case:
-    """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is not
-    finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it."""
+    """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is
+    not finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it."""
 
     mode: Literal["zero0", "zero1", "zero2", "zero3", "zero3_offload", "pipeline_zero0", "pipeline_zero1"]
     ranks: int
@@ -46,14 +46,22 @@ class Case:
         """Largest differences allowed; what each figure means stands in worker.py."""
         if self.precision == "bf16":
             return BF16_BOUNDS
-        if self.optimizer == "adamw_default_eps":
-            return FP32_BOUNDS | {"weights": 1e-4, "change": DEFAULT_EPS_CHANGE}
-        return FP32_BOUNDS
+        return DEFAULT_EPS_BOUNDS if self.optimizer == "adamw_default_eps" else FP32_BOUNDS
 
 
-FP32_BOUNDS = {"fresh": 0.0, "loss": 1e-6, "gradient": 1e-6, "norm": 1e-6, "weights": 1e-6, "evaluation": 1e-6}
-BF16_BOUNDS = {"fresh": 0.0, "loss": 2e-3, "gradient": 5e-2, "norm": 1e-2, "change": 0.2, "evaluation": 2e-3}
-DEFAULT_EPS_CHANGE = 1e-3
+FP32_BOUNDS = {
+    "fresh": 0.0,
+    "loss": 1e-6,
+    "gradient": 1e-6,
+    "norm": 1e-6,
+    "weights": 1e-6,
+    "change": 1e-5,
+    "evaluation": 1e-6,
+}
+# An element whose gradient is near 0 moves by rounding noise under so small an eps: the change alone is bounded.
+DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}
+# Against the plain loop in fp32: what bf16 costs, with fp32 master weights.
+BF16_BOUNDS = {"fresh": 0.0, "loss": 5e-3, "gradient": 5e-2, "norm": 1e-2, "change": 5e-2, "evaluation": 5e-3}
 
 MODES: tuple[Any, ...] = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 PIPELINES: tuple[Any, ...] = ("pipeline_zero0", "pipeline_zero1")
@@ -74,8 +82,9 @@ def _cases(ranks: int) -> Iterator[Case]:
         if ranks == 2:
             yield Case(mode, ranks, "adamw", "four", max_norm=0.1, stages=stages)
             yield Case(mode, ranks, "adamw_default_eps", "varying", stages=stages)
-            yield Case(mode, ranks, "adamw", "four", max_norm=0.1, precision="bf16", stages=stages)
             yield Case(mode, ranks, "adamw", "varying", max_norm=0.1, fault=True, stages=stages)
-            yield Case(mode, ranks, "adamw", "one", precision="bf16", fault=True, stages=stages)
+            yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", fault=True, stages=stages)
     if ranks > 2:
-        yield Case("pipeline_zero1", ranks, "adamw", "varying", max_norm=0.1, checkpointing=True, stages=ranks)
+        yield Case(
+            "pipeline_zero1", ranks, "adamw", "varying", max_norm=0.1, checkpointing=True, stages=ranks
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,6 @@ Step = list[list[list[Row]]]  # [micro-batch][data-parallel rank] -> rows
 class Outcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -48,13 +47,7 @@ def train(
     """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied."""
     outcome, names = Outcome(), dict(model.named_parameters())
     for number, step in enumerate(steps):
-        rows, total = rows_of(step), 0.0
-        for row in rows:
-            loss = summed_loss(model, row)
-            (loss / count(rows)).backward()
-            total += loss.item()
-        outcome.losses.append(total / count(rows))
-        outcome.gradients.append({name: p.grad.clone() for name, p in names.items() if p.grad is not None})
+        outcome.losses.append(backward(model, step))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
         if number not in skipped:
             optimizer.step()
@@ -63,21 +56,39 @@ def train(
     return outcome
 
 
+def backward(model: nn.Module, step: Step) -> float:
+    """The step's loss, and its gradient added to `.grad`."""
+    rows, total = rows_of(step), 0.0
+    for row in rows:
+        loss = summed_loss(model, row)
+        (loss / count(rows)).backward()
+        total += loss.item()
+    return total / count(rows)
+
+
+def gradient(model: nn.Module, weights: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
+    """At `weights`, before any clipping."""
+    model.load_state_dict(weights)
+    model.zero_grad()
+    backward(model, step)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, step: Step) -> float:
     return sum(summed_loss(model, row).item() for row in rows_of(step)) / count(rows_of(step))
 
 
 def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    of_rank: Callable[[bool], list[nn.Parameter]] = lambda is_matrix: [
-        p for p in model.parameters() if (p.ndim > 1) is is_matrix
-    ]
-    return [{"params": of_rank(True), "weight_decay": decay}, {"params": of_rank(False), "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int) -> list[Step]:
-    """Rows of 3 to 20 tokens, 0 to 2 per micro-batch and rank, of which about 60 in 100 tokens are targets.
-    In the first micro-batch of each step one rank has rows without a target, in the last one no row at all."""
+    """Rows of 3 to 20 tokens, 0 to 3 per micro-batch and rank, of which about 60 in 100 tokens are targets.
+    In the first micro-batch of each step one rank has rows without a target, in the last one no row at
+    all."""
     draw = random.Random(seed)
 
     def row(share: float) -> Row:
@@ -89,7 +100,7 @@ def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: 
         if ranks > 1 and last and micro_batch == last and rank == ranks - 1:
             return []
         is_silent = rank == 0 and micro_batch == 0 and (ranks > 1 or last > 0)
-        return [row(0.0 if is_silent else 0.6) for _ in range(draw.randint(1, 2))]
+        return [row(0.0 if is_silent else 0.6) for _ in range(draw.randint(2, 3))]
 
     return [
         [[rows(micro_batch, number - 1, rank) for rank in range(ranks)] for micro_batch in range(number)]

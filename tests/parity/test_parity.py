@@ -1,0 +1,79 @@
+"""Losses, gradients, norms and weights of every mode against a plain PyTorch loop; one launch per number of
+ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.parity.cases import Case, cases
+
+WORKER = Path(__file__).with_name("worker.py")
+SECONDS = 600  # a launch; one that takes longer hangs, and its processes are ended
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(WORKER.parents[2]),
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
+
+@functools.cache
+def launch(ranks: int) -> tuple[dict[str, Any], str]:
+    """Results by case, and what the processes wrote; a case that failed is absent, and so are those after
+    it."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, log = Path(folder, "results.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, str(WORKER), str(results)],
+                env=os.environ | ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                output.write(f"\nended after {SECONDS} s\n")
+            finally:
+                end(process)
+        found = json.loads(results.read_text()) if results.exists() else {}
+        errors = [error.read_text() for error in sorted(Path(folder).glob("*.error"))]
+        return found, "\n".join(errors or log.read_text().splitlines()[-60:])
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher and every rank that it would leave behind, which have sessions of their own."""
+    if process.poll() is None:
+        for started in (*psutil.Process(process.pid).children(recursive=True), process):
+            started.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "case", [c for ranks in (1, 2, 3, 4) for c in cases(ranks)], ids=lambda case: case.name
+)
+def test_equals_the_plain_loop(case: Case) -> None:
+    results, log = launch(case.ranks)
+    assert case.name in results, log
+    found = results[case.name]
+    beyond = {name: found[name] for name, bound in case.bounds().items() if not found[name] <= bound}
+    assert not beyond, f"bounds {case.bounds()}, found {found}"
+    assert not found["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
+
+
+def test_every_name_stands_for_one_case() -> None:
+    names = [case.name for ranks in (1, 2, 3, 4) for case in cases(ranks)]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,109 @@
+"""Configs: the tokenizer's facts go in, what a class does not know is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsft.errors import MissingInputError, SpecError
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts, resolve_config
+from dsft.spec.schema import Model
+from tests.unit.model.test_model_init import FACTS, LLAMA
+
+GEMMA2 = {"model_type": "gemma2", "hidden_size": 32, "num_attention_heads": 2}
+
+
+def refused(keys: dict[str, object]) -> str:
+    with pytest.raises(SpecError) as error:
+        resolve_config(Model(from_config=keys), FACTS)
+    return str(error.value)
+
+
+def test_the_tokenizers_facts_are_taken_unless_given() -> None:
+    config = resolve_config(Model(from_config=LLAMA), FACTS)
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
+        96,
+        1,
+        2,
+        None,
+    )
+    config = resolve_config(Model(from_config=LLAMA | {"vocab_size": 128, "eos_token_id": 7}), FACTS)
+    assert (config.vocab_size, config.eos_token_id) == (128, 7)
+
+
+def test_attention_is_chosen_by_what_the_architecture_can_use() -> None:
+    assert resolve_config(Model(from_config=LLAMA), FACTS)._attn_implementation == "sdpa"
+    assert resolve_config(Model(from_config=LLAMA, attention="eager"), FACTS)._attn_implementation == "eager"
+    assert resolve_config(Model(from_config=GEMMA2), FACTS)._attn_implementation == "eager"
+    with pytest.raises(SpecError, match="model.attention"):
+        resolve_config(Model(from_config=GEMMA2, attention="sdpa"), FACTS)
+
+
+def test_every_unknown_key_is_named_with_the_one_that_was_meant() -> None:
+    message = refused(LLAMA | {"hiden_size": 3, "num_layer": 2})
+    assert "model.from_config.hiden_size" in message
+    assert "did you mean hidden_size?" in message
+    assert "model.from_config.num_layer" in message
+
+
+def test_keys_that_the_class_renames_are_known() -> None:
+    keys = {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    assert resolve_config(Model(from_config=keys), FACTS).n_embd == 32
+    assert (
+        resolve_config(Model(from_config=LLAMA | {"rope_theta": 5e5}), FACTS).rope_parameters["rope_theta"]
+        == 5e5
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "lama"}, "did you mean llama?"),
+        ({"hidden_size": 64}, "model.from_config.model_type"),
+        (LLAMA | {"hidden_size": "wide"}, "expected int"),
+        (LLAMA | {"num_attention_heads": 7}, "not a multiple"),
+        (LLAMA | {"vocab_size": 50}, "the tokenizer 96"),
+        ({"model_type": "vit"}, "no causal language model"),
+    ],
+)
+def test_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
+    message = refused(keys)
+    assert words in message
+    assert "Traceback" not in message
+
+
+def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
+    assert resolve_config(Model(from_config=LLAMA | {"vocab_size": 128}), FACTS).vocab_size == 128
+
+
+@pytest.mark.parametrize(
+    ("keys", "stages", "words"),
+    [
+        (LLAMA | {"tie_word_embeddings": True}, 2, "tied"),
+        (LLAMA, 6, "5 layers"),
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, 2, "a gpt2 model"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        build_model(Model(from_config=keys), FACTS, 0, torch.float32, 0, stages)
+
+
+def test_a_pretrained_model_is_read_and_cut(tmp_path: Path) -> None:
+    fresh = build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32)
+    fresh.causal_lm.save_pretrained(tmp_path)
+    read = Model(name_or_path=str(tmp_path))
+    parts = [build_model(read, FACTS, 99, torch.float32, stage, 2).named_trained() for stage in (0, 1)]
+    for name, p in fresh.named_trained().items():
+        assert sum(torch.equal(part[name], p) for part in parts if name in part) == 1, name
+
+
+def test_a_model_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match="config.json"):
+        build_model(Model(name_or_path=str(tmp_path / "absent")), FACTS, 0, torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(MissingInputError, match="weights"):
+        build_model(Model(name_or_path=str(tmp_path)), TokenFacts(9, 1, 2, None), 0, torch.float32)

@@ -1,0 +1,124 @@
+"""Fresh weights: a function of config and seed, the same for every cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.init import module_seed
+from dsft.model.policy import Policy
+from dsft.spec.schema import Model
+
+FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def build(
+    stage: int = 0, stages: int = 1, seed: int = 3, dtype: torch.dtype = torch.float32, **keys: object
+) -> Policy:
+    return build_model(Model(from_config=LLAMA | keys), FACTS, seed, dtype, stage, stages)
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in policy.named_trained().items()}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_stages_together_are_the_whole_model(stages: int) -> None:
+    whole = weights(build())
+    parts = [weights(build(stage, stages)) for stage in range(stages)]
+    assert sum(len(part) for part in parts) == len(whole), "every parameter stands in one stage"
+    together = {name: value for part in parts for name, value in part.items()}
+    assert together.keys() == whole.keys()
+    assert all(torch.equal(together[name], value) for name, value in whole.items())
+
+
+def test_a_tensor_does_not_depend_on_how_many_layers_there_are() -> None:
+    whole, shallow = weights(build()), weights(build(num_hidden_layers=2))
+    assert all(torch.equal(whole[name], value) for name, value in shallow.items())
+
+
+def test_another_seed_gives_other_weights_and_layers_differ() -> None:
+    first, second = weights(build()), weights(build(seed=4))
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert not torch.equal(first[name.format(0)], second[name.format(0)])
+    assert not torch.equal(first[name.format(0)], first[name.format(1)])
+
+
+def test_the_seed_of_a_module_never_changes() -> None:
+    """Python's own hash would: runs of today must be repeatable tomorrow. From `printf 3/lm_head |
+    sha256sum`."""
+    assert module_seed(3, "lm_head") == 0x1436E5326A828959
+
+
+def test_values_are_distributed_as_transformers_says() -> None:
+    found = weights(build(hidden_size=128, initializer_range=0.05))
+    for name, value in found.items():
+        if "norm" in name:
+            assert torch.equal(value, torch.ones_like(value)), name
+        else:
+            assert value.std().item() == pytest.approx(0.05, rel=0.05), name
+            assert abs(value.mean().item()) < 0.003, name
+
+
+def test_bf16_weights_are_the_rounded_fp32_ones_and_rotary_stays_fp32() -> None:
+    exact, rounded = build(), build(dtype=torch.bfloat16)
+    for name, value in weights(exact).items():
+        assert torch.equal(weights(rounded)[name], value.bfloat16())
+    rotary = rounded.causal_lm.get_submodule("model.rotary_emb").inv_freq
+    expected = 1.0 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+    assert rotary.dtype == torch.float32
+    torch.testing.assert_close(rotary, expected)
+
+
+def test_tied_embeddings_are_one_tensor_drawn_as_the_input_embedding() -> None:
+    tied, untied = build(tie_word_embeddings=True), build()
+    assert tied.causal_lm.lm_head.weight is tied.causal_lm.model.embed_tokens.weight
+    assert "lm_head.weight" not in weights(tied)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(weights(tied)[name], weights(untied)[name])
+    assert not torch.equal(weights(untied)["lm_head.weight"], weights(untied)[name])
+
+
+def test_the_embedding_of_the_padding_token_is_zero() -> None:
+    facts = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=5)
+    embedding = build_model(
+        Model(from_config=LLAMA), facts, 3, torch.float32
+    ).causal_lm.model.embed_tokens.weight
+    assert not embedding[5].any()
+    assert embedding[4].any()
+
+
+def test_no_random_state_of_the_process_is_touched() -> None:
+    torch.manual_seed(123)
+    expected = torch.rand(4)
+    torch.manual_seed(123)
+    build()
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "gemma2", "gpt_neox", "mixtral"])
+def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
+    """The position buffers that lie outside the file included; the same twice, and finite."""
+    keys = {"model_type": kind, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind != "gpt2":
+        keys |= {"intermediate_size": 48}
+    if kind in ("qwen3", "gemma2", "mixtral"):
+        keys |= {"num_key_value_heads": 1, "head_dim": 16}
+    model = Model(from_config=keys)
+    one, two = (build_model(model, FACTS, 3, torch.float32) for _ in range(2))
+    assert all(torch.equal(weights(one)[name], value) for name, value in weights(two).items())
+    ids = torch.arange(12).view(1, 12)
+    logps = one(ids, ids, ids)
+    assert torch.isfinite(logps).all()

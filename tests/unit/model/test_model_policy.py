@@ -1,0 +1,105 @@
+"""What the engines train: log-probabilities equal to the model's own, stage by stage too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsft.data.batch import NO_TARGET
+from dsft.model.build import build_model
+from dsft.model.policy import Policy, target_logps
+from dsft.spec.schema import Model
+from tests.unit.model.test_model_init import FACTS, LLAMA
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Two rows of 9 tokens, with holes between the targets."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 96, (2, 9))
+    targets = ids.roll(-1, dims=1)
+    targets[:, -1] = NO_TARGET
+    targets[0, 3:5] = NO_TARGET
+    return ids, torch.arange(9).repeat(2, 1), targets
+
+
+def stages(number: int, checkpointing: bool = False) -> list[Policy]:
+    model = Model(from_config=LLAMA | {"initializer_range": 0.3}, gradient_checkpointing=checkpointing)
+    return [build_model(model, FACTS, 3, torch.float32, stage, number) for stage in range(number)]
+
+
+def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    carried: tuple[Tensor, ...] = (ids, positions, targets)
+    for part in parts[:-1]:
+        carried = part(*carried)
+        assert [t.is_floating_point() for t in carried] == [True, False, False]
+    logps = parts[-1](*carried)
+    assert isinstance(logps, Tensor)
+    return logps
+
+
+def test_log_probabilities_by_hand() -> None:
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0]]])
+    found = target_logps(logits.bfloat16(), torch.tensor([[2, 0, NO_TARGET]]))
+    e = 2.718281828
+    expected = torch.tensor([[1 / 4, e / (e + 3), 1.0]]).log()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+def test_equals_the_logits_of_the_model() -> None:
+    ids, positions, targets = batch()
+    (policy,) = stages(1)
+    found = policy(ids, positions, targets)
+    logits = policy.causal_lm(input_ids=ids, use_cache=False).logits
+    expected = F.log_softmax(logits, -1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    is_target = targets != NO_TARGET
+    torch.testing.assert_close(found[is_target], expected[is_target])
+    assert not found[~is_target].any()
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_stages_equal_the_whole_model_forward_and_backward(number: int, checkpointing: bool) -> None:
+    (whole,), parts = stages(1), stages(number, checkpointing)
+    expected, found = (through(p, *batch()) for p in ([whole], parts))
+    assert torch.equal(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    gradients = {name: p.grad for part in parts for name, p in part.named_trained().items()}
+    for name, p in whole.named_trained().items():
+        assert torch.equal(gradients[name], p.grad), name
+
+
+def test_checkpointing_recomputes_every_layer_of_the_stage() -> None:
+    calls = {True: 0, False: 0}
+    for checkpointing in calls:
+        (policy,) = stages(1, checkpointing)
+
+        def count(*_: object, key: bool = checkpointing) -> None:
+            calls[key] += 1
+
+        policy.causal_lm.model.layers[2].mlp.register_forward_pre_hook(count)
+        policy.train()(*batch()).sum().backward()
+    assert calls == {False: 1, True: 2}
+
+
+def test_a_stage_holds_only_its_own() -> None:
+    first, second = stages(2)
+    assert {
+        name.split(".layers.")[-1].split(".")[0] for name in first.named_trained() if ".layers." in name
+    } == {"0", "1"}
+    assert "model.embed_tokens.weight" in first.named_trained()
+    assert not {"lm_head.weight", "model.norm.weight"} & first.named_trained().keys()
+    assert {"lm_head.weight", "model.norm.weight"} <= second.named_trained().keys()
+    assert "model.embed_tokens.weight" not in second.named_trained()
+
+
+def test_positions_that_begin_again_are_rows_of_their_own() -> None:
+    """As packing will need: no attention across the border, given by position_ids alone."""
+    ids, positions, targets = batch()
+    (policy,) = stages(1)
+    apart = policy(ids, positions, targets)
+    together = policy(ids.view(1, -1), positions.view(1, -1), targets.view(1, -1))
+    torch.testing.assert_close(together.view(2, 9), apart, rtol=1e-5, atol=0)
