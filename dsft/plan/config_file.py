@@ -199,6 +199,9 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         for section in sections:
             place = place[section]
         silent = value is None and key != "nvme_path"  # the file says nothing; a path goes with its device
+        silent = silent or (
+            where == "train.reduce_dtype" and (value, place[key]) == ("fp32", None)
+        )  # the default
         if silent or value == "auto" or value == place[key]:
             continue
         lines.append(f"decides {where}: {value} (the spec says {place[key]})")

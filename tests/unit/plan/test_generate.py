@@ -77,4 +77,5 @@ def test_a_generated_file_laid_over_another_spec_gives_that_files_configuration(
     path = ROOT / "ds_configs" / f"{name}.json"
     merged = merge_config_file(load_spec(ROOT / "specs" / "quickstart.yaml"), None, path, strict=True)
     assert merged.config == json.loads(path.read_text())
+    assert not any("reduce_dtype" in note for note in merged.notes)
     assert merged.spec.parallel == load_spec(ROOT / "specs" / f"{name}.yaml").parallel
