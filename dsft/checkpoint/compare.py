@@ -39,7 +39,7 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
     differing = [
         f"{key} was {old.get(key, ABSENT)!r}, now {new.get(key, ABSENT)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, ABSENT) != new.get(key, ABSENT) and not may_differ(key)
+        if not _equal(old.get(key, ABSENT), new.get(key, ABSENT)) and not may_differ(key)
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
@@ -51,6 +51,12 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
             f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
             "Set them back to go on from it, or choose another name for a new run."
         )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """A key that is not there is one that is empty: as where a newer dsft has more keys."""
+    empty = (ABSENT, None, [], {})
+    return one == other or (one in empty and other in empty)
 
 
 def may_differ(key: str) -> bool:

@@ -1,0 +1,105 @@
+"""What a resume may change, and what makes it another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.checkpoint.compare import check_same_run
+from dsft.checkpoint.read import Checkpoint
+from dsft.errors import CheckpointError
+from dsft.plan.batch import BatchSizes
+from dsft.spec.schema import Spec
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "task": "pretrain",
+    "model": {"from_config": {"model_type": "llama", "hidden_size": 64}},
+    "data": {"train": [{"path": "a.jsonl"}]},
+    "train": {"global_batch_size": 8, "micro_batch_size": 2},
+    "optim": {"learning_rate": 1e-3},
+}
+
+
+def spec_with(**changes: Any) -> Spec:
+    """`section__key=value` sets one key, `section=value` a section."""
+    values = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            values[section] = {**values.get(section, {}), key: value}
+        else:
+            values[section] = value
+    return Spec.model_validate(values)
+
+
+def checkpoint() -> Checkpoint:
+    state = {
+        "progress": {"step": 7},
+        "spec": spec_with().model_dump(mode="json"),
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2, "accumulation_steps": 2, "data_parallel": 2},
+        "data": "abc",
+    }
+    return Checkpoint(Path("step-7"), {}, state, "")
+
+
+SAME = BatchSizes(8, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"name": "moved", "output_dir": "/elsewhere"},
+        {"parallel": {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        {"cluster": {"hosts": {"a": 2, "b": 2}}},
+        {"wandb__project": "other"},
+        {"checkpoint__every": 5},
+        {"train__global_batch_size": None, "train__accumulation_steps": 2},
+        {"train__micro_batch_size": 1},
+        {"train__max_steps": 50},
+        {"train__num_train_epochs": 9.0},
+        {"train__log_every": 3, "train__eval_every": 4},
+    ],
+    ids=str,
+)
+def test_what_may_differ(changes: dict[str, Any]) -> None:
+    check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), "abc")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train__seed": 1}, "train.seed was 42, now 1"),
+        ({"train__precision": "fp32"}, "train.precision was 'bf16', now 'fp32'"),
+        ({"optim__learning_rate": 2e-3}, "optim.learning_rate was 0.001, now 0.002"),
+        ({"optim__betas": (0.9, 0.95)}, "optim.betas.1 was 0.999, now 0.95"),
+        ({"data__train": [{"path": "b.jsonl"}]}, "data.train.0.path was 'a.jsonl', now 'b.jsonl'"),
+        (
+            {"data__train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
+            "data.train.1.path was '(absent)', now 'b.jsonl'",
+        ),
+        (
+            {"model__from_config": {"model_type": "llama", "hidden_size": 32}},
+            "model.from_config.hidden_size was 64, now 32",
+        ),
+        ({"task": "sft"}, "task was 'pretrain', now 'sft'"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_by_name_with_both_values(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_same_run(checkpoint(), spec_with(**changes), SAME, "abc")
+    assert f"step-7 is of another run: {told}. Set them back" in str(error.value)
+
+
+def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_same_run(checkpoint(), spec_with(train__seed=1, task="sft"), BatchSizes(16, 2, 4, 2), "xyz")
+    assert (
+        "task was 'pretrain', now 'sft'; train.seed was 42, now 1; "
+        "train.global_batch_size came to 8, now 16; the rows of data.train are others than then"
+        in str(error.value)
+    )

@@ -1,0 +1,186 @@
+"""What an export holds: the model that transformers loads, in little memory, or nothing new at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+)
+
+from dsft.checkpoint.export import export, export_checkpoint, write_model_folder
+from dsft.checkpoint.read import Checkpoint
+from dsft.errors import CheckpointError, LockedError, StorageError
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+
+
+def saved(maker: Any, ranks: int = 3) -> Checkpoint:
+    maker.save(4, ranks=ranks)
+    return Checkpoint.open(maker.step(4))
+
+
+def test_transformers_loads_it_with_equal_logits(
+    maker_of: Any, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    line = export_checkpoint(saved(maker_of).path, out)
+    assert line.startswith(f"{out}: the model after step 4, ")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.config.architectures == ["LlamaForCausalLM"] and loaded.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, llama.eval()(TOKENS).logits)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not llama.config.tie_word_embeddings
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_tokenizer_template_and_generation_config_come_with_it(maker: Any, tmp_path: Path) -> None:
+    export(saved(maker), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False) == "w3"
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+def test_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(saved(maker), out, max_shard_bytes=4000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(shards) > 2 and set(index["weight_map"].values()) == set(shards)
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in maker.tensors.values())
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(p, maker.tensors[name]) for name, p in loaded.named_parameters())
+
+
+def test_in_bf16(maker: Any, tmp_path: Path) -> None:
+    export(saved(maker), tmp_path / "out", dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(p, maker.tensors[name].bfloat16()) for name, p in loaded.named_parameters())
+
+
+def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker: Any, tmp_path: Path) -> None:
+    out, checkpoint = tmp_path / "out", saved(maker)
+    export(checkpoint, out)
+    before = (out / "model.safetensors").stat().st_ino
+    assert export(checkpoint, out) == f"{out}: the model after step 4, exported before"
+    assert (out / "model.safetensors").stat().st_ino == before
+    maker.save(5)
+    export(Checkpoint.open(maker.step(5)), out)
+    assert (out / "model.safetensors").stat().st_ino != before
+    (out / "model.safetensors").unlink()
+    export(Checkpoint.open(maker.step(5)), out)
+    assert (out / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+
+
+def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(LockedError, match="was not written by dsft"):
+        export(saved(maker), out)
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+def test_missing_left_over_and_misshapen_parameters_are_named(maker: Any, tmp_path: Path) -> None:
+    tensors = dict(maker.tensors)
+    tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+    other = type(maker)(tmp_path / "other", maker.model_folder, tensors)
+    with pytest.raises(CheckpointError) as error:
+        export(saved(other), tmp_path / "out")
+    assert (
+        "lm_head.weight has shape (49, 16) instead of (50, 16); model.norm.bias is not the model's; "
+        "model.norm.weight is missing" in str(error.value)
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(saved(maker), out)
+    maker.save(5, ranks=3)
+    torn = Checkpoint.open(maker.step(5))
+    without = {name: file for name, file in torn.files.items() if name != "rank-00001.safetensors"}
+    with pytest.raises(CheckpointError, match="holds no value of lm_head.weight from element 266 on"):
+        export(Checkpoint(torn.path, without, torn.state, "digest"), out)
+    assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 4
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+
+
+def test_a_disk_that_cannot_be_written(maker: Any) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        export(saved(maker), Path("/proc/out"))
+
+
+def test_models_whose_files_have_other_names_are_refused(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "mixtral", MixtralConfig(num_hidden_layers=1), tokenizer)
+    other = type(maker)(tmp_path / "other", tmp_path / "mixtral", maker.tensors)
+    with pytest.raises(CheckpointError, match="Models of type mixtral have other tensor names in files"):
+        export(saved(other), tmp_path / "out")
+
+
+PEAK = """
+import sys, threading
+from pathlib import Path
+import torch
+import dsft.checkpoint.export as module
+from dsft.checkpoint.read import Checkpoint
+
+def own_memory():  # in KiB; file pages that the kernel may drop do not count
+    lines = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(lines["RssAnon"].split()[0])
+
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, own_memory())
+
+small, large, folder = map(Path, sys.argv[1:])
+module.export(Checkpoint.open(small), folder / "first")  # what a first export imports and allocates
+module.CHUNK = 2**18
+peak, done = 0, threading.Event()
+before, watcher = own_memory(), threading.Thread(target=watch)
+watcher.start()
+module.export(Checkpoint.open(large), folder / "out", dtype=torch.bfloat16)
+done.set()
+watcher.join()
+print((peak - before) * 1024)
+"""
+
+
+def test_memory_is_that_of_a_piece_not_of_a_tensor(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Two tensors of 32 MiB, in pieces of 1 MiB."""
+    config = LlamaConfig(
+        vocab_size=16384, hidden_size=512, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    write_model_folder(tmp_path / "model", config, tokenizer)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tensors = {name: torch.ones(parameter.shape) for name, parameter in model.named_parameters()}
+    large = saved(type(maker)(tmp_path / "large", tmp_path / "model", tensors))
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(saved(maker).path), str(large.path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 2**25
+    assert int(done.stdout) < 2**24

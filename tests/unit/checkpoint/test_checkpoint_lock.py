@@ -1,0 +1,90 @@
+"""A run's folder has one job at a time, and a dead one does not keep it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsft.checkpoint.lock import hold
+from dsft.errors import LockedError, StorageError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dsft.checkpoint.lock import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_job_is_told_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    for _ in range(2):  # asking does not wipe the answer
+        with pytest.raises(LockedError) as error, hold(tmp_path / "run"):
+            pass
+        assert f"is used by process {holder.pid} on {socket.gethostname()}" in str(error.value)
+        assert error.value.exit_code == 73
+
+
+def test_what_a_killed_job_left_is_taken_over(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    began = time.monotonic()
+    with hold(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert time.monotonic() - began < 1
+
+
+def test_it_is_free_after_the_block_and_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), hold(tmp_path / "run"):
+        raise ZeroDivisionError
+    with hold(tmp_path / "run"):
+        pass
+
+
+def test_of_many_that_start_together_one_holds_it(tmp_path: Path) -> None:
+    once = HOLDER.replace("time.sleep(600)", "sys.stdin.read()")
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", once, str(tmp_path / "run")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+        for _ in range(6)
+    ]
+    said = [job.stdout.readline() for job in jobs if job.stdout]  # each has taken it, or ended
+    ended = [job.communicate()[1] for job in jobs]
+    assert sorted(said) == [""] * 5 + ["held\n"]
+    assert sum("LockedError" in text for text in ended) == 5
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be locked"), hold(tmp_path / "file" / "run"):
+        pass
