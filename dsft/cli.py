@@ -142,6 +142,31 @@ def generate(
 
 
 @app.command()
+def verify(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)
+    ],
+) -> None:
+    """Read all of a checkpoint and say whether it is whole."""
+    from dsft.checkpoint.read import verify as verified
+
+    print(verified(checkpoint))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+) -> None:
+    """Make a Hugging Face folder of a checkpoint."""
+    from dsft.checkpoint.export import export_checkpoint
+
+    print(export_checkpoint(checkpoint, out))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec."""
     from dsft.spec.template import schema_text

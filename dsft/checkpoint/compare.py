@@ -55,7 +55,7 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
 
 def _equal(one: Any, other: Any) -> bool:
     """A key that is not there is one that is empty: as where a newer dsft has more keys."""
-    empty = (ABSENT, None, [], {})
+    empty: tuple[Any, ...] = (ABSENT, None, [], {})
     return one == other or (one in empty and other in empty)
 
 
