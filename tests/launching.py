@@ -1,6 +1,6 @@
 """Takes a worker script, starts it on several processes with torchrun, gives what it printed.
 
-The processes form a session of their own, which is ended as a whole: no rank outlives its test.
+All of its processes are ended with it: no rank outlives its test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +55,15 @@ def torchrun(
 
 
 def end_group(leader: int) -> None:
-    """SIGKILL to every process of the session that `leader` began, also after its own end."""
+    """SIGKILL to `leader`, to all that it started (torchrun gives each rank a session of its own), and to what
+    is left of its process group after its own end."""
+    try:
+        started = psutil.Process(leader).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:  # all have ended

@@ -50,6 +50,7 @@ class Console:
         self._show.close()
         if self._log is not None:
             self._log.close()
+            self._log = None
 
     def _remaining(self, step: int) -> timedelta | None:
         """From the mean pace of this start; None before its first step is done and after the last."""
