@@ -55,7 +55,7 @@ def torchrun(
 
 
 def end_group(leader: int) -> None:
-    """SIGKILL to `leader`, to all that it started (torchrun gives each rank a session of its own), and to what
+    """SIGKILL to `leader`, to all that it started (torchrun gives each rank its own session), and to what
     is left of its process group after its own end."""
     try:
         started = psutil.Process(leader).children(recursive=True)
