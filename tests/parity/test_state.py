@@ -18,7 +18,8 @@ import torch
 from tests.launching import torchrun
 
 WORKER = Path(__file__).with_name("state_worker.py")
-SECONDS = 500  # a launch; one that takes longer hangs
+pytestmark = pytest.mark.timeout(1800)  # three launches; two or three minutes where nothing else runs
+SECONDS = 600  # a launch; one that takes longer hangs
 EXACT = 0.0
 ROUNDING = 1e-6
 BF16 = 2e-3  # ZeRO 0 adds micro-batches up in bf16, another Adam rounds otherwise: a bf16 weight flips
