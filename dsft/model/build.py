@@ -45,13 +45,15 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _pretrained(model: Model, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    assert model.name_or_path is not None, "the spec gives name_or_path or from_config"
     try:
         causal_lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model.name_or_path, config=config, dtype=dtype, trust_remote_code=False
         )
     except OSError as error:
+        reason = str(error).splitlines()[0]
         raise MissingInputError(
-            f"model.name_or_path {model.name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
+            f"model.name_or_path {model.name_or_path!r} has no readable weights: {reason} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
         ) from None
     return causal_lm

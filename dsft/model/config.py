@@ -60,8 +60,8 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
     if config.vocab_size < facts.vocab_size:
         raise _error(
             f"{WHERE}.vocab_size" if model.from_config is not None else "model.tokenizer",
-            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would have "
-            "no embedding; give a larger vocab_size or the model's own tokenizer",
+            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would "
+            "have no embedding; give a larger vocab_size or the model's own tokenizer",
         )
     config._attn_implementation = _attention(model, config)
     return config
@@ -70,7 +70,7 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
 def _attention(model: Model, config: PreTrainedConfig) -> str:
     """auto: torch's own kernel where the architecture can use it; a soft-cap inside attention (Gemma 2)
     cannot."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     can_sdpa = bool(model_class._supports_sdpa)
     if model.attention == "auto":
         return "sdpa" if can_sdpa else "eager"
@@ -82,7 +82,7 @@ def _attention(model: Model, config: PreTrainedConfig) -> str:
 
 
 def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
-    kind = given.get("model_type")
+    kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise _error(
             f"{WHERE}.model_type", f"{kind!r} is no model type of transformers{_meant(kind, CONFIG_MAPPING)}"
@@ -106,6 +106,7 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
 
 
 def _pretrained(model: Model) -> PreTrainedConfig:
+    assert model.name_or_path is not None, "the spec gives name_or_path or from_config"
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -74,7 +74,7 @@ def _initialise(
     owner._init_weights(module)
     for parameter in module.parameters(recurse=False):
         if id(parameter) in shared:  # the flag by which transformers' init functions leave a tensor alone
-            parameter._is_hf_initialized = True
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _shared(model: nn.Module) -> frozenset[int]:

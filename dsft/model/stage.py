@@ -48,7 +48,7 @@ def check_cut(config: PreTrainedConfig, stages: int) -> None:
 def cut(model: PreTrainedModel, stage: int, stages: int) -> None:
     """Leave `model` with stage `stage` of `stages`: embeddings in the first, final norm and head in the
     last."""
-    base = model.base_model
+    base: Any = model.base_model
     owned = layer_range(len(base.layers), stage, stages)
     for index, layer in enumerate(base.layers):
         if index not in owned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 ACCUMULATION = {"varying": (4, 1, 3, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
 FAULTY_STEP = 1
@@ -15,7 +15,7 @@ class Case:
     """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is
     not finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it."""
 
-    mode: Literal["zero0", "zero1", "zero2", "zero3", "zero3_offload", "pipeline_zero0", "pipeline_zero1"]
+    mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
     optimizer: Literal["sgd", "adamw", "adamw_default_eps"]
     micro_batches: Literal["varying", "one", "four"]
@@ -58,13 +58,14 @@ FP32_BOUNDS = {
     "change": 1e-5,
     "evaluation": 1e-6,
 }
-# An element whose gradient is near 0 moves by rounding noise under so small an eps: the change alone is bounded.
+# Under so small an eps an element whose gradient is near 0 moves by rounding noise.
 DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}
 # Against the plain loop in fp32: what bf16 costs, with fp32 master weights.
 BF16_BOUNDS = {"fresh": 0.0, "loss": 5e-3, "gradient": 5e-2, "norm": 1e-2, "change": 5e-2, "evaluation": 5e-3}
 
-MODES: tuple[Any, ...] = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
-PIPELINES: tuple[Any, ...] = ("pipeline_zero0", "pipeline_zero1")
+MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+OFFLOADS = ("zero1_offload", "zero2_offload")  # tried on two ranks only
+PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 
 
 def cases(ranks: int) -> list[Case]:
@@ -73,11 +74,12 @@ def cases(ranks: int) -> list[Case]:
 
 def _cases(ranks: int) -> Iterator[Case]:
     modes = [(mode, 1) for mode in MODES]
+    if ranks == 2:
+        modes += [(mode, 1) for mode in OFFLOADS]
     if ranks % 2 == 0:
         modes += [(mode, 2) for mode in PIPELINES]
     for mode, stages in modes:
-        sgd = "adamw" if mode == "zero3_offload" else "sgd"
-        yield Case(mode, ranks, sgd, "varying", max_norm=0.1, stages=stages)
+        yield Case(mode, ranks, "sgd", "varying", max_norm=0.1, stages=stages)
         yield Case(mode, ranks, "adamw", "one", checkpointing=True, stages=stages)
         if ranks == 2:
             yield Case(mode, ranks, "adamw", "four", max_norm=0.1, stages=stages)
@@ -85,6 +87,4 @@ def _cases(ranks: int) -> Iterator[Case]:
             yield Case(mode, ranks, "adamw", "varying", max_norm=0.1, fault=True, stages=stages)
             yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", fault=True, stages=stages)
     if ranks > 2:
-        yield Case(
-            "pipeline_zero1", ranks, "adamw", "varying", max_norm=0.1, checkpointing=True, stages=ranks
-        )
+        yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
