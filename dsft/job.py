@@ -1,7 +1,7 @@
 """One run on one rank, from the process group to the exported model: the story that `train.py` starts.
 
 Takes a checked spec with its batch sizes and DeepSpeed configuration. Every rank tells the same story; what
-one rank must do alone (the run's folder, printed lines, the export) rank 0 does, and all agree on how it went.
+one must do alone (the run's folder, printed lines, the export) rank 0 does, and all agree on how that went.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def take_folder(folder: Path, held: ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir.") from None
+        raise StorageError(
+            f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir."
+        ) from None
     held.enter_context(hold(folder))
 
 
@@ -130,8 +132,8 @@ def prove_shared(folder: Path, world: World) -> None:
     blind = [rank for rank, saw in enumerate(world.gather(seen)) if not saw]
     if blind:
         raise WorldError(
-            f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir on a disk "
-            "that all hosts share."
+            f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir "
+            "on a disk that all hosts share."
         )
 
 
@@ -175,18 +177,28 @@ def resume_point(job: Job, inputs: Inputs, world: World, say: Say) -> Checkpoint
 
 
 def train(
-    job: Job, inputs: Inputs, world: World, start: Checkpoint | None, progress: Progress, last_step: int, say: Say
+    job: Job,
+    inputs: Inputs,
+    world: World,
+    start: Checkpoint | None,
+    progress: Progress,
+    last_step: int,
+    say: Say,
 ) -> None:
     """Build the engine, bring it to `progress`, and go on to `last_step`."""
     spec, folder = job.spec, job.folder
     world.first(lambda: describe(job, inputs))
     stage, stages = world.stage, job.layout.pipeline_stages
-    policy = build_model(spec.model, inputs.facts, spec.train.seed, DTYPES[spec.train.precision], stage, stages)
+    policy = build_model(
+        spec.model, inputs.facts, spec.train.seed, DTYPES[spec.train.precision], stage, stages
+    )
     engine = build_engine(policy, spec, job.config, world, OBJECTIVE)
     if start is not None:
         engine.load(start.read, progress.applied_steps)
         say(f"going on from step {progress.step}: {start.path}")
-    report = Report.open(folder, last_step, progress.step, spec.wandb, shown_config(job), enabled=world.rank == 0)
+    report = Report.open(
+        folder, last_step, progress.step, spec.wandb, shown_config(job), enabled=world.rank == 0
+    )
     latest: Record = {}
 
     def tell(record: Record) -> None:
@@ -203,7 +215,9 @@ def train(
             versions=versions(),
         )
         fragments, shapes, keep_last = engine.owned(), engine.shapes(), spec.checkpoint.keep_last
-        report.line(save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, keep_last=keep_last))
+        report.line(
+            save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, keep_last=keep_last)
+        )
 
     steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
     schedule = Schedule(
@@ -225,7 +239,9 @@ def train(
         report.close(latest)
 
 
-def held_out_evaluation(job: Job, inputs: Inputs, world: World, engine: Engine) -> Callable[[], Record] | None:
+def held_out_evaluation(
+    job: Job, inputs: Inputs, world: World, engine: Engine
+) -> Callable[[], Record] | None:
     if inputs.held_out is None:
         return None
     micro_batches, counts = evaluation(inputs.held_out, job.batch, world.data_rank, pad_id(inputs.tokenizer))
@@ -254,6 +270,8 @@ def finish(job: Job, say: Say) -> None:
     say(f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
         f"{last['train/loss']:.4f} at step {last['train/global_step']}")  # fmt: skip
     if held_out:
-        say(f"held-out loss {held_out[-1]['eval/loss']:.4f}, perplexity {held_out[-1]['eval/perplexity']:.4g}")
+        say(
+            f"held-out loss {held_out[-1]['eval/loss']:.4f}, perplexity {held_out[-1]['eval/perplexity']:.4g}"
+        )
     say(f"metrics: {job.folder / 'metrics.jsonl'}")
     say(f"model: {job.export_folder}, for transformers' from_pretrained")

@@ -127,8 +127,8 @@ def fit(
             window = Window()
         if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
             raise NonFiniteError(
-                f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps in a "
-                f"row, the last on examples {list(batch.example_ids)[:8]}; nothing was applied. Lower "
+                f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps "
+                f"in a row, the last on examples {list(batch.example_ids)[:8]}; nothing was applied. Lower "
                 "optim.learning_rate, look at those rows, or go on from the last checkpoint."
             )
 
@@ -146,11 +146,15 @@ def due(step: int, every: int | None) -> bool:
 
 
 def position(progress: Progress) -> Record:
-    return {"train/global_step": progress.step, "train/epoch": progress.epoch, "train/num_tokens": progress.num_tokens}
+    return {
+        "train/global_step": progress.step,
+        "train/epoch": progress.epoch,
+        "train/num_tokens": progress.num_tokens,
+    }
 
 
 def training_record(window: Window, objective: Objective, run: Run, progress: Progress) -> Record:
-    """The window's loss (its sums ÷ its counts) and speed. One collective, which also waits for the device."""
+    """The window's loss (its sums ÷ its counts) and speed. One collective; it waits for the device."""
     assert window.sums is not None, "a record is made after a step"
     loss = mean_loss(objective, run.sum(window.sums), window.counts)
     seconds = time.perf_counter() - window.began
@@ -171,7 +175,7 @@ def evaluation_record(objective: Objective, sums: Tensor, counts: Mapping[str, i
 
 
 def mean_loss(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> float:
-    return sum(scale * total for scale, total in zip(objective.scales(counts), sums.tolist(), strict=True))
+    return math.fsum(s * total for s, total in zip(objective.scales(counts), sums.tolist(), strict=True))
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -46,11 +46,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsft/train.py", description="Train the model that SPEC describes.")
-    parser.add_argument("words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then values that replace its own")
-    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="a DeepSpeed JSON that decides how to train")
-    parser.add_argument("--strict", action="store_true", help="refuse a DeepSpeed JSON that contradicts the spec")
+    parser.add_argument(
+        "words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then values that replace its own"
+    )
+    parser.add_argument(
+        "--deepspeed_config", type=Path, metavar="FILE", help="a DeepSpeed JSON that decides how to train"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a DeepSpeed JSON that contradicts the spec"
+    )
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher; LOCAL_RANK says it
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # from the deepspeed launcher; LOCAL_RANK says it
     options = parser.parse_intermixed_args(arguments)
     has_spec = bool(options.words) and "=" not in options.words[0]
     options.spec = Path(options.words[0]) if has_spec else QUICKSTART

@@ -90,8 +90,10 @@ class World:
 
 def join(launched: Launched, layout: Layout) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs. A process started alone joins itself."""
-    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change, nor to show.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning)
+    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning
+    )
     launched.export(os.environ)
     accelerator = get_accelerator()
     name = accelerator.device_name()

@@ -63,8 +63,8 @@ def _alone(environ: Mapping[str, str]) -> Launched:
     for name, command in UNREAD_LAUNCHERS.items():
         if environ.get(name, "1") not in ("", "1"):
             raise WorldError(
-                f"{name}={environ[name]} says that {command} started {environ[name]} processes, which this version "
-                "does not read; start with torchrun or deepspeed, or set "
+                f"{name}={environ[name]} says that {command} started {environ[name]} processes, which this "
+                "version does not read; start with torchrun or deepspeed, or set "
                 f"{', '.join(RENDEZVOUS)} for each process."
             )
     return Launched("python", 0, 1, 0, "127.0.0.1", _free_port())

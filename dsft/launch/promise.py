@@ -46,16 +46,17 @@ def _check_hostfile(launched: Launched) -> str | None:
         path = Path(folder, arguments.hostfile)
         if not path.is_file():
             raise WorldError(
-                f"--hostfile {arguments.hostfile} does not exist (looked in {folder}), and deepspeed would train on "
-                f"this machine alone with {launched.world_size} process(es); give a file that exists, or leave "
-                "--hostfile out."
+                f"--hostfile {arguments.hostfile} does not exist (looked in {folder}), and deepspeed would "
+                f"train on this machine alone with {launched.world_size} process(es); give a file that exists, "
+                "or leave --hostfile out."
             )
         text = path.read_text(encoding="utf-8")
         expected = _promised(parse(text, str(arguments.hostfile)), arguments)
         if expected != launched.world_size:
             raise WorldError(
-                f"--hostfile {arguments.hostfile} promises {expected} processes but {launched.world_size} were "
-                "started; check its slots and the launcher's --include, --exclude, --num_nodes and --num_gpus."
+                f"--hostfile {arguments.hostfile} promises {expected} processes but {launched.world_size} "
+                "were started; check its slots and the launcher's --include, --exclude, --num_nodes and "
+                "--num_gpus."
             )
         return text
     return None
@@ -76,10 +77,8 @@ def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
 def deepspeed_arguments(command: Sequence[str]) -> argparse.Namespace | None:
     """The launcher's own options in a command line such as `python …/deepspeed --hostfile F train.py …`,
     None where the command is not the `deepspeed` launcher."""
-    for position, word in enumerate(command[:4]):
-        if Path(word).name == "deepspeed" or word == "deepspeed.launcher.runner":
-            break
-    else:
+    words = [Path(word).name == "deepspeed" or word == "deepspeed.launcher.runner" for word in command[:4]]
+    if not any(words):
         return None
     # Options that take a value, from deepspeed/launcher/runner.py; the others are flags, and the first
     # word that is neither is the script, behind which options are the script's.
@@ -96,7 +95,7 @@ def deepspeed_arguments(command: Sequence[str]) -> argparse.Namespace | None:
     parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     try:
-        return parser.parse_known_args(list(command[position + 1 :]))[0]
+        return parser.parse_known_args(list(command[words.index(True) + 1 :]))[0]
     except argparse.ArgumentError:  # deepspeed itself has refused or will refuse this command
         return None
 

@@ -51,13 +51,13 @@ def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
 
 
 def command(words: Sequence[str], cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Any launcher, in a session of its own that is ended as a whole. `python`, `deepspeed`: this environment's."""
+    """Any launcher, in a session of its own, ended as a whole. `python`, `deepspeed`: this environment's."""
     scripts = Path(sys.executable).parent
     program = {"python": sys.executable, "deepspeed": str(scripts / "deepspeed")}.get(words[0], words[0])
     environ = os.environ | {"PATH": os.pathsep.join([str(scripts), os.environ.get("PATH", "")])}
     process = subprocess.Popen(
-        [program, *words[1:]], cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [program, *words[1:]], cwd=cwd, env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -75,3 +75,8 @@ def records(folder: Path, key: str) -> dict[int, float]:
             assert record["train/global_step"] not in found, "a step was reported twice"
             found[record["train/global_step"]] = record[key]
     return found
+
+
+def shows_traceback(stderr: str) -> bool:
+    """Whether dsft's own code failed with one. The launchers add theirs when a rank ends with an error."""
+    return f'File "{ROOT / "dsft"}' in stderr

@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.launching import ROOT, torchrun
+
 from tests.integration.runs import records, trained, write_spec
+from tests.launching import ROOT, torchrun
 
 DYING = ROOT / "tests" / "integration" / "dying.py"
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")

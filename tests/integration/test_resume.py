@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from tests.integration.runs import TRAIN, command, records, train, trained, write_spec
+
+from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -17,7 +18,7 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that saved at step 4 of 10 on a pipeline of two stages, and went on to the end there."""
+    """The folder of a run on a pipeline of two stages that saved at steps 4, 8 and 10."""
     folder = tmp_path_factory.mktemp("pipeline")
     trained(write_spec(folder), *PIPELINE, "checkpoint.keep_last=null")
     return folder
@@ -56,13 +57,21 @@ def test_a_pipelined_run_goes_on_in_another_layout(
 def test_another_run_is_refused_by_the_keys_that_differ(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     result = train(spec, *PIPELINE, "optim.learning_rate=1e-4", "train.seed=7", "data.max_length=200")
-    assert result.returncode != 0 and "Traceback" not in result.stderr.split("torch.distributed")[0]
-    for difference in ("optim.learning_rate was 0.003, now 0.0001", "train.seed was 42, now 7", "data.max_length was 256"):
+    assert result.returncode != 0 and not shows_traceback(result.stderr)
+    for difference in (
+        "optim.learning_rate was 0.003, now 0.0001",
+        "train.seed was 42, now 7",
+        "data.max_length was 256",
+    ):
         assert difference in result.stderr
-    assert records(tmp_path / "runs" / "small", "train/loss") == records(stopped / "runs" / "small", "train/loss")
+    assert records(tmp_path / "runs" / "small", "train/loss") == records(
+        stopped / "runs" / "small", "train/loss"
+    )
 
 
-def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(stopped: Path, tmp_path: Path) -> None:
+def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(
+    stopped: Path, tmp_path: Path
+) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     checkpoints = tmp_path / "runs" / "small" / "checkpoints"
     shutil.copytree(stopped / "runs" / "small" / "checkpoints" / "step-8", checkpoints / "step-8")
@@ -75,7 +84,7 @@ def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(stop
     alone = ("parallel.zero_stage=0", "train.max_steps=6")
     refused = command(["python", str(TRAIN), str(spec), *alone])
     assert refused.returncode == 76 and "does not start again from step 0" in " ".join(refused.stderr.split())
-    assert "Traceback" not in refused.stderr
+    assert not shows_traceback(refused.stderr)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -94,13 +103,22 @@ def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path:
         used = command(["python", str(TRAIN), str(spec)])
     assert used.returncode == 73 and f"{run} is used by process 1 on elsewhere" in used.stderr
     for result in (never, used):
-        assert "Traceback" not in result.stderr
+        assert not shows_traceback(result.stderr)
 
 
 def test_bad_rows_stop_the_run_before_it_trains(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_bytes(b'{"text": "fine"}\n{"text": "cut\n{"text": 5}\n{"text": "\xff"}\n')
-    result = command(["python", str(TRAIN), str(write_spec(tmp_path)), f"data.train=[{{path: {data}}}]", "data.eval=[]", "train.eval_every=null"])
-    assert result.returncode == 65 and "Traceback" not in result.stderr
+    result = command(
+        [
+            "python",
+            str(TRAIN),
+            str(write_spec(tmp_path)),
+            f"data.train=[{{path: {data}}}]",
+            "data.eval=[]",
+            "train.eval_every=null",
+        ]
+    )
+    assert result.returncode == 65 and not shows_traceback(result.stderr)
     for line in (2, 3, 4):
         assert f"rows.jsonl:{line}: " in result.stderr

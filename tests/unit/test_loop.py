@@ -63,8 +63,8 @@ class Log:
 
 def schedule(**changes: object) -> Schedule:
     values = {
-        "total_steps": 5, "log_every": 1, "eval_every": 2, "save_every": 3, "learning_rate": lambda step: 0.1 * (step + 1),
-        "max_nonfinite_in_a_row": 3, "seed": 1,
+        "total_steps": 5, "log_every": 1, "eval_every": 2, "save_every": 3,
+        "learning_rate": lambda step: 0.1 * (step + 1), "max_nonfinite_in_a_row": 3, "seed": 1,
     }  # fmt: skip
     return Schedule(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -106,7 +106,9 @@ def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate()
 def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
     log = Log()
     with pytest.raises(NonFiniteError, match=r"step 4: .* 3 steps in a row, the last on examples \[3\]"):
-        fit(FakeEngine(nonfinite={1, 2, 3}), OBJECTIVE, Steps(), schedule(save_every=1), log.run(), Progress())
+        fit(
+            FakeEngine(nonfinite={1, 2, 3}), OBJECTIVE, Steps(), schedule(save_every=1), log.run(), Progress()
+        )
     assert [progress.step for progress in log.saved] == [1, 2, 3]
 
 

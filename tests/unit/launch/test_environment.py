@@ -18,7 +18,9 @@ def test_the_five_variables_are_read() -> None:
     assert (launched.master_addr, launched.master_port, launched.launcher) == ("node1", 29500, "environment")
 
 
-@pytest.mark.parametrize(("mark", "launcher"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("CROSS_RANK", "deepspeed")])
+@pytest.mark.parametrize(
+    ("mark", "launcher"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("CROSS_RANK", "deepspeed")]
+)
 def test_the_launcher_is_told_apart(mark: str, launcher: str) -> None:
     assert detect(FIVE | {mark: "0"}).launcher == launcher
 

@@ -26,7 +26,11 @@ def test_the_promised_world_passes() -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "size", "cause"),
-    [("python", 1, "plain python starts one"), ("deepspeed", 1, "no --hostfile was given"), ("torchrun", 8, "same hosts")],
+    [
+        ("python", 1, "plain python starts one"),
+        ("deepspeed", 1, "no --hostfile was given"),
+        ("torchrun", 8, "same hosts"),
+    ],
 )
 def test_another_world_stops_with_both_numbers(launcher: str, size: int, cause: str) -> None:
     with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
@@ -40,7 +44,9 @@ def command(*words: str) -> list[str]:
 def test_the_launchers_options_end_where_the_script_begins() -> None:
     arguments = deepspeed_arguments(command("--num_gpus", "2", "dsft/train.py", "--hostfile", "mine"))
     assert arguments is not None and arguments.hostfile is None and arguments.num_gpus == 2
-    arguments = deepspeed_arguments(command("--master_port=1", "--hostfile=h", "--force_multi", "train.py", "a=b"))
+    arguments = deepspeed_arguments(
+        command("--master_port=1", "--hostfile=h", "--force_multi", "train.py", "a=b")
+    )
     assert arguments is not None and arguments.hostfile == "h"
     assert deepspeed_arguments(["/env/bin/python", "-m", "pytest"]) is None
 
@@ -77,16 +83,25 @@ except WorldError as error:
 
 @pytest.mark.parametrize(
     ("text", "world", "said"),
-    [(None, 1, "--hostfile hosts does not exist"), ("a slots=2\n", 1, "promises 2 processes but 1"), ("a slots=2\n", 2, "passed")],
+    [
+        (None, 1, "--hostfile hosts does not exist"),
+        ("a slots=2\n", 1, "promises 2 processes but 1"),
+        ("a slots=2\n", 2, "passed"),
+    ],
 )
-def test_the_hostfile_on_the_parents_command_line_is_checked(tmp_path: Path, text: str | None, world: int, said: str) -> None:
+def test_the_hostfile_on_the_parents_command_line_is_checked(
+    tmp_path: Path, text: str | None, world: int, said: str
+) -> None:
     """A parent that looks like the launcher (a script named deepspeed, with its options) starts the child."""
     if text is not None:
         (tmp_path / "hosts").write_text(text)
     launcher = tmp_path / "deepspeed"
-    launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}, '{world}'])\n")
+    launcher.write_text(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}, '{world}'])\n"
+    )
     outcome = subprocess.run(
         [sys.executable, str(launcher), "--hostfile", "hosts", "train.py"],
-        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])}, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert said in outcome.stdout, outcome.stderr
