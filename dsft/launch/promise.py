@@ -47,7 +47,7 @@ def _check_hostfile(launched: Launched) -> str | None:
         if not path.is_file():
             raise WorldError(
                 f"--hostfile {arguments.hostfile} does not exist (looked in {folder}), and deepspeed would "
-                f"train on this machine alone with {launched.world_size} process(es); give a file that exists, "
+                f"train on this machine alone with {launched.world_size} process(es); give one that exists, "
                 "or leave --hostfile out."
             )
         text = path.read_text(encoding="utf-8")
