@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from dsft.checkpoint.files import CHUNK, Entry, sync_folder, write_json, write_tensors
+from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError, LockedError, StorageError
 
@@ -77,10 +77,10 @@ def export(
         return f"{out}: the model after step {checkpoint.step}, exported before"
     model = _on_meta(checkpoint)
     _check_names(checkpoint, model)
-    out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
-        shutil.copytree(checkpoint.model_folder, aside)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        copy_files(checkpoint.model_folder, aside)
         _write_config(aside, model, dtype)
         _write_weights(checkpoint, aside, dtype, max_shard_bytes)
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}

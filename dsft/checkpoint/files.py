@@ -85,6 +85,18 @@ def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
     return Written(size, digest.hexdigest())
 
 
+def copy_files(source: Path, target: Path) -> dict[str, Written]:
+    """The files of a folder, small ones and without folders below, into a new one; by name."""
+    target.mkdir()
+    copied = {
+        path.name: write_bytes(target / path.name, [path.read_bytes()])
+        for path in sorted(source.iterdir())
+        if path.is_file()
+    }
+    sync_folder(target)
+    return copied
+
+
 def write_json(path: Path, value: Any) -> Written:
     """A JSON file, put in place by one rename."""
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -41,7 +41,8 @@ def hold(run: Path) -> Iterator[None]:
             f"{path} cannot be locked ({error}); set an output_dir on a disk that can."
         ) from None
     try:
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        with suppress(OSError):  # a full disk: then it is held without a name
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
         lock.release()

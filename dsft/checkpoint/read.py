@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ STATE = "state.json"
 LATEST = "latest"
 MODEL = "model"
 STEP = re.compile(r"step-(\d+)")
+THREADS = 8
+"""Files that are hashed at a time: about 1.5 GB/s each, where the disk gives it."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class Checkpoint:
 
         Raises CheckpointError naming the first file or parameter that is not as it was written.
         """
-        for name, written in self.files.items():
-            self._check_file(self.path, name, written)
+        with ThreadPoolExecutor(THREADS) as pool:  # hashing runs outside Python's lock
+            list(pool.map(lambda item: self._check_file(self.path, *item), self.files.items()))
         for name, shape in self.shapes.items():
             numel = torch.Size(shape).numel()
             for kind in self.state["kinds"]:

@@ -28,7 +28,7 @@ from dsft.checkpoint.files import (
     CHUNK,
     Entry,
     Written,
-    digest_of,
+    copy_files,
     sync_folder,
     write_aside,
     write_json,
@@ -106,16 +106,15 @@ def save(
     if group.first(lambda: _committed(folder / name)):
         return f"{folder / name} is committed already"
     mine = list(fragments)  # views: the bytes are copied piece by piece below
-    needed = sum(sum(p) for p in group.gather([4 * f.data.numel() for f in mine]))
-    aside = group.first(lambda: _begin(folder, name, needed, model_folder))
-    part = _write_part(aside, mine, shapes, group.rank)
-    parts = group.gather(part)
+    needed = sum(group.gather(sum(4 * fragment.data.numel() for fragment in mine)))
+    aside = group.first(lambda: _begin(folder, name, needed))
+    parts = group.gather(_write_part(aside, mine, shapes, group.rank))
     try:
-        _check_parts(folder, parts, needed)
+        _check_parts(parts)
     except DsftError:
         group.first(lambda: shutil.rmtree(aside, ignore_errors=True))
         raise
-    group.first(lambda: _commit(folder / name, aside, parts, facts))
+    group.first(lambda: _commit(folder / name, aside, parts, facts, model_folder))
     removed = group.first(lambda: _prune(run, int(facts.progress["step"]), keep_last))
     return f"{folder / name} is committed" + (f"; removed {', '.join(removed)}" if removed else "")
 
@@ -131,7 +130,7 @@ def _committed(path: Path) -> bool:
     return True
 
 
-def _begin(folder: Path, name: str, needed: int, model_folder: Path) -> Path:
+def _begin(folder: Path, name: str, needed: int) -> Path:
     """Room for the new checkpoint: leftovers of broken saves removed, space looked at, the folder made."""
     aside = folder / f"{name}.tmp-{secrets.token_hex(4)}"
     try:
@@ -141,9 +140,8 @@ def _begin(folder: Path, name: str, needed: int, model_folder: Path) -> Path:
         free = shutil.disk_usage(folder).free
         if free < needed + SPARE:
             raise StorageError(_too_full(folder, free, needed))
-        shutil.copytree(model_folder, aside / MODEL)
+        aside.mkdir()
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise StorageError(_not_written(folder, error, needed)) from None
     return aside
 
@@ -167,7 +165,7 @@ def _chunks(fragments: Iterable[Fragment]) -> Iterator[Tensor]:
         yield from torch.split(fragment.data, CHUNK)
 
 
-def _check_parts(folder: Path, parts: list[Part], needed: int) -> None:
+def _check_parts(parts: list[Part]) -> None:
     """All ranks have written, and together every element once."""
     failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
     if failures:
@@ -188,13 +186,12 @@ def _elements(parts: Iterable[Part]) -> Counter[str]:
     return sum((Counter(part.elements) for part in parts), Counter())
 
 
-def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts) -> None:
+def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts, model_folder: Path) -> None:
     try:
+        model = copy_files(model_folder, aside / MODEL)
         state = asdict(facts) | {"parameters": _shapes(parts), "kinds": sorted(_elements(parts))}
         files = {part.name: part.written for part in parts} | {STATE: write_json(aside / STATE, state)}
-        for path in sorted((aside / MODEL).rglob("*")):
-            if path.is_file():
-                files[path.relative_to(aside).as_posix()] = digest_of(path)
+        files |= {f"{MODEL}/{name}": written for name, written in model.items()}
         listed = {name: asdict(written) for name, written in files.items() if written is not None}
         manifest = {"format": FORMAT, "step": facts.progress["step"], "files": listed}
         write_json(aside / MANIFEST, manifest | {"sha256": seal(manifest)})
@@ -207,7 +204,7 @@ def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts) -> None:
         shutil.rmtree(torn, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise StorageError(_not_written(final.parent, error, 0)) from None
+        raise StorageError(_not_written(final.parent, error, sum(part.needed for part in parts))) from None
 
 
 def _prune(run: Path, step: int, keep_last: int | None) -> list[str]:

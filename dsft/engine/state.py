@@ -196,6 +196,8 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
     """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps."""
     base, kinds = _base(optimizer), _moments(optimizer)
     base.state.clear()
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False  # else `_hp_mapping` keeps the old moments
     if not applied_steps:
         return
     for home in _homes(optimizer):
