@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.engine import state
@@ -41,7 +42,10 @@ class Started:
         ranks."""
         if self.clip is not None:
             return self.clip.norm, self.clip.applied
-        return self.engine.get_global_grad_norm(), self.engine.was_step_applied()
+        applied = self.engine.was_step_applied()
+        if not applied:
+            _drop_gradient(self.engine.optimizer)
+        return self.engine.get_global_grad_norm(), applied
 
 
 def start(
@@ -64,6 +68,14 @@ def start(
         clip = StepClip(tuple(trained.values()), spec.train.max_grad_norm, stages)
         optimizer.register_step_pre_hook(clip)
     return Started(engine, optimizer, clip)
+
+
+def _drop_gradient(optimizer: Any) -> None:
+    """ZeRO 1 and 2 with bf16 and offload keep the gradient of a step that they skip (stage_1_and_2.py:3056),
+    and add the next one to it: no later step would be finite."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
 
 def _is_plain_fp32(config: Mapping[str, Any]) -> bool:

@@ -64,7 +64,7 @@ DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name
 BF16_BOUNDS = {"fresh": 0.0, "loss": 5e-3, "gradient": 5e-2, "norm": 1e-2, "change": 5e-2, "evaluation": 5e-3}
 
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
-OFFLOADS = ("zero1_offload", "zero2_offload")  # tried on two ranks only
+OFFLOADS = ("zero1_offload", "zero2_offload")  # on two ranks only, where the pipeline is tried with it too
 PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 
 
@@ -75,7 +75,7 @@ def cases(ranks: int) -> list[Case]:
 def _cases(ranks: int) -> Iterator[Case]:
     modes = [(mode, 1) for mode in MODES]
     if ranks == 2:
-        modes += [(mode, 1) for mode in OFFLOADS]
+        modes += [(mode, 1) for mode in OFFLOADS] + [("pipeline_zero1_offload", 2)]
     if ranks % 2 == 0:
         modes += [(mode, 2) for mode in PIPELINES]
     for mode, stages in modes:
