@@ -1,8 +1,8 @@
-"""Takes the export of a quickstart run, asks it a question that it was not trained on, prints its answer.
+"""Takes the export of a quickstart run, asks it questions that it was not trained on, prints its answers.
 
     python scripts/generate.py runs/quickstart/export
 
-Touches nothing. The model's answer stands beside the right one, which dsft's own rows tell.
+Touches nothing. Each answer stands beside the right one, which the model can know from other rows only.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any
 
 from dsft.data.builtin import QUICKSTART_HELDOUT, builtin_rows
 
+QUESTIONS = 2
 
-def answer(export: Path, messages: list[dict[str, str]]) -> str:
+
+def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The model's reply to `messages`, at most 40 tokens, greedily: the same at every call."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(export)
-    model: Any = AutoModelForCausalLM.from_pretrained(export)
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -35,11 +33,17 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    *question, truth = builtin_rows(QUICKSTART_HELDOUT)[0]["messages"]
-    for message in question:
-        print(f"{message['role']}: {message['content']}")
-    print(f"the exported model answers: {answer(Path(arguments[0]), question)}")
-    print(f"(the rows say: {truth['content']})")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer: Any = AutoTokenizer.from_pretrained(arguments[0])
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments[0])
+    print("the exported model answers:")
+    for row in builtin_rows(QUICKSTART_HELDOUT)[:QUESTIONS]:
+        *question, truth = row["messages"]
+        asked = " / ".join(message["content"] for message in question)
+        print(f"  {asked} → {answer(model, tokenizer, question)} (right: {truth['content']})")
     return 0
 
 
