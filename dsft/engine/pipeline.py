@@ -31,7 +31,7 @@ class PipelineEngine:
         self._objective = objective
         self._trained = policy.named_trained()
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
-        self._scales = self._total = self._zeros()
+        self._scales, self._total = self._zeros(), self._zeros()
         self._started = start(_pipeline(policy, world, self._loss), self._trained, spec, config)
         self._engine = self._started.engine
 
