@@ -6,6 +6,7 @@ one must do alone (the run's folder, printed lines, the export) rank 0 does, and
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.lock import hold
-from dsft.checkpoint.read import Checkpoint, find
+from dsft.checkpoint.read import Checkpoint, find, step_folders
 from dsft.checkpoint.save import Facts, save
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.steps import TrainSteps, evaluation
@@ -100,18 +101,19 @@ def run(job: Job) -> None:
         prove_shared(job.folder, world)
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             say(line)
-        inputs = read_inputs(spec, say)
-        last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
-        start = resume_point(job, inputs, world, say)
+        start = resume_point(job, world, say)
         progress = Progress(**start.state["progress"]) if start else Progress()
-        if progress.step >= last_step:
-            say(f"{spec.name} is finished: step {progress.step} of {last_step}. train.max_steps or "
-                "train.num_train_epochs gives it more.")  # fmt: skip
-        else:
-            train(job, inputs, world, start, progress, last_step, say)
+        # Where the spec says how many steps there are, no row need be read to see that all are done.
+        done = progress.step >= (spec.train.max_steps or math.inf)
+        trained = not done and train(job, world, start, progress, say)
+        if not trained:
+            say(
+                f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
+                "gives it more."
+            )
         world.close()
         if world.rank == 0:  # alone, and for as long as a large model takes
-            finish(job, say)
+            finish(job, start.path if start and not trained else step_folders(job.folder)[0], say)
 
 
 def take_folder(folder: Path, held: ExitStack) -> None:
@@ -161,38 +163,35 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
     return Inputs(tokenizer, config, read("data.train", spec.data.train), held_out)
 
 
-def resume_point(job: Job, inputs: Inputs, world: World, say: Say) -> Checkpoint | None:
-    """The checkpoint that checkpoint.resume names, verified by rank 0 and of this very run."""
+def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
+    """The checkpoint that checkpoint.resume names, verified by rank 0, of a run with this very spec."""
 
     def choose() -> Path | None:
         found = find(job.folder, job.spec.checkpoint.resume)
         for note in found.notes:
             say(f"warning: {note}")
         if found.path is not None:
-            check_same_run(Checkpoint.open(found.path), job.spec, job.batch, inputs.train.fingerprint)
+            checkpoint = Checkpoint.open(found.path)
+            check_same_run(
+                checkpoint, job.spec, job.batch, checkpoint.state["data"]
+            )  # rows: once they are read
         return found.path
 
     path = world.first(choose)
     return Checkpoint.open(path) if path else None
 
 
-def train(
-    job: Job,
-    inputs: Inputs,
-    world: World,
-    start: Checkpoint | None,
-    progress: Progress,
-    last_step: int,
-    say: Say,
-) -> None:
-    """Build the engine, bring it to `progress`, and go on to `last_step`."""
+def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say) -> bool:
+    """Build the engine, bring it to `progress`, and go on to the last step. False where none is left."""
     spec, folder = job.spec, job.folder
+    inputs = read_inputs(spec, say)
+    last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
+    if start is not None:
+        check_same_run(start, spec, job.batch, inputs.train.fingerprint)
+    if progress.step >= last_step:
+        return False
     world.first(lambda: describe(job, inputs))
-    stage, stages = world.stage, job.layout.pipeline_stages
-    policy = build_model(
-        spec.model, inputs.facts, spec.train.seed, DTYPES[spec.train.precision], stage, stages
-    )
-    engine = build_engine(policy, spec, job.config, world, OBJECTIVE)
+    engine = build(job, inputs, world)
     if start is not None:
         engine.load(start.read, progress.applied_steps)
         say(f"going on from step {progress.step}: {start.path}")
@@ -206,21 +205,32 @@ def train(
         report.metrics(record | memory_record(world.device))
 
     def keep(progress: Progress) -> None:
-        facts = Facts(
-            progress=asdict(progress),
-            spec=spec.model_dump(mode="json"),
-            batch=asdict(job.batch),
-            data=inputs.train.fingerprint,
-            layout=asdict(job.layout) | {"zero_stage": spec.parallel.zero_stage},
-            versions=versions(),
-        )
         fragments, shapes, keep_last = engine.owned(), engine.shapes(), spec.checkpoint.keep_last
+        facts = facts_of(job, inputs, progress)
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, keep_last=keep_last)
         )
 
     steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
-    schedule = Schedule(
+    evaluate = held_out_evaluation(job, inputs, world, engine)
+    hooks = Run(world.sum, evaluate, tell, keep, world.world_size, world.rank)
+    try:
+        fit(engine, OBJECTIVE, steps, schedule(spec, last_step), hooks, progress)
+    finally:
+        report.close(latest)
+    return True
+
+
+def build(job: Job, inputs: Inputs, world: World) -> Engine:
+    """This rank's part of the model, from its fresh or pretrained values, in the engine."""
+    spec = job.spec
+    dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
+    policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
+    return build_engine(policy, spec, job.config, world, OBJECTIVE)
+
+
+def schedule(spec: Spec, last_step: int) -> Schedule:
+    return Schedule(
         total_steps=last_step,
         log_every=spec.train.log_every,
         eval_every=spec.train.eval_every,
@@ -229,14 +239,17 @@ def train(
         max_nonfinite_in_a_row=spec.train.max_consecutive_nonfinite,
         seed=spec.train.seed,
     )
-    evaluate = held_out_evaluation(job, inputs, world, engine)
-    try:
-        fit(
-            engine, OBJECTIVE, steps, schedule,
-            Run(world.sum, evaluate, tell, keep, world.world_size, world.rank), progress,
-        )  # fmt: skip
-    finally:
-        report.close(latest)
+
+
+def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
+    return Facts(
+        progress=asdict(progress),
+        spec=job.spec.model_dump(mode="json"),
+        batch=asdict(job.batch),
+        data=inputs.train.fingerprint,
+        layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
+        versions=versions(),
+    )
 
 
 def held_out_evaluation(
@@ -259,16 +272,18 @@ def shown_config(job: Job) -> dict[str, Any]:
     return job.spec.model_dump(mode="json") | {"deepspeed": dict(job.config), "versions": versions()}
 
 
-def finish(job: Job, say: Say) -> None:
+def finish(job: Job, checkpoint: Path, say: Say) -> None:
     """Export the last checkpoint, unless that is done, and say how it went and where things are."""
-    found = find(job.folder, "auto")
-    assert found.path is not None, "a run ends with a checkpoint"
-    say(export_checkpoint(found.path, job.export_folder))
-    losses = [record for record in read_metrics(job.folder / "metrics.jsonl") if "train/loss" in record]
-    held_out = [record for record in read_metrics(job.folder / "metrics.jsonl") if "eval/loss" in record]
-    first, last = losses[0], losses[-1]
-    say(f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
-        f"{last['train/loss']:.4f} at step {last['train/global_step']}")  # fmt: skip
+    say(export_checkpoint(checkpoint, job.export_folder))
+    records = read_metrics(job.folder / "metrics.jsonl")
+    losses = [record for record in records if "train/loss" in record]
+    held_out = [record for record in records if "eval/loss" in record]
+    if losses:
+        first, last = losses[0], losses[-1]
+        say(
+            f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
+            f"{last['train/loss']:.4f} at step {last['train/global_step']}"
+        )
     if held_out:
         say(
             f"held-out loss {held_out[-1]['eval/loss']:.4f}, perplexity {held_out[-1]['eval/perplexity']:.4g}"
