@@ -47,8 +47,7 @@ WITHOUT_EFFECT = {
 
 NOT_BUILT = (
     "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning "
-    "data_efficiency"
-    "hybrid_engine weight_quantization datastates_ckpt zero_optimization.zenflow"
+    "data_efficiency hybrid_engine weight_quantization datastates_ckpt zero_optimization.zenflow"
 ).split()
 """Features of DeepSpeed that dsft has not; refused, since the run would not be what the file says."""
 

@@ -8,8 +8,16 @@ import pytest
 
 from dsft.errors import MissingInputError, SpecError
 from dsft.plan.batch import batch_sizes
-from dsft.plan.config_file import Merged, merge_config_file
+from dsft.plan.config_file import (
+    FIXED,
+    NOT_BUILT,
+    SPEC_DECIDES,
+    WITHOUT_EFFECT,
+    Merged,
+    merge_config_file,
+)
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_keys import unknown_keys
 
 
 @pytest.fixture
@@ -162,6 +170,11 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ({"fp16": {"enabled": True}}, "fp16.enabled: true, but dsft trains with false only; use bf16"),
         ({"prescale_gradients": True}, "prescale_gradients: true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not have this feature"),
+        *(
+            ({feature: {"enabled": True}}, f"{feature}: dsft does not have this feature")
+            for feature in ("compile", "autotuning", "data_efficiency", "hybrid_engine")
+        ),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: dsft does not have this feature"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is no stage"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
         ({"zero_optimization": True}, "zero_optimization: true is no section"),
@@ -187,3 +200,15 @@ def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:
 def test_a_file_that_is_not_there(make_spec: Any, tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match="there is no such file"):
         merge_config_file(make_spec(), None, tmp_path / "absent.json")
+
+
+def test_what_is_refused_or_left_out_are_keys_of_deepspeed() -> None:
+    listed = [*SPEC_DECIDES, *WITHOUT_EFFECT, *NOT_BUILT, *FIXED]
+    nested: dict[str, Any] = {}
+    for name in listed:
+        *sections, key = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place.setdefault(key, None)
+    assert unknown_keys(nested) == []
