@@ -88,12 +88,11 @@ def validate(
     ] = False,
 ) -> None:
     """Tell all mistakes of a spec at once; no GPU, no network."""
-    from dsft.plan.generate import promised_batch
-    from dsft.spec.load import load_spec
+    from dsft.plan.promised import load, promised_batch
     from dsft.spec.rules import warnings
     from dsft.spec.summary import summary
 
-    checked = load_spec(spec, overrides or (), check_files=not no_files)
+    checked = load(spec, overrides or (), check_files=not no_files)
     batch = promised_batch(checked)
     for warning in warnings(checked):
         print(f"warning: {warning}", file=sys.stderr)

@@ -27,18 +27,23 @@ from dsft.launch.promise import check_promise
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.launch import environment
 from dsft.plan.layout import layout
-from dsft.spec.load import load_spec
+from dsft.plan.promised import load
 
 QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone."""
+    """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone; on every
+    process where ranks are not yet known."""
+    options, rank = parse(arguments), 0
     try:
-        train(parse(arguments), detect(os.environ), [sys.argv[0], *arguments])
+        launched = detect(os.environ)
+        rank = launched.rank
+        train(options, launched, [sys.argv[0], *arguments])
     except DsftError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
@@ -57,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
     parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # from the deepspeed launcher; LOCAL_RANK says it
     options = parser.parse_intermixed_args(arguments)
     has_spec = bool(options.words) and "=" not in options.words[0]
@@ -67,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:
-    spec = load_spec(options.spec, options.overrides)
+    spec = load(options.spec, options.overrides)
     hostfile = check_promise(spec.cluster.hosts if spec.cluster else None, launched)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel)
@@ -78,6 +83,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
         spec, config, notes = merged.spec, merged.config, merged.notes
 
+    os.environ.update(environment(spec.cluster))  # whoever started this process
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
     run(Job(spec, batch, config, notes, launched, places, hostfile, command))

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import StorageError
-from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.hostfile import render
 from dsft.plan.launch import deepspeed_script, environment_file, environment_text
-from dsft.plan.layout import layout
-from dsft.spec.load import load_spec
+from dsft.plan.promised import load, promised_batch
 from dsft.spec.schema import Spec
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -28,8 +26,8 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, check: bool) -> bool:
     """Write the files below `out` and name them, or with `check` print what differs. False where something
     does."""
-    spec = load_spec(spec_path, overrides, check_files=False)
-    texts = files(spec, spec_path, out)
+    spec = load(spec_path, overrides, check_files=False)
+    texts = files(spec, spec_path, out, overrides)
     if check:
         difference = drift(texts, out)
         print(difference or f"{len(texts)} files agree with {spec_path}\n", end="")
@@ -42,25 +40,21 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
     return True
 
 
-def files(spec: Spec, spec_path: Path, out: Path) -> dict[str, str]:
-    """Path below `out` -> text. SpecError where the cluster's size does not fit the batch or the pipeline."""
+def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Path below `out` -> text. The launch script has the overrides too: it trains what the others say.
+
+    SpecError where the cluster's size does not fit the batch or the pipeline.
+    """
     train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
     texts = {f"ds_configs/{spec.name}.json": json_text(deepspeed_config(spec, promised_batch(spec)))}
     if spec.cluster is not None:
         texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
-    script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out)
+    script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out, overrides)
     texts[f"scripts/launch/{spec.name}.deepspeed.sh"] = script
     variables = environment_text(spec.cluster)
     if variables is not None:
         texts[environment_file(spec.name)] = variables
     return texts
-
-
-def promised_batch(spec: Spec) -> BatchSizes | None:
-    """The batch sizes on the spec's cluster; None where it has none, and the world is found at start."""
-    if spec.cluster is None:
-        return None
-    return batch_sizes(spec.train, layout(spec.parallel, sum(spec.cluster.hosts.values())).data_parallel)
 
 
 def json_text(config: Mapping[str, Any]) -> str:

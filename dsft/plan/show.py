@@ -18,8 +18,7 @@ from rich.text import Text
 
 from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries
-from dsft.plan.generate import promised_batch
-from dsft.spec.load import load_spec
+from dsft.plan.promised import load, promised_batch
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
@@ -32,7 +31,7 @@ def print_plan(
     spec_path: Path, overrides: Sequence[str], *, as_json: bool, explain: bool, world_size: int | None
 ) -> None:
     """Plan the spec and print it. The data is not looked at, it may be on another machine."""
-    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
+    plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
     if as_json:
         print(json.dumps(as_mapping(plan), indent=2))
         return

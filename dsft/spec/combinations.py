@@ -17,6 +17,10 @@ from dsft.spec.schema import Schedule, Spec
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A launcher gives each process its own.
+_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# DeepSpeed and pdsh put a value between double quotes and escape nothing, and pdsh expands %h.
+_CHANGED = '"$`\\%'
 
 _MODEL = ("model.name_or_path", "model.from_config")
 
@@ -204,11 +208,16 @@ def _environment(spec: Spec) -> Iterator[Finding]:
         elif _SECRET.search(name):
             message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
             yield Finding(path, message)
+        elif name in _LAUNCHERS:
+            yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
         elif not value.isprintable():
             message = (
                 f"{shown(value)} holds control characters, which no launch script carries; take them out"
             )
             yield Finding(path, message)
+        elif set(value) & set(_CHANGED):
+            rule = f"holds one of {_CHANGED}, which DeepSpeed's launcher changes on the way to a host"
+            yield Finding(path, f"{shown(value)} {rule}; set it on the hosts")
 
 
 def _paths(spec: Spec) -> Iterator[Finding]:

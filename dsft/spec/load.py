@@ -7,7 +7,7 @@ files that the spec names exist. Every mistake that can be seen is told at once,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -28,14 +28,28 @@ from dsft.spec.unbuilt import unbuilt
 from dsft.spec.wording import errors_of, key_of, path_in, worded
 
 MAX_BYTES = 1_000_000
+Check = Callable[[Spec], Iterable[Finding]]
 
 
-def load_spec(path: FilePath | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
-    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
+def _no_more(spec: Spec) -> Iterable[Finding]:
+    return ()
+
+
+def load_spec(
+    path: FilePath | str,
+    overrides: Sequence[str] = (),
+    *,
+    check_files: bool = True,
+    more: Check = _no_more,
+) -> Spec:
+    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read.
+
+    `more` is a check of the caller's, whose findings are told with the others.
+    """
     document = read_document(_read(FilePath(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
-    spec = _validate(document, check_files=check_files) if readable else None
+    spec = _validate(document, more, check_files=check_files) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
@@ -73,7 +87,7 @@ def _read(path: FilePath) -> str:
         raise SpecError(f"{name}: 1 problem", [problem]) from error
 
 
-def _validate(document: Document, *, check_files: bool) -> Spec | None:
+def _validate(document: Document, more: Check, *, check_files: bool) -> Spec | None:
     """The spec, or None; problems join the document's."""
     if not isinstance(document.data, dict):
         what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
@@ -96,24 +110,24 @@ def _validate(document: Document, *, check_files: bool) -> Spec | None:
         spec, broken = None, refused_keys | meant_keys
         stand_in = _stand_in(document.data)
     if stand_in is not None:
-        found = _findings(stand_in, check_files=check_files)
+        found = _findings(stand_in, more, check_files=check_files)
         document.problems += [document.problem(f.path, f.message) for f in _trusted(found, broken)]
     return spec
 
 
-def _findings(spec: Spec, *, check_files: bool) -> Iterator[Finding]:
+def _findings(spec: Spec, more: Check, *, check_files: bool) -> Iterator[Finding]:
     """What is wrong beyond single values. A rule says nothing of a key that is not built."""
     not_built = list(unbuilt(spec))
     yield from not_built
     silenced = {key for finding in not_built for key in finding.reads}
     config, unreadable = model_config(spec, check_files=check_files)
-    more: list[Finding] = [*combinations(spec), *refused(spec), *source_findings(spec), *unreadable]
+    found = [*combinations(spec), *refused(spec), *more(spec), *source_findings(spec), *unreadable]
     if config is not None:
-        more += model_findings(spec, config)
-    told = {finding.path for finding in more}
+        found += model_findings(spec, config)
+    told = {finding.path for finding in found}
     if check_files:
-        more += (finding for finding in file_findings(spec) if finding.path not in told)
-    yield from _trusted(more, silenced)
+        found += (finding for finding in file_findings(spec) if finding.path not in told)
+    yield from _trusted(found, silenced)
 
 
 def _trusted(findings: Iterable[Finding], broken: set[str]) -> Iterator[Finding]:

@@ -72,6 +72,14 @@ def test_scripts_are_executable_and_find_their_spec_from_another_folder(tmp_path
     assert "'a b.yaml'" in script.read_text()
 
 
+def test_overrides_reach_the_script_as_they_reach_the_json(tmp_path: Path) -> None:
+    path, overrides = ROOT / "specs" / "zero1.yaml", ["parallel.zero_stage=3", "name=other"]
+    assert generate_files(path, overrides, tmp_path, check=False)
+    assert json.loads((tmp_path / "ds_configs/other.json").read_text())["zero_optimization"]["stage"] == 3
+    script = (tmp_path / "scripts/launch/other.deepspeed.sh").read_text()
+    assert script.endswith('zero1.yaml parallel.zero_stage=3 name=other "$@"\n')
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
 def test_a_generated_file_laid_over_another_spec_gives_that_files_configuration(name: str) -> None:
     path = ROOT / "ds_configs" / f"{name}.json"

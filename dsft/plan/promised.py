@@ -1,0 +1,52 @@
+"""What a spec's cluster promises. Takes a spec, or its file; gives the batch sizes on its hosts.
+
+`load` is `dsft.spec.load.load_spec` that also holds the batch equation and the pipeline against the cluster,
+so that they are told with all other mistakes of the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsft.errors import SpecError
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.layout import Layout, layout
+from dsft.spec.finding import Finding
+from dsft.spec.load import load_spec
+from dsft.spec.schema import Spec
+
+_PROCESSES = ("parallel.pipeline_stages", "cluster.hosts")
+
+
+def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
+    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
+    return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
+
+
+def promised_batch(spec: Spec) -> BatchSizes | None:
+    """The batch sizes on the spec's cluster; None where it has none, and the world is found at start."""
+    places = _promised_layout(spec)
+    return batch_sizes(spec.train, places.data_parallel) if places else None
+
+
+def cluster_findings(spec: Spec) -> Iterator[Finding]:
+    """What does not fit the number of processes that the cluster has."""
+    try:
+        places = _promised_layout(spec)
+    except SpecError as error:
+        yield Finding(("parallel", "pipeline_stages"), error.problems[0].message, _PROCESSES)
+        return
+    sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+    given = [size for size in sizes if getattr(spec.train, size) is not None]
+    if places is None or len(given) < 2:  # fewer are told of without a cluster, too
+        return
+    try:
+        batch_sizes(spec.train, places.data_parallel)
+    except SpecError as error:
+        reads = (f"train.{size}" for size in sizes)
+        yield Finding(("train", given[0]), error.problems[0].message, (*_PROCESSES, *reads))
+
+
+def _promised_layout(spec: Spec) -> Layout | None:
+    return layout(spec.parallel, sum(spec.cluster.hosts.values())) if spec.cluster else None

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import SpecError
+from dsft.plan.promised import load, promised_batch
+
+SPECS = Path(__file__).resolve().parents[3] / "specs"
+TWO_NODES = SPECS / "two_nodes.yaml"
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(SpecError) as error:
+        load(TWO_NODES, overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_the_batch_on_the_clusters_processes() -> None:
+    batch = promised_batch(load(TWO_NODES, ["parallel.pipeline_stages=2", "parallel.zero_stage=1"]))
+    assert batch is not None and (batch.data_parallel, batch.accumulation_steps) == (8, 2)
+    assert promised_batch(load(SPECS / "quickstart.yaml")) is None
+
+
+def test_sizes_that_do_not_fit_the_cluster_are_told_with_all_other_mistakes_and_their_line() -> None:
+    batch, learning_rate = problems("cluster.hosts.node2=4", "optim.learning_rate=-1")
+    assert batch.startswith("line 21, train.global_batch_size: global_batch_size 128 = micro_batch_size 8")
+    assert "data-parallel ranks 12 does not hold" in batch
+    assert "optim.learning_rate: -1 is out of range" in learning_rate
+
+
+def test_stages_that_do_not_divide_the_cluster_are_told_once() -> None:
+    (problem,) = problems("parallel={zero_stage: 1, pipeline_stages: 3}")
+    assert "parallel.pipeline_stages: 3 does not divide the 16 processes" in problem
+
+
+def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
+    assert len(problems("train.global_batch_size=x", "cluster.hosts.node2=4")) == 1
+    assert len(problems("train={global_batch_size: 64}")) == 1
+    assert len(problems("cluster.hosts.node2=0")) == 1

@@ -1,0 +1,73 @@
+"""`dsft/train.py` up to the import of torch; `tests/integration/test_launchers.py` has whole runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsft.launch.environment import RENDEZVOUS
+from dsft.train import QUICKSTART, main, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in RENDEZVOUS})
+    monkeypatch.setattr("dsft.launch.promise._deepspeed_commands", lambda: iter(()))
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that `main` would run, each with the environment of its moment."""
+    found: list[Any] = []
+    module: Any = ModuleType("dsft.job")
+    module.Job = lambda *values: values
+    module.run = lambda job: found.append(SimpleNamespace(spec=job[0], environ=dict(os.environ)))
+    monkeypatch.setitem(sys.modules, "dsft.job", module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "the environment has RANK but not"),
+        (
+            dict(RANK="3", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
+            "contradict each other",
+        ),
+    ],
+)
+def test_a_process_without_a_rank_says_what_is_wrong(
+    environ: dict[str, str], message: str, jobs: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.environ.update(environ)
+    assert main([]) == 69 and not jobs
+    assert message in capsys.readouterr().err
+
+
+def test_one_process_of_many_tells_a_mistake(capsys: pytest.CaptureFixture[str], jobs: list[Any]) -> None:
+    for rank, told in (("0", True), ("1", False)):
+        values = (rank, "2", rank, "a", "1")
+        os.environ.update(zip(RENDEZVOUS, values, strict=True))
+        assert main(["train.max_stepz=1"]) == 2 and not jobs
+        assert ("max_stepz" in capsys.readouterr().err) is told
+
+
+def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any]) -> None:
+    cluster = "cluster={hosts: {localhost: 1}, interface: eth7, env: {NCCL_DEBUG: WARN}}"
+    assert main([str(QUICKSTART), cluster]) == 0
+    (job,) = jobs
+    assert job.environ["NCCL_DEBUG"] == "WARN" and job.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_what_launchers_add_is_no_mistake() -> None:
+    for option in ("--local_rank=1", "--local-rank=1"):
+        options = parse([option, "specs/x.yaml", "train.seed=1", "--deepspeed"])
+        assert (options.spec, options.overrides) == (Path("specs/x.yaml"), ["train.seed=1"])
+    assert parse(["train.seed=1"]).spec == QUICKSTART == ROOT / "specs" / "quickstart.yaml"
