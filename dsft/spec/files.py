@@ -16,7 +16,7 @@ from dsft.spec.finding import Finding
 from dsft.spec.schema import Source, Spec
 
 BUILTIN = ("builtin:quickstart", "builtin:quickstart-heldout")
-SUFFIXES = (".jsonl", ".json")
+SUFFIXES = (".jsonl", ".ndjson", ".json")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -36,9 +36,8 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
                 f"{shown(name)} is a pattern, which is not built yet; name each file as an item of the list",
             )
         elif not name.startswith("builtin:") and FilePath(name).suffix.lower() not in SUFFIXES:
-            yield Finding(
-                path, f"{shown(name)} is neither .jsonl nor .json; other files are not built yet, convert it"
-            )
+            message = f"{shown(name)} is neither .jsonl nor .json; other files are not built yet, convert it"
+            yield Finding(path, message)
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:

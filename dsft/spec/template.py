@@ -10,7 +10,7 @@ import re
 from pathlib import Path as FilePath
 
 from dsft.errors import Problem, SpecError, StorageError
-from dsft.spec.document import shown
+from dsft.spec.document import read_document, shown
 from dsft.spec.schema import NAME_PATTERN, Spec
 
 SCHEMA_FILE = "dsft.schema.json"
@@ -125,8 +125,13 @@ def _spec_text(name: str, task: str, path: FilePath) -> str:
         else _SFT_DATA
     )
     return _TEMPLATE.format(
-        name=name, task=task, data=data, path=path, schema=SCHEMA_FILE, schedules=_SCHEDULES
+        name=_text(name), task=task, data=data, path=path, schema=SCHEMA_FILE, schedules=_SCHEDULES
     )
+
+
+def _text(name: str) -> str:
+    """The name as YAML that is read as a text: `123` and `null` want quotes."""
+    return name if read_document(name).data == name else json.dumps(name)
 
 
 def _text_file(path: FilePath) -> FilePath:

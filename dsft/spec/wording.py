@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dsft.spec.aliases import suggestion
-from dsft.spec.document import Path, dotted, shown
+from dsft.spec.document import Path, dotted, read_document, shown
 
 Worded = tuple[Path, str]
 
@@ -125,11 +125,8 @@ _FALSE = {"no", "off", "0", "n", "false"}
 
 
 def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    """Whether the text would be a number without quotes: `inf` and `1_000` would not."""
+    return type(read_document(text).data) in (int, float)
 
 
 def _none_of(value: Any, context: Mapping[str, Any]) -> str:

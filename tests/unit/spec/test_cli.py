@@ -93,6 +93,13 @@ def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Wri
     assert max(map(len, text.splitlines())) <= 110
 
 
+@pytest.mark.parametrize("name", ["123", "null", "1e5", "true", "0x1F"])
+def test_init_writes_a_name_that_yaml_would_take_for_something_else(dsft, write: Write, name: str) -> None:  # noqa: ANN001
+    write()
+    assert dsft("init", name)[0] == 0
+    assert load_spec(f"specs/{name}.yaml").name == name
+
+
 def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
     write()
     assert dsft("init", "fresh")[0] == 0

@@ -175,3 +175,29 @@ def test_no_value_of_any_key_ends_in_anything_but_a_spec_or_its_problems(write: 
 def test_rows_may_fill_all_positions_of_the_model(write: Write) -> None:
     assert load_spec(write(), ["data.max_length=1024"]).data.max_length == 1024
     assert len(messages(write(), "data.max_length=1025")) == 1
+
+
+@pytest.mark.parametrize("value", ['a"b', "$HOME", "`id`", "a\\b", "100%", "a\nb"])
+def test_values_that_the_launcher_would_change_are_refused(write: Write, value: str) -> None:
+    cluster = json.dumps({"hosts": {"a": 1}, "env": {"X": value}})
+    (message,) = messages(write(), f"cluster={cluster}")
+    assert "cluster.env.X" in message and ("launcher" in message or "launch script" in message)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_what_a_launcher_sets_is_refused(write: Write, name: str) -> None:
+    (message,) = messages(write(), f"cluster={{hosts: {{a: 1}}, env: {{{name}: '3'}}}}")
+    assert f"{name} is set by the launcher" in message
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1_000", ".inf", "true"])
+def test_a_text_that_is_no_number_without_quotes_either(write: Write, text: str) -> None:
+    (message,) = messages(write(), f"optim.learning_rate='{text}'")
+    assert f"'{text}' is a text, a number is needed; write one, such as 0.1" in message
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "JSONL", "ndjson", "json"])
+def test_names_of_data_files(write: Write, ending: str) -> None:
+    path = write()
+    Path(f"other.{ending}").touch()
+    assert load_spec(path, [f"data.train.0.path=other.{ending}"])
