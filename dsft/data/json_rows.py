@@ -43,7 +43,7 @@ def read_json_rows(path: Path) -> JsonRows:
     content = path.read_bytes()
     has_mark = content.startswith(BYTE_ORDER_MARK)
     content = content[len(BYTE_ORDER_MARK) :] if has_mark else content
-    is_list = path.suffix == ".json" and content.lstrip().startswith(b"[")
+    is_list = path.suffix.lower() == ".json" and content.lstrip().startswith(b"[")
     blank_lines = 0 if is_list else sum(not line.strip() for line in _lines(content))
     values = list(_list(content) if is_list else _json_lines(content))
     mistakes = [(value.number, value.mistake) for value in values if value.mistake is not None]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from dsft.data import builtin
 from dsft.data.json_rows import JsonRows, kind, read_json_rows
 from dsft.errors import DataError, MissingInputError, Problem
+from dsft.spec.files import SUFFIXES
 
 MAX_SHOWN = 20
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +27,11 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+NOT_BUILT: Mapping[str, frozenset[str]] = {
+    "preference": frozenset({"chosen", "rejected"}),
+    "sharegpt": frozenset({"conversations"}),
+}
+"""Known by these keys, to say more than that no format fits."""
 TASK_FORMATS: Mapping[str, tuple[str, ...]] = {"sft": ("messages", "alpaca", "text"), "pretrain": ("text",)}
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -145,7 +151,7 @@ def _objects(name: str) -> JsonRows:
         )
     if not path.is_file():
         raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
-    if path.suffix not in (".json", ".jsonl", ".ndjson"):
+    if path.suffix.lower() not in SUFFIXES:
         raise MissingInputError(
             f"data {name}: {path.suffix or 'no ending'} is not read; give a .jsonl or .json file"
         )
@@ -226,10 +232,18 @@ def _detected(objects: Sequence[tuple[int, dict[str, Any]]], columns: Mapping[st
             keys = [columns.get(key, key) for key in REQUIRED[name]]
             reason = f"detected {name}: every row has {' and '.join(_listed([key]) for key in keys)}"
             return _Format(name, reason, f"line {line} is {name}")
+    first = objects[0][1]
+    for name, needed in NOT_BUILT.items():
+        if needed <= first.keys():
+            raise _BadRowError(
+                f"{name} rows ({_listed(sorted(needed))}) are not built yet; write them as messages"
+            )
+    unfound = [theirs for theirs in columns.values() if theirs not in first]
+    if unfound:
+        raise _BadRowError(f"columns names {_listed(unfound)}, and the row has {_listed(first) or 'no keys'}")
     formats = "; ".join(f"{name} needs {_listed(required)}" for name, required in REQUIRED.items())
     raise _BadRowError(
-        f"no format fits the keys {_listed(objects[0][1])}: {formats}; "
-        "name yours with columns: {ours: theirs}"
+        f"no format fits the keys {_listed(first)}: {formats}; name yours with columns: {{ours: theirs}}"
     )
 
 

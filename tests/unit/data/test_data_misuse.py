@@ -127,6 +127,14 @@ CASES = (
             ).encode()
         },
     ),
+    Case("preference_rows", {"a.jsonl": lines({"conversations": [], "chosen": {}, "rejected": {}})}),
+    Case("sharegpt_rows", {"a.jsonl": lines({"conversations": [{"from": "human", "value": "a"}]})}),
+    Case(
+        "columns_not_there",
+        {"a.jsonl": lines({"body": "x"})},
+        (Source("a.jsonl", columns={"text": "bdy"}),),
+    ),
+    Case("upper_case_ending", {"A.JSON": b'[{"text": 1}]'}),
     Case("list_cut", {"a.json": b'[\n {"text": "x"},\n {"text": "y"},\n {"text": "z'}),
     Case("list_not_closed", {"a.json": b'[\n {"text": "x"},\n {"text": "y"}\n'}),
     Case("list_without_comma", {"a.json": b'[\n {"text": "x"}\n {"text": "y"}\n]'}),
