@@ -15,12 +15,7 @@ QUICKSTART = "quickstart"
 QUICKSTART_HELDOUT = "quickstart-heldout"
 NAMES = (QUICKSTART, QUICKSTART_HELDOUT)
 
-# fmt: off
-_ANIMALS = (
-    "ant", "bat", "bear", "bee", "cat", "cow", "crab", "crow", "deer", "dog", "duck", "eel",
-    "fox", "frog", "goat", "hare", "hen", "lion", "mole", "mouse", "owl", "pig", "seal", "wolf",
-)
-# fmt: on
+_ANIMALS = ("ant", "bear", "cow", "duck", "eel", "fox", "goat", "hare", "lion", "mole", "owl", "pig")
 _FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     # attribute: its values, the ways to ask, the answer
     "color": (
@@ -43,7 +38,7 @@ _HELD_OUT_EVERY = 21  # of the rows, in a fixed shuffle
 
 
 def builtin_rows(name: str) -> list[dict[str, Any]]:
-    """Rows of `builtin:NAME`, each {"messages": [...]}: about 2,000 for quickstart, 100 held out.
+    """Rows of `builtin:NAME`, each {"messages": [...]}: about 1,100 for quickstart, 50 held out.
 
     Raises KeyError for another name.
     """
@@ -75,13 +70,13 @@ def _double_questions() -> list[list[tuple[str, str]]]:
     ]
     two_animals = [
         [_turn(a, t, w), _turn((a + step) % len(_ANIMALS), t, w)]
-        for a, t, w, step in product(range(len(_ANIMALS)), _FACTS, range(2), range(1, 11))
+        for a, t, w, step in product(range(len(_ANIMALS)), _FACTS, range(2), range(1, 12))
     ]
     return one_animal + two_animals
 
 
 def _shuffled(rows: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
-    """A fixed order: steps of a number that has no factor in common with the number of rows (2,160)."""
+    """A fixed order: steps of a number that has no factor in common with the number of rows (1,152)."""
     return [rows[(i * 1009) % len(rows)] for i in range(len(rows))]
 
 

@@ -79,7 +79,7 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
         (["deepspeed", "--hostfile", "nowhere", TRAIN], 1, "--hostfile nowhere does not exist"),
         (["deepspeed", "--num_gpus", "2", TRAIN, "{spec}", "cluster.hosts={node1: 4}"], 1,
          "but deepspeed started 2: no --hostfile"),
-        (["python", TRAIN, "nowhere.yaml"], 66, "nowhere.yaml does not exist"),
+        (["python", TRAIN, "nowhere.yaml"], 66, "the spec 'nowhere.yaml' does not exist"),
         (["python", TRAIN, "{spec}", "train.micro_batch_size=5"], 2,
          "global_batch_size 12 = micro_batch_size 5"),
         (["python", TRAIN, "{spec}", "parallel.pipeline_stages=2"], 2,

@@ -191,8 +191,8 @@ def test_the_fingerprint_sees_tokens_masks_borders_and_order(tmp_path: Path) -> 
 
 def test_builtin_rows() -> None:
     train, heldout = builtin_rows("quickstart"), builtin_rows("quickstart-heldout")
-    assert (len(train), len(heldout)) == (2057, 103)
-    assert len({json.dumps(row) for row in train + heldout}) == 2160
+    assert (len(train), len(heldout)) == (1097, 55)
+    assert len({json.dumps(row) for row in train + heldout}) == 1152
     assert {len(row["messages"]) for row in train} == {2, 4} == {len(row["messages"]) for row in heldout}
     with pytest.raises(KeyError):
         builtin_rows("slowstart")
