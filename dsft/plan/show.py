@@ -16,9 +16,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries
-from dsft.plan.promised import load, promised_batch
+from dsft.plan.promised import load
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
@@ -73,8 +74,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
-        "deepspeed": deepspeed_config(spec, promised_batch(spec)),
-        "reasons": {entry.key: entry.reason for entry in entries(spec, promised_batch(spec))},
+        "deepspeed": deepspeed_config(spec, _known_batch(plan)),
+        "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan))},
         "warnings": list(plan.warnings),
     }
 
@@ -98,11 +99,16 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield Text(NOT_COUNTED)
     if explain:
         yield _heading("DeepSpeed")
-        yield _keys(entries(plan.spec, promised_batch(plan.spec)))
+        yield _keys(entries(plan.spec, _known_batch(plan)))
     if plan.warnings:
         yield _heading("Warnings")
         for warning in plan.warnings:
             yield Text(warning)
+
+
+def _known_batch(plan: Plan) -> BatchSizes | None:
+    """None where the world is found at start, and the JSON leaves out what follows from it."""
+    return None if plan.assumed else plan.batch
 
 
 def _heading(words: str) -> Text:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
 from dsft.spec.hosts import is_host
-from dsft.spec.schema import Schedule, Spec
+from dsft.spec.schema import Optim, Schedule, Spec
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -154,6 +154,12 @@ def _optimizer(spec: Spec) -> Iterator[Finding]:
             f"{spec.optim.momentum} has no effect with adamw, whose first moment is betas[0]; leave it out"
         )
         yield Finding(("optim", "momentum"), message, ("optim.momentum", "optim.name"))
+    if spec.optim.name == "sgd":
+        for key in ("betas", "eps"):
+            value = getattr(spec.optim, key)
+            if value != Optim.model_fields[key].default:
+                message = f"{shown(value)} has no effect with sgd, which has no moments; leave it out"
+                yield Finding(("optim", key), message, (f"optim.{key}", "optim.name"))
 
 
 def _data(spec: Spec) -> Iterator[Finding]:

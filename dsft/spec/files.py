@@ -46,7 +46,7 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
         if not source.path.startswith("builtin:"):
             yield from _file(path, source.path)
     if spec.data.chat_template is not None:
-        yield from _file(("data", "chat_template"), spec.data.chat_template)
+        yield from _file(("data", "chat_template"), spec.data.chat_template, "the Jinja file")
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:
@@ -81,9 +81,9 @@ def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
             yield ("data", part, index, "path"), source
 
 
-def _file(path: Path, name: str) -> Iterator[Finding]:
+def _file(path: Path, name: str, files: str = "each file in it") -> Iterator[Finding]:
     if _is_folder(FilePath(name)):
-        yield Finding(path, f"{shown(name)} is a folder, a file is needed; name each file in it")
+        yield Finding(path, f"{shown(name)} is a folder, a file is needed; name {files}")
     elif not _is_file(FilePath(name)):
         yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
 

@@ -2,7 +2,7 @@
 
 Takes plain mappings (`dsft.spec.load` reads the file), gives `Spec`. Touches no file, no host, no torch.
 A default written here is the value that the run uses. Keys whose feature is not built yet are here already;
-`dsft.spec.rules` refuses their values in one sentence.
+`dsft.spec.unbuilt` refuses their values in one sentence.
 """
 
 from __future__ import annotations

@@ -36,6 +36,12 @@ def test_plan_for_programs_is_json_alone() -> None:
     assert code == 0 and json.loads(out)["batch"]["global_batch_size"] == 8
 
 
+def test_plan_for_a_given_world_has_all_of_its_keys() -> None:
+    arguments = ("plan", QUICKSTART, "--json", "--world-size", "4")
+    assert json.loads(run(*arguments)[1])["deepspeed"]["train_batch_size"] == 32
+    assert "train_batch_size" not in json.loads(run(*arguments[:3])[1])["deepspeed"]
+
+
 def test_plan_explains_keys_when_asked() -> None:
     assert "zero_allow_untested_optimizer" not in run("plan", QUICKSTART)[1]
     assert "zero_allow_untested_optimizer" in run("plan", QUICKSTART, "--explain")[1]

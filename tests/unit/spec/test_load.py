@@ -201,3 +201,9 @@ def test_names_of_data_files(write: Write, ending: str) -> None:
     path = write()
     Path(f"other.{ending}").touch()
     assert load_spec(path, [f"data.train.0.path=other.{ending}"])
+
+
+def test_keys_of_adamw_that_sgd_does_not_read(write: Write) -> None:
+    found = messages(write(), "optim.name=sgd", "optim.betas=[0.8, 0.9]", "optim.eps=1e-3")
+    assert ["has no effect with sgd" in message for message in found] == [True, True]
+    assert load_spec(write(), ["optim.name=sgd", "optim.momentum=0.9", "optim.eps=1e-8"])
