@@ -50,6 +50,8 @@ def launch(ranks: int) -> tuple[dict[str, Any], str]:
             finally:
                 end(process)
         found = json.loads(results.read_text()) if results.exists() else {}
+        if kept := os.environ.get("PARITY_RESULTS"):  # a folder, for the table in docs/numerics.md
+            Path(kept, f"{ranks}ranks.json").write_text(json.dumps(found, indent=1))
         errors = [error.read_text() for error in sorted(Path(folder).glob("*.error"))]
         return found, "\n".join(errors or log.read_text().splitlines()[-60:])
 
