@@ -18,7 +18,7 @@ import pytest
 from tests.parity.cases import Case, cases
 
 WORKER = Path(__file__).with_name("worker.py")
-SECONDS = 600  # a launch; one that takes longer hangs, and its processes are ended
+SECONDS = 900  # a launch; one that takes longer hangs, and its processes are ended
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
