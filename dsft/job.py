@@ -184,7 +184,7 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
 def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say) -> bool:
     """Build the engine, bring it to `progress`, and go on to the last step. False where none is left."""
     spec, folder = job.spec, job.folder
-    inputs = read_inputs(spec, say)
+    inputs = world.each(lambda: read_inputs(spec, say))
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
         check_same_run(start, spec, job.batch, inputs.train.fingerprint)
@@ -193,7 +193,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     world.first(lambda: describe(job, inputs))
     engine = build(job, inputs, world)
     if start is not None:
-        engine.load(start.read, progress.applied_steps)
+        world.each(lambda: engine.load(start.read, progress.applied_steps))
         say(f"going on from step {progress.step}: {start.path}")
     report = Report.open(
         folder, last_step, progress.step, spec.wandb, shown_config(job), enabled=world.rank == 0
@@ -225,7 +225,9 @@ def build(job: Job, inputs: Inputs, world: World) -> Engine:
     """This rank's part of the model, from its fresh or pretrained values, in the engine."""
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
-    policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
+    policy = world.each(
+        lambda: build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
+    )
     return build_engine(policy, spec, job.config, world, OBJECTIVE)
 
 

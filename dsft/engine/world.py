@@ -84,6 +84,19 @@ class World:
             raise failure
         return cast(T, result)
 
+    def each(self, work: Callable[[], T]) -> T:
+        """Every rank's own result of `work`, which is local. Where it fails on some, the DsftError of the first
+        of them is raised on all: none is left waiting, and rank 0 can tell it."""
+        outcome: tuple[T | None, DsftError | None] = (None, None)
+        try:
+            outcome = (work(), None)
+        except DsftError as error:
+            outcome = (None, error)
+        for failure in self.gather(outcome[1]):
+            if failure is not None:
+                raise failure
+        return cast(T, outcome[0])
+
     def close(self) -> None:
         dist.destroy_process_group()
 
