@@ -85,7 +85,7 @@ class World:
         return cast(T, result)
 
     def each(self, work: Callable[[], T]) -> T:
-        """Every rank's own result of `work`, which is local. Where it fails on some, the first one's DsftError
+        """Every rank's own result of `work`, which is local. Where it fails on some, the first one's error
         is raised on all: none is left waiting, and rank 0 can tell it."""
         outcome: tuple[T | None, DsftError | None] = (None, None)
         try:
