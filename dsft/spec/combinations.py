@@ -184,11 +184,6 @@ def _offload(spec: Spec) -> Iterator[Finding]:
             message = f"{shown(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
             yield Finding(("parallel", key, "nvme_path"), message, reads)
 
-    if spec.parallel.offload_optimizer.device == "cpu" and spec.parallel.zero_stage in (1, 2):
-        message = f"'cpu' at ZeRO {spec.parallel.zero_stage} is not built yet; set parallel.zero_stage to 3"
-        reads = ("parallel.offload_optimizer.device", "parallel.zero_stage")
-        yield Finding(("parallel", "offload_optimizer", "device"), message, reads)
-
 
 def _hosts(spec: Spec) -> Iterator[Finding]:
     seen: dict[str, str] = {}

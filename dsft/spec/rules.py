@@ -87,7 +87,7 @@ RULES: tuple[Rule, ...] = (
         (OFFLOAD, ZERO),
         lambda s: s.parallel.offload_optimizer.device != "none" and s.parallel.zero_stage == 0,
         "offload is a part of ZeRO, DeepSpeed ignores it at stage 0 in silence",
-        "set parallel.zero_stage to 3, or the device to none",
+        "set parallel.zero_stage to 1, 2 or 3, or the device to none",
         "zero/config.py:95",
     ),
     Rule(
@@ -242,6 +242,15 @@ RULES: tuple[Rule, ...] = (
         "in bf16 the step is skipped in silence, in fp32 it is applied",
         "dsft applies none of them, counts them, and stops after train.max_consecutive_nonfinite in a row",
         "engine.py:2639",
+    ),
+    Rule(
+        "a skipped step under bf16 and offload at ZeRO 1 or 2",
+        "mended",
+        (OFFLOAD, ZERO, "train.precision"),
+        None,
+        "its infinite gradient stays on the host, so no later step is finite either",
+        "dsft clears it",
+        "stage_1_and_2.py:3056, ran",
     ),
     Rule(
         "checkpoints",
