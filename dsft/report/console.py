@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Protocol
@@ -49,7 +50,8 @@ class Console:
     def close(self) -> None:
         self._show.close()
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):  # `_write` has told it
+                self._log.close()
             self._log = None
 
     def _remaining(self, step: int) -> timedelta | None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +44,8 @@ class MetricsFile:
             raise storage_error(self._path, error) from error
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # `metrics` has told it: what its flush could not write is tried once more
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
