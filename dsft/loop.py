@@ -120,7 +120,9 @@ def fit(
         window.add(batch, result, waited)
 
         last = progress.step == schedule.total_steps
-        if progress.step % schedule.log_every == 0 or last or not result.applied:
+        saves = last or due(progress.step, schedule.save_every)
+        # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
+        if saves or due(progress.step, schedule.log_every) or not result.applied:
             record = training_record(window, objective, run, progress)
             norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
             run.report(record | norm)
@@ -135,7 +137,7 @@ def fit(
         paused = time.perf_counter()
         if run.evaluate and (last or due(progress.step, schedule.eval_every)):
             run.report(run.evaluate() | position(progress))
-        if last or due(progress.step, schedule.save_every):
+        if saves:
             run.save(progress)
         window.began += time.perf_counter() - paused  # neither belongs to a step's time
     return progress

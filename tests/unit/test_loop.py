@@ -80,7 +80,14 @@ def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> Non
 
 def test_a_window_of_steps_is_the_sum_over_the_count() -> None:
     log = Log()
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=2), log.run(evaluate=False), Progress())
+    fit(
+        FakeEngine(),
+        OBJECTIVE,
+        Steps(),
+        schedule(log_every=2, save_every=None),
+        log.run(evaluate=False),
+        Progress(),
+    )
     # steps 1 and 2: (10·5 + 20·4) ÷ 30, not the mean of 5 and 4
     assert log.of("train/loss")[0] == (2, pytest.approx(130 / 30, abs=1e-15))
     assert [step for step, _ in log.of("train/loss")] == [2, 4, 5]
@@ -95,9 +102,17 @@ def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> No
     assert part.draws == whole.draws[3:] and part.rates == whole.rates[3:]
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_reports_the_same_windows() -> None:
+    whole, part = Log(), Log()
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=5), whole.run(), Progress())
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=5), part.run(), whole.saved[0])
+    assert [step for step, _ in whole.of("train/loss")] == [3, 5]
+    assert part.of("train/loss") == whole.of("train/loss")[1:]
+
+
 def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate() -> None:
     engine, log = FakeEngine(nonfinite={1}), Log()
-    end = fit(engine, OBJECTIVE, Steps(), schedule(log_every=5), log.run(), Progress())
+    end = fit(engine, OBJECTIVE, Steps(), schedule(log_every=5, save_every=None), log.run(), Progress())
     assert (end.step, end.applied_steps, end.nonfinite_in_a_row) == (5, 4, 0)
     assert engine.rates == pytest.approx([0.1, 0.2, 0.2, 0.3, 0.4])
     assert [step for step, _ in log.of("train/loss")] == [2, 5] and math.isnan(log.of("train/loss")[0][1])
