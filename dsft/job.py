@@ -6,6 +6,8 @@ one must do alone (the run's folder, printed lines, the export) rank 0 does, and
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.lock import hold
-from dsft.checkpoint.read import Checkpoint, find, step_folders
+from dsft.checkpoint.read import Checkpoint, find, step_folder
 from dsft.checkpoint.save import Facts, save
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.steps import TrainSteps, evaluation
@@ -39,7 +41,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
 from dsft.plan.schedule import learning_rate, total_steps
 from dsft.report.folder import Origin, versions, write_folder
-from dsft.report.jsonl import read_metrics
+from dsft.report.jsonl import read_metrics, storage_error
 from dsft.report.memory import memory_record
 from dsft.report.run import Report
 from dsft.spec.load import dump_spec
@@ -97,6 +99,7 @@ def run(job: Job) -> None:
     world = join(job.launched, job.layout)
     say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
     with ExitStack() as held:
+        prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
@@ -105,15 +108,17 @@ def run(job: Job) -> None:
         progress = Progress(**start.state["progress"]) if start else Progress()
         # Where the spec says how many steps there are, no row need be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
-        trained = not done and train(job, world, start, progress, say)
-        if not trained:
+        saved = None if done else train(job, world, start, progress, say)
+        if saved is None:
+            assert start is not None, "a run has at least one step"
+            saved = start.path
             say(
                 f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
                 "gives it more."
             )
         world.close()
         if world.rank == 0:  # alone, and for as long as a large model takes
-            finish(job, start.path if start and not trained else step_folders(job.folder)[0], say)
+            finish(job, saved, say)
 
 
 def take_folder(folder: Path, held: ExitStack) -> None:
@@ -130,8 +135,7 @@ def prove_shared(folder: Path, world: World) -> None:
     """Every rank must see the file that rank 0 writes: a checkpoint is one folder with a part from each."""
     path = folder / ".shared"
     nonce = world.first(lambda: _written(path, secrets.token_hex(8)))
-    seen = path.is_file() and path.read_text(encoding="ascii") == nonce
-    blind = [rank for rank, saw in enumerate(world.gather(seen)) if not saw]
+    blind = [rank for rank, seen in enumerate(world.gather(_read(path))) if seen != nonce]
     if blind:
         raise WorldError(
             f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir "
@@ -140,8 +144,30 @@ def prove_shared(folder: Path, world: World) -> None:
 
 
 def _written(path: Path, text: str) -> str:
-    path.write_text(text, encoding="ascii")
+    try:
+        path.write_text(text, encoding="ascii")
+    except OSError as error:
+        raise storage_error(path, error) from None
     return text
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+
+
+def prove_same(what: str, mine: Any, world: World) -> None:
+    """Every rank must have read the same from its host's disk: else each would train another run, and hang
+    where they count other micro-batches. `mine`: JSON values."""
+    digests = world.gather(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise WorldError(
+            f"{what} is not the same on rank(s) {others} as on rank 0; give all hosts the same files, or put "
+            "them on a disk that all hosts share."
+        )
 
 
 def read_inputs(spec: Spec, say: Say) -> Inputs:
@@ -178,18 +204,21 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
         return found.path
 
     path = world.first(choose)
-    return Checkpoint.open(path) if path else None
+    return world.each(lambda: Checkpoint.open(path)) if path else None
 
 
-def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say) -> bool:
-    """Build the engine, bring it to `progress`, and go on to the last step. False where none is left."""
+def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say) -> Path | None:
+    """Build the engine, bring it to `progress`, and go on to the last step. The checkpoint of its end; None
+    where no step is left."""
     spec, folder = job.spec, job.folder
     inputs = world.each(lambda: read_inputs(spec, say))
+    rows = [data.fingerprint for data in (inputs.train, inputs.held_out) if data is not None]
+    prove_same("what is read from data.train and data.eval", rows, world)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
         check_same_run(start, spec, job.batch, inputs.train.fingerprint)
     if progress.step >= last_step:
-        return False
+        return None
     world.first(lambda: describe(job, inputs))
     engine = build(job, inputs, world)
     if start is not None:
@@ -215,10 +244,10 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     evaluate = held_out_evaluation(job, inputs, world, engine)
     hooks = Run(world.sum, evaluate, tell, keep, world.world_size, world.rank)
     try:
-        fit(engine, OBJECTIVE, steps, schedule(spec, last_step), hooks, progress)
+        end = fit(engine, OBJECTIVE, steps, schedule(spec, last_step), hooks, progress)
     finally:
         report.close(latest)
-    return True
+    return step_folder(folder, end.step)
 
 
 def build(job: Job, inputs: Inputs, world: World) -> Engine:

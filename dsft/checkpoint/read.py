@@ -184,13 +184,15 @@ def find(run: Path, resume: str) -> Found:
 
     `latest` is not needed: the folders themselves are looked at, so that it may be lost or point nowhere.
     Raises LockedError where 'never' meets checkpoints; CheckpointError where there are some and none is
-    whole, or the one named is not: a run never starts again from step 0 by itself. Reads all of the files,
-    so it is for rank 0.
+    whole, or the one named is not: a run never starts again from step 0 by itself; LockedError where the one
+    named has others of its step or later ones in its way. Reads all of the files, so it is for rank 0.
     """
-    if resume not in ("auto", "never"):
-        Checkpoint.open(Path(resume)).verify()
-        return Found(Path(resume))
     folders = step_folders(run)
+    if resume not in ("auto", "never"):
+        named = Checkpoint.open(Path(resume))
+        named.verify()
+        _check_nothing_later(named, run, folders)
+        return Found(named.path)
     if not folders:
         return Found(None)
     if resume == "never":
@@ -211,13 +213,31 @@ def find(run: Path, resume: str) -> Found:
     )
 
 
+def _check_nothing_later(named: Checkpoint, run: Path, folders: list[Path]) -> None:
+    """What follows may be another history (more steps have another schedule), and the later ones would be
+    taken for its own: kept in place of what is saved, gone on from at the next start."""
+    later = [path.name for path in folders if _step(path) >= named.step and not path.samefile(named.path)]
+    if later:
+        raise LockedError(
+            f"checkpoint.resume is {named.path}, but {run / 'checkpoints'} holds {', '.join(later)}: set "
+            "checkpoint.resume=auto to go on from the newest, or move those away to go on from this one."
+        )
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step}"
+
+
 def step_folders(run: Path) -> list[Path]:
     """The committed `step-N` folders of a run, newest first; whole or not."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def seal(manifest: Mapping[str, Any]) -> str:

@@ -123,12 +123,24 @@ def test_never_refuses_a_folder_with_checkpoints(two: Any) -> None:
 
 
 def test_a_path_is_taken_or_refused(two: Any) -> None:
-    assert find(two.run, str(two.step(1))).path == two.step(1)
+    assert find(two.run, str(two.step(2))).path == two.step(2)
     with pytest.raises(CheckpointError, match="is no folder"):
         find(two.run, str(two.step(3)))
     flip_a_bit(two.step(1) / "rank-00001.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is not what was written"):
         find(two.run, str(two.step(1)))
+
+
+def test_a_path_with_later_checkpoints_beside_it_is_refused(two: Any, tmp_path: Path) -> None:
+    with pytest.raises(LockedError, match=r"step-1, but .* holds step-2: set checkpoint.resume=auto"):
+        find(two.run, str(two.step(1)))
+    other = tmp_path / "other" / "checkpoints"
+    shutil.copytree(two.step(1), other / "step-1")
+    with pytest.raises(LockedError, match=r"holds step-2, step-1: "):
+        find(two.run, str(other / "step-1"))
+    shutil.rmtree(two.step(2))
+    assert find(two.run, str(two.step(1))).path == two.step(1)
+    assert find(tmp_path / "new", str(two.step(1))).path == two.step(1)
 
 
 def test_a_moved_run_goes_on(two: Any) -> None:
