@@ -30,7 +30,7 @@ def check_promise(hosts: Mapping[str, int] | None, launched: Launched) -> str | 
     if launched.world_size == 1 and launched.launcher == "python":
         cause = "plain python starts one; use deepspeed --hostfile or torchrun"
     elif hostfile is None and launched.launcher == "deepspeed":
-        cause = "no --hostfile was given, so deepspeed used this machine alone"
+        cause = "its --hostfile was left out, or names other hosts or slots"
     else:
         cause = "give the launcher the same hosts and slots, or change cluster.hosts"
     raise WorldError(

@@ -78,7 +78,7 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
         (["deepspeed", "--hostfile", "nowhere", TRAIN, "{spec}"], 1, "--hostfile nowhere does not exist"),
         (["deepspeed", "--hostfile", "nowhere", TRAIN], 1, "--hostfile nowhere does not exist"),
         (["deepspeed", "--num_gpus", "2", TRAIN, "{spec}", "cluster.hosts={node1: 4}"], 1,
-         "but deepspeed started 2: no --hostfile"),
+         "but deepspeed started 2: its --hostfile was left out"),
         (["python", TRAIN, "nowhere.yaml"], 66, "the spec 'nowhere.yaml' does not exist"),
         (["python", TRAIN, "{spec}", "train.micro_batch_size=5"], 2,
          "12 = micro_batch_size 5 × accumulation_steps"),

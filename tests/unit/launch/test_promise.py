@@ -28,7 +28,7 @@ def test_the_promised_world_passes() -> None:
     ("launcher", "size", "cause"),
     [
         ("python", 1, "plain python starts one"),
-        ("deepspeed", 1, "no --hostfile was given"),
+        ("deepspeed", 1, "its --hostfile was left out"),
         ("torchrun", 8, "same hosts"),
     ],
 )
