@@ -34,8 +34,9 @@ from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
-from dsft.model.build import build_model
+from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
@@ -224,8 +225,11 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     if start is not None:
         world.each(lambda: engine.load(start.read, progress.applied_steps))
         say(f"going on from step {progress.step}: {start.path}")
-    report = Report.open(
-        folder, last_step, progress.step, spec.wandb, shown_config(job), enabled=world.rank == 0
+    else:
+        say(f"starting at step 0: {folder} has no checkpoint")
+    is_first, shown = world.rank == 0, shown_config(job)
+    report = world.each(
+        lambda: Report.open(folder, last_step, progress.step, spec.wandb, shown, enabled=is_first)
     )
     latest: Record = {}
 
@@ -254,10 +258,13 @@ def build(job: Job, inputs: Inputs, world: World) -> Engine:
     """This rank's part of the model, from its fresh or pretrained values, in the engine."""
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
-    policy = world.each(
-        lambda: build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
-    )
-    return build_engine(policy, spec, job.config, world, OBJECTIVE)
+
+    def part() -> Policy:
+        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
+        check_trainable(policy.causal_lm)
+        return policy
+
+    return build_engine(world.each(part), spec, job.config, world, OBJECTIVE)
 
 
 def schedule(spec: Spec, last_step: int) -> Schedule:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
-from dsft.errors import MissingInputError
+from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.init import fill
 from dsft.model.policy import Policy
@@ -36,6 +37,20 @@ def build_model(
     if model.from_config is not None:
         fill(causal_lm, seed, dtype)
     return Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
+
+
+def check_trainable(causal_lm: PreTrainedModel) -> None:
+    """Raises SpecError for a model that would be trained by another loss than its own, or whose export would
+    be refused after days of training."""
+    kind = causal_lm.config.model_type
+    if hasattr(causal_lm.config, "output_router_logits"):
+        reason = "is a mixture of experts, whose loss that balances its experts"
+    elif get_model_conversion_mapping(causal_lm, add_legacy=False):
+        reason = "has other tensor names in files than in memory, and an export that turns them back"
+    else:
+        return
+    message = f"a {kind} model {reason} is not built yet; choose a dense model such as llama, qwen3 or gemma2"
+    raise SpecError("The model cannot be trained.", [Problem("model", message)])
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import MissingInputError, SpecError
+from dsft.model.build import check_trainable
 from dsft.model.config import resolve_config, token_facts
 from dsft.model.stage import check_cut
 from dsft.spec.schema import Model
@@ -29,6 +30,7 @@ def take_census(model: Model, stages: int) -> dict[str, Any]:
     check_cut(config, stages)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_trainable(causal_lm)
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from dsft.model.build import build_model
+from dsft.errors import SpecError
+from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
 from dsft.model.init import module_seed
 from dsft.model.policy import Policy
@@ -122,3 +124,23 @@ def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
     ids = torch.arange(12).view(1, 12)
     logps = one(ids, ids, ids)
     assert torch.isfinite(logps).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mixtral", "a mixtral model is a mixture of experts"),
+        ("gpt_neox", "a gpt_neox model has other tensor names in files than in memory"),
+        ("gpt2", None),
+        ("llama", None),
+    ],
+)
+def test_what_cannot_be_trained_or_exported_whole_is_refused_by_name(kind: str, reason: str | None) -> None:
+    config = CONFIG_MAPPING[kind](num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if reason is None:
+        check_trainable(model)
+    else:
+        with pytest.raises(SpecError, match=reason):
+            check_trainable(model)
