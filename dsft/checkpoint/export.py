@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,9 @@ from dsft.errors import CheckpointError, LockedError, StorageError
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""
+
+LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{8}(-old)?")
+"""What follows an export's name while it is written."""
 
 ORIGIN = "dsft_export.json"
 """Says which checkpoint an export is of, and lists its files."""
@@ -79,6 +83,9 @@ def export(
     _check_names(checkpoint, model)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
+        for leftover in out.parent.iterdir():  # of an export that was killed
+            if LEFTOVER.fullmatch(leftover.name.removeprefix(out.name)):
+                shutil.rmtree(leftover)
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
         _write_config(aside, model, dtype)

@@ -3,6 +3,8 @@ checkpoint, bit for bit, and never from step 0."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,30 +16,46 @@ DYING = ROOT / "tests" / "integration" / "dying.py"
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
+ZERO_3 = ("parallel.zero_stage=3", "train.precision=bf16")
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    trained(write_spec(folder))
-    return folder / "runs" / "small"
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(overrides) -> the folder of a run that nothing interrupted; each is made once."""
+
+    @functools.cache
+    def run(*overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        trained(write_spec(folder), *overrides)
+        return folder / "runs" / "small"
+
+    return run
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("instant", "rank", "step", "goes_on_from"),
+    ("instant", "rank", "step", "goes_on_from", "overrides"),
     [
-        ("step", 1, 6, 4),
-        ("part", 1, 8, 4),
-        ("manifest", 0, 8, 4),
-        ("rename", 0, 8, 4),
-        ("latest", 0, 8, 8),  # the folder has its name: it is committed, whatever `latest` says
+        ("step", 1, 6, 4, ()),
+        ("part", 1, 8, 4, ()),
+        ("manifest", 0, 8, 4, ()),
+        ("rename", 0, 8, 4, ()),
+        ("latest", 0, 8, 8, ()),  # the folder has its name: it is committed, whatever `latest` says
+        ("step", 0, 6, 4, ZERO_3),
+        ("part", 0, 8, 4, ZERO_3),
     ],
 )
 def test_the_next_start_goes_on_bit_for_bit(
-    whole: Path, tmp_path: Path, instant: str, rank: int, step: int, goes_on_from: int
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    instant: str,
+    rank: int,
+    step: int,
+    goes_on_from: int,
+    overrides: tuple[str, ...],
 ) -> None:
-    spec = write_spec(tmp_path)
-    killed = torchrun(DYING, 2, [instant, str(rank), str(step), str(spec)])
+    spec, expected = write_spec(tmp_path), whole(*overrides)
+    killed = torchrun(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
     assert killed.returncode != 0, "the run must have been killed"
     run = tmp_path / "runs" / "small"
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-4"
@@ -45,12 +63,12 @@ def test_the_next_start_goes_on_bit_for_bit(
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"train/loss": 1.2')
 
-    said = trained(spec)
+    said = trained(spec, *overrides)
 
     assert f"going on from step {goes_on_from}: " in said
     for key in METRICS:
-        assert records(run, key) == records(whole, key), key
+        assert records(run, key) == records(expected, key), key
     assert not list((run / "checkpoints").glob("*.tmp*")), "what the killed save left must be gone"
     assert (run / "export" / "model.safetensors").read_bytes() == (
-        whole / "export" / "model.safetensors"
+        expected / "export" / "model.safetensors"
     ).read_bytes()

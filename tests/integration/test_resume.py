@@ -54,6 +54,31 @@ def test_a_pipelined_run_goes_on_in_another_layout(
         assert records(tmp_path / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
 
 
+CHAIN = (
+    ("parallel.zero_stage=0",),
+    ("parallel.zero_stage=2",),
+    ("parallel.zero_stage=3",),
+    ("parallel.zero_stage=1",),
+    PIPELINE[:2],
+)
+
+
+def test_one_run_goes_through_all_stages_into_a_pipeline(tmp_path: Path) -> None:
+    """Two steps under each: ZeRO 0 → 2 → 3 → 1 → pipeline, against ten steps of ZeRO 1."""
+    steady = ("optim.lr_scheduler_type=constant_with_warmup", "train.eval_every=2")  # whatever max_steps is
+    for folder in ("whole", "changing"):
+        (tmp_path / folder).mkdir()
+    trained(write_spec(tmp_path / "whole"), *steady, "parallel.zero_stage=1")
+    spec = write_spec(tmp_path / "changing")
+    for stop, layout in enumerate(CHAIN, start=1):
+        said = trained(spec, *steady, *layout, f"train.max_steps={2 * stop}")
+        assert stop == 1 or f"going on from step {2 * stop - 2}: " in said
+    for key in METRICS:
+        expected = records(tmp_path / "whole" / "runs" / "small", key)
+        found = records(tmp_path / "changing" / "runs" / "small", key)
+        assert found == pytest.approx(expected, rel=1e-6), key
+
+
 def test_another_run_is_refused_by_the_keys_that_differ(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     result = train(spec, *PIPELINE, "optim.learning_rate=1e-4", "train.seed=7", "data.max_length=200")
