@@ -7,10 +7,10 @@ that transformers loads. It is written aside, and replaces an older one only whe
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,6 @@ from dsft.errors import CheckpointError, LockedError, StorageError
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""
-
-LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{8}(-old)?")
-"""What follows an export's name while it is written."""
 
 ORIGIN = "dsft_export.json"
 """Says which checkpoint an export is of, and lists its files."""
@@ -83,9 +80,6 @@ def export(
     _check_names(checkpoint, model)
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
-        for leftover in out.parent.iterdir():  # of an export that was killed
-            if LEFTOVER.fullmatch(leftover.name.removeprefix(out.name)):
-                shutil.rmtree(leftover)
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
         _write_config(aside, model, dtype)
@@ -93,6 +87,8 @@ def export(
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
         _replace(out, aside)
+        for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # of exports that were killed
+            shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise StorageError(
             f"{out} cannot be written ({error.strerror or error}); what was there stays."

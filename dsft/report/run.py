@@ -68,7 +68,7 @@ class Report:
             self._outputs.wandb.metrics(record)
 
     def close(self, summary: Mapping[str, float]) -> None:
-        """At the end, once, whether the run ended well or not; summary: the last values, for W&B."""
+        """At the end, once, whether the run ended well or not; summary: W&B's last values."""
         if self._outputs is not None:
             self._outputs.file.close()
             self._outputs.wandb.close(summary)

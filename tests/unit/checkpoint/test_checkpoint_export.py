@@ -89,6 +89,14 @@ def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
+def test_what_a_killed_export_left_is_removed_and_nothing_else(maker: Any, tmp_path: Path) -> None:
+    for name in ("out.tmp-0a1b2c3d", "out.tmp-0a1b2c3d-old", "outer.tmp-0a1b2c3d", "out-2"):
+        (tmp_path / name).mkdir()
+    export(saved(maker), tmp_path / "out")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"out", "outer.tmp-0a1b2c3d", "out-2"} <= left and not any(n.startswith("out.tmp") for n in left)
+
+
 def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
