@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -180,7 +181,14 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
     def read(what: str, sources: Sequence[Source]) -> Dataset:
         data = spec.data
         dataset = load_dataset(
-            sources, tokenizer, task=spec.task, max_length=data.max_length, on_too_long=data.on_too_long
+            sources,
+            tokenizer,
+            task=spec.task,
+            max_length=data.max_length,
+            on_too_long=data.on_too_long,
+            progress=every_ten_seconds(
+                lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")
+            ),
         )
         for line in (*dataset.notes, dataset.ledger.text()):
             say(f"{what}: {line}")
@@ -188,6 +196,18 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
 
     held_out = read("data.eval", spec.data.eval) if spec.data.eval else None
     return Inputs(tokenizer, config, read("data.train", spec.data.train), held_out)
+
+
+def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def now_and_then(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= 10:
+            told = time.monotonic()
+            tell(done, total)
+
+    return now_and_then
 
 
 def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
