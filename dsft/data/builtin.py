@@ -10,10 +10,11 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from dsft.spec.files import BUILTIN
+
 PREFIX = "builtin:"
-QUICKSTART = "quickstart"
-QUICKSTART_HELDOUT = "quickstart-heldout"
-NAMES = (QUICKSTART, QUICKSTART_HELDOUT)
+NAMES = tuple(path.removeprefix(PREFIX) for path in BUILTIN)
+QUICKSTART, QUICKSTART_HELDOUT = NAMES
 
 _ANIMALS = ("ant", "bear", "cow", "duck", "eel", "fox", "goat", "hare", "lion", "mole", "owl", "pig")
 _FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
