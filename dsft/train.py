@@ -90,4 +90,8 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code:
+        # At once: the threads of a process group that is left behind can abort the interpreter's own end.
+        sys.stdout.flush()
+        os._exit(code)

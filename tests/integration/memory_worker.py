@@ -89,6 +89,7 @@ def main() -> None:
         if torch.distributed.get_rank() == 0:
             case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{' offload' if offload else ''}"}
             print("CASE " + json.dumps(case | {"measured": measured, "planned": planned}), flush=True)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
