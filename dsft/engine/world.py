@@ -44,15 +44,6 @@ class World:
     def data_rank(self) -> int:
         return self.layout.data_rank(self.rank)
 
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def all_true(self, mine: bool) -> bool:
-        """True on every rank where it is true on every rank."""
-        flag = torch.tensor(int(mine), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
-
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over all ranks; `mine` is left as it is."""
         total = mine.clone()
