@@ -23,12 +23,14 @@ class MicroBatch:
     input_ids: Tensor  # (B, T) int64
     position_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
+    lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(
             self.input_ids.to(device, non_blocking=True),
             self.position_ids.to(device, non_blocking=True),
             self.targets.to(device, non_blocking=True),
+            self.lengths,
         )
 
 

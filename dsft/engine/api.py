@@ -54,6 +54,11 @@ class Engine(Protocol):
         """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
         ...
 
+    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        """The targets' log-probabilities (B, T) float32 of each micro-batch, without gradients and without
+        dropout; none where this rank has no last stage. A collective: every rank gives as many."""
+        ...
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Hugging Face name -> full shape of every parameter that this rank's stage trains."""
         ...

@@ -32,6 +32,7 @@ class PipelineEngine:
         self._trained = policy.named_trained()
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
         self._scales, self._total = self._zeros(), self._zeros()
+        self._scored: list[Tensor] | None = None  # kept while scoring alone
         self._started = start(_pipeline(policy, world, self._loss), self._trained, spec, config)
         self._engine = self._started.engine
 
@@ -62,6 +63,14 @@ class PipelineEngine:
             )
         return self._total
 
+    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        scored = self._scored = []
+        try:
+            self.evaluate(micro_batches)
+        finally:
+            self._scored = None
+        return tuple(scored)
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
@@ -75,6 +84,8 @@ class PipelineEngine:
     def _loss(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to
         float32."""
+        if self._scored is not None:
+            self._scored.append(logps.detach())
         sums = torch.stack(self._objective.sums(logps, micro_batch))
         self._total += sums.detach()
         return sums.dot(self._scales)

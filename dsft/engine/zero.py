@@ -54,6 +54,11 @@ class ZeroEngine:
             total += self._sums(micro_batch)
         return total
 
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        self._engine.eval()
+        return tuple(self._logps(micro_batch.to(self._world.device)) for micro_batch in micro_batches)
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
@@ -67,8 +72,11 @@ class ZeroEngine:
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
         """(n_terms,) float64, differentiable."""
         batch = micro_batch.to(self._world.device)
-        logps = self._engine(batch.input_ids, batch.position_ids, batch.targets)
-        return torch.stack(self._objective.sums(logps, batch))
+        return torch.stack(self._objective.sums(self._logps(batch), batch))
+
+    def _logps(self, batch: MicroBatch) -> Tensor:
+        logps: Tensor = self._engine(batch.input_ids, batch.position_ids, batch.targets, batch.lengths)
+        return logps
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)

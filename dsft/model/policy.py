@@ -22,11 +22,11 @@ class Policy(nn.Module):
         self.is_last = is_last
 
     def forward(
-        self, inputs: Tensor, position_ids: Tensor, targets: Tensor
+        self, inputs: Tensor, position_ids: Tensor, targets: Tensor, lengths: tuple[int, ...] | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
-        (B, T) int64. Gives (B, T) float32 log-probabilities, 0 where there is no target; or, before the last
-        stage, what the next one takes."""
+        (B, T) int64; lengths: of a packed row's segments. Gives (B, T) float32 log-probabilities, 0 where
+        there is no target; or, before the last stage, what the next one takes."""
         given = {"input_ids" if self.is_first else "inputs_embeds": inputs}
         if self.is_last:
             logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
