@@ -1,0 +1,57 @@
+"""Variants are run in turn and compared round by round."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import paired
+from benchmarks.paired import Sample
+
+
+def printing(number: float) -> list[str]:
+    return [sys.executable, "-c", f'print("noise"); print(\'{{"x": {number}}}\')']
+
+
+def test_variants_take_turns_and_each_round_starts_with_another(capfd: pytest.CaptureFixture[str]) -> None:
+    samples = paired.measure({"a": printing(6), "b": printing(3)}, rounds=2)
+    assert {name: paired.column(taken, "x") for name, taken in samples.items()} == {"a": [6, 6], "b": [3, 3]}
+    order = [line.split(": ")[1] for line in capfd.readouterr().err.splitlines()]
+    assert order == ["a", "b", "b", "a"]
+
+
+def test_a_variant_that_fails_is_told_with_what_it_wrote() -> None:
+    with pytest.raises(RuntimeError, match="(?s)b: exit code 1.*the reason"):
+        paired.measure({"b": [sys.executable, "-c", "raise SystemExit('the reason')"]}, rounds=1)
+
+
+def test_a_ratio_is_of_rounds_and_not_of_medians() -> None:
+    speeds = {"a": (2, 20, 200), "b": (1, 40, 100)}
+    samples = {name: [Sample({"x": x}, 1, 1) for x in values] for name, values in speeds.items()}
+    found = paired.ratio(samples, "x", "a", "b")
+    assert (found.low, found.median, found.high) == (0.5, 2, 2)
+    assert found.interval == (0.5, 2)
+
+
+def test_the_interval_narrows_with_the_rounds() -> None:
+    few, many = ([1 + 0.1 * (i % 5) for i in range(n)] for n in (5, 100))
+    low, high = paired.bootstrap(few)
+    assert (low, high) == (1, 1.4)
+    assert paired.bootstrap(many)[1] - paired.bootstrap(many)[0] < 0.2
+
+
+def test_a_table() -> None:
+    table = paired.markdown(("what", "s"), [("a", paired.spread([3, 1, 2]))])
+    assert table == "| what | s |\n| --- | --- |\n| a | 1.00 / 2.00 / 3.00 |"
+
+
+def test_memory_that_was_used_is_seen_and_can_be_forgotten() -> None:
+    paired.forget_peak()
+    before = paired.peak_bytes()
+    used = bytearray(b"1") * (64 << 20)
+    assert 64 << 20 <= paired.peak_bytes() - before < 80 << 20
+    del used
+    assert paired.resident_bytes() < paired.peak_bytes() - (50 << 20)
+    paired.forget_peak()
+    assert paired.peak_bytes() < before + (16 << 20)
