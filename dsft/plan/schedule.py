@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from dsft.spec.schema import Optim, Schedule, Train
-
-Decay = Callable[[int, int, int, float], float]
-"""(step, warm-up steps, total steps, floor as a ratio) -> factor on the peak, for steps after the warm-up."""
+from dsft.spec.schema import DecayType, Optim, Schedule, Train
 
 
 def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
     """The rate of the step that follows `step` applied ones (0 for the first) of `total_steps`."""
     kind = optim.lr_scheduler_type
     warmup = 0 if kind == "constant" else warmup_steps(optim, total_steps)
+    floor = optim.min_lr_ratio or 0.0
     if step < warmup:
-        return optim.learning_rate * (step / warmup)
-    floor = (optim.min_lr_ratio or 0.0) if kind == "cosine_with_min_lr" else 0.0
+        start = floor if kind == "wsd" else 0.0
+        return optim.learning_rate * _between(start, step / warmup)
+    if kind == "wsd":
+        return optim.learning_rate * _wsd(optim, step, total_steps)
     return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, floor)
 
 
@@ -29,6 +29,13 @@ def warmup_steps(optim: Optim, total_steps: int) -> int:
     if optim.warmup_steps is not None:
         return optim.warmup_steps
     return math.ceil(total_steps * (optim.warmup_ratio or 0.0))
+
+
+def decay_steps(optim: Optim, total_steps: int) -> int:
+    """Of wsd: `decay_steps` where given, else `decay_ratio` of the run, rounded up."""
+    if optim.decay_steps is not None:
+        return optim.decay_steps
+    return math.ceil(total_steps * (optim.decay_ratio or 0.0))
 
 
 def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
@@ -43,6 +50,11 @@ def total_steps(train: Train, num_examples: int, global_batch_size: int) -> int:
     return max(1, math.ceil(train.num_train_epochs * steps_per_epoch(num_examples, global_batch_size)))
 
 
+def _between(floor: float, factor: float) -> float:
+    """`factor` from 0 to 1 as a value from `floor` to 1."""
+    return factor * (1 - floor) + floor
+
+
 def _constant(step: int, warmup: int, total: int, floor: float) -> float:
     return 1.0
 
@@ -54,13 +66,33 @@ def _linear(step: int, warmup: int, total: int, floor: float) -> float:
 def _cosine(step: int, warmup: int, total: int, floor: float) -> float:
     progress = (step - warmup) / max(1, total - warmup)
     factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(0.0, factor * (1 - floor) + floor)
+    return max(0.0, _between(floor, factor))
 
 
 def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
     timescale = warmup or 10_000
     return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
 
+
+def _wsd(optim: Optim, step: int, total: int) -> float:
+    """After the warm-up: the peak, and in the last `decay_steps` down to the floor."""
+    decay, floor = decay_steps(optim, total), optim.min_lr_ratio or 0.0
+    if step < total - decay:
+        return 1.0
+    if step >= total:
+        return floor
+    progress = (step - (total - decay)) / decay
+    return _between(floor, _FALLS[optim.decay_type or "cosine"](progress))
+
+
+_FALLS: Mapping[DecayType, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+
+Decay = Callable[[int, int, int, float], float]
+"""(step, warm-up steps, total steps, floor as a ratio) -> factor on the peak, for steps after the warm-up."""
 
 _DECAYS: Mapping[Schedule, Decay] = {
     "constant": _constant,

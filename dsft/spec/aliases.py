@@ -99,6 +99,8 @@ ALIASES: dict[str, str] = {
     "adam_epsilon": "optim.eps",
     "min_lr": "optim.min_lr_ratio (a fraction of learning_rate)",
     "cosine_min_lr_ratio": "optim.min_lr_ratio",
+    "min_lr_rate": "optim.min_lr_ratio",
+    "num_decay_steps": "optim.decay_steps",
     "save_steps": "checkpoint.every",
     "save_interval": "checkpoint.every",
     "save_every": "checkpoint.every",

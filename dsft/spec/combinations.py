@@ -136,16 +136,38 @@ def _warmup(spec: Spec) -> Iterator[Finding]:
 
 
 def _schedule(spec: Spec) -> Iterator[Finding]:
-    optim, reads = spec.optim, ("optim.min_lr_ratio", "optim.lr_scheduler_type")
-    if optim.lr_scheduler_type == "cosine_with_min_lr" and optim.min_lr_ratio is None:
+    optim, kind = spec.optim, spec.optim.lr_scheduler_type
+    reads = ("optim.min_lr_ratio", "optim.lr_scheduler_type")
+    if kind == "cosine_with_min_lr" and optim.min_lr_ratio is None:
         yield Finding(
             ("optim", "lr_scheduler_type"),
             "'cosine_with_min_lr' needs min_lr_ratio; give it, such as 0.1",
             reads,
         )
-    if optim.lr_scheduler_type != "cosine_with_min_lr" and optim.min_lr_ratio is not None:
-        message = f"{optim.min_lr_ratio} has no effect with lr_scheduler_type {optim.lr_scheduler_type}"
-        yield Finding(("optim", "min_lr_ratio"), f"{message}; use cosine_with_min_lr or leave it out", reads)
+    if kind not in ("cosine_with_min_lr", "wsd") and optim.min_lr_ratio is not None:
+        message = f"{optim.min_lr_ratio} has no effect with lr_scheduler_type {kind}"
+        way_out = "use cosine_with_min_lr or wsd, or leave it out"
+        yield Finding(("optim", "min_lr_ratio"), f"{message}; {way_out}", reads)
+    yield from _decay(optim)
+
+
+def _decay(optim: Optim) -> Iterator[Finding]:
+    """The last phase of wsd."""
+    given = {key: getattr(optim, key) for key in ("decay_steps", "decay_ratio", "decay_type")}
+    if optim.lr_scheduler_type != "wsd":
+        for key, value in given.items():
+            if value is not None:
+                message = f"{shown(value)} has no effect with lr_scheduler_type {optim.lr_scheduler_type}"
+                at = (f"optim.{key}", "optim.lr_scheduler_type")
+                yield Finding(("optim", key), f"{message}; use wsd or leave it out", at)
+        return
+    reads = ("optim.lr_scheduler_type", "optim.decay_steps", "optim.decay_ratio")
+    if optim.decay_steps is None and optim.decay_ratio is None:
+        message = "'wsd' needs the length of its decay; give decay_steps, or decay_ratio such as 0.1"
+        yield Finding(("optim", "lr_scheduler_type"), message, reads)
+    if optim.decay_steps is not None and optim.decay_ratio is not None:
+        message = f"{optim.decay_ratio} stands beside decay_steps {optim.decay_steps}; keep one of the two"
+        yield Finding(("optim", "decay_ratio"), message, reads)
 
 
 def _optimizer(spec: Spec) -> Iterator[Finding]:

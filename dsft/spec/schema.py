@@ -279,8 +279,9 @@ class OptimGroup(Section):
 
 
 Schedule = Literal[
-    "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr"
+    "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr", "wsd"
 ]
+DecayType = Literal["cosine", "linear", "1-sqrt"]
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -312,7 +313,16 @@ class Optim(Section):
         default=None,
         ge=0,
         le=1,
-        description="Last learning rate of cosine_with_min_lr, as a fraction of learning_rate.",
+        description="Lowest learning rate of cosine_with_min_lr and wsd, as a fraction of learning_rate.",
+    )
+    decay_steps: int | None = Field(
+        default=None, ge=1, description="Last steps, in which wsd's rate falls; or give decay_ratio."
+    )
+    decay_ratio: float | None = Field(
+        default=None, gt=0, le=1, description="Fraction of all steps, rounded up, in which wsd's rate falls."
+    )
+    decay_type: DecayType | None = Field(
+        default=None, description="How wsd's rate falls; by default cosine, as in transformers."
     )
     betas: Annotated[tuple[Beta, Beta], Listed] = Field(
         default=(0.9, 0.999), description="Decay per step of adamw's first and second moment."

@@ -38,6 +38,50 @@ def test_rates_equal_transformers(kind: Any, warmup: int, total: int) -> None:
     )
 
 
+@pytest.mark.parametrize("decay_type", [None, "cosine", "linear", "1-sqrt"])
+@pytest.mark.parametrize("floor", [None, 0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("warmup", "decay", "total"),
+    [(0, 3, 10), (3, 2, 10), (3, 7, 10), (0, 10, 10), (5, 8, 10), (12, 4, 10), (0, 1, 1), (2, 20, 10)],
+)
+def test_wsd_equals_transformers(warmup: int, decay: int, total: int, floor: Any, decay_type: Any) -> None:
+    optim = Optim(
+        learning_rate=PEAK,
+        lr_scheduler_type="wsd",
+        warmup_steps=warmup,
+        decay_steps=decay,
+        decay_type=decay_type,
+        min_lr_ratio=floor,
+    )
+    kwargs = {"num_decay_steps": decay, "min_lr_ratio": floor or 0.0, "decay_type": decay_type or "cosine"}
+    theirs = transformers_rates("warmup_stable_decay", warmup, total, total + 2, **kwargs)
+    ours = [learning_rate(optim, step, total) for step in range(total + 2)]
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 7), (2, 7), (7, 7), (9, 7)])
+def test_cosine_with_a_floor_equals_transformers(floor: float, warmup: int, total: int) -> None:
+    optim = Optim(
+        learning_rate=PEAK, lr_scheduler_type="cosine_with_min_lr", warmup_steps=warmup, min_lr_ratio=floor
+    )
+    theirs = transformers_rates("cosine_with_min_lr", warmup, total, total + 2, min_lr_rate=floor)
+    assert [learning_rate(optim, s, total) for s in range(total + 2)] == pytest.approx(theirs, abs=1e-18)
+
+
+def test_inverse_sqrt_over_many_steps_equals_transformers() -> None:
+    for warmup in (0, 1, 100):
+        optim = Optim(learning_rate=PEAK, lr_scheduler_type="inverse_sqrt", warmup_steps=warmup)
+        theirs = transformers_rates("inverse_sqrt", warmup, 500, 500)
+        assert [learning_rate(optim, s, 500) for s in range(500)] == pytest.approx(theirs, rel=1e-12)
+
+
+def test_decay_ratio_is_rounded_up() -> None:
+    optim = Optim(learning_rate=PEAK, lr_scheduler_type="wsd", decay_ratio=0.101, decay_type="linear")
+    assert learning_rate(optim, 89, 100) == PEAK
+    assert learning_rate(optim, 90, 100) == pytest.approx(PEAK * 10 / 11)
+
+
 def test_warmup_ratio_is_rounded_up_as_the_trainer_does() -> None:
     optim = Optim(learning_rate=PEAK, warmup_ratio=0.101)
     assert learning_rate(optim, 10, 100) == pytest.approx(PEAK * 10 / 11)

@@ -82,6 +82,13 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "schedules": spec(
         optim="optim: {learning_rate: 1, lr_scheduler_type: constant, warmup_steps: 10, min_lr_ratio: 0.1, momentum: 0.9}\n"
     ),
+    "wsd_without_decay": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: wsd}\n"),
+    "wsd_twice": spec(
+        optim="optim: {learning_rate: 1, lr_scheduler_type: wsd, decay_steps: 3, decay_ratio: 0.1}\n"
+    ),
+    "decay_of_cosine": spec(
+        optim="optim: {learning_rate: 1, lr_scheduler_type: cosine, decay_steps: 3, decay_type: linear}\n"
+    ),
     "min_lr_missing": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: cosine_with_min_lr}\n"),
     "split_in_sft": spec(data="data: {train: [{path: rows.jsonl}], on_too_long: split}\n"),
     "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
