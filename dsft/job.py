@@ -42,10 +42,12 @@ from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
 from dsft.plan.schedule import learning_rate, total_steps
+from dsft.report.console import named_losses
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
 from dsft.report.memory import memory_record
 from dsft.report.run import Report
+from dsft.spec.held_out import set_names
 from dsft.spec.load import dump_spec
 from dsft.spec.schema import Source, Spec
 
@@ -82,13 +84,21 @@ class Job:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """An evaluation set and its name in metrics, None where it has none of its own."""
+
+    name: str | None
+    data: Dataset
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What is trained, and on what; the same on every rank."""
 
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     train: Dataset
-    held_out: Dataset | None
+    held_out: Sequence[HeldOut]
 
     @cached_property
     def facts(self) -> TokenFacts:
@@ -194,7 +204,10 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
             say(f"{what}: {line}")
         return dataset
 
-    held_out = read("data.eval", spec.data.eval) if spec.data.eval else None
+    held_out = tuple(
+        HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
+        for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
+    )
     return Inputs(tokenizer, config, read("data.train", spec.data.train), held_out)
 
 
@@ -233,7 +246,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     where no step is left."""
     spec, folder = job.spec, job.folder
     inputs = world.each(lambda: read_inputs(spec, say))
-    rows = [data.fingerprint for data in (inputs.train, inputs.held_out) if data is not None]
+    rows = [data.fingerprint for data in (inputs.train, *(held_out.data for held_out in inputs.held_out))]
     prove_same("what is read from data.train and data.eval", rows, world)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
@@ -313,10 +326,19 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
 def held_out_evaluation(
     job: Job, inputs: Inputs, world: World, engine: Engine
 ) -> Callable[[], Record] | None:
-    if inputs.held_out is None:
+    if not inputs.held_out:
         return None
-    micro_batches, counts = evaluation(inputs.held_out, job.batch, world.data_rank, pad_id(inputs.tokenizer))
-    return lambda: evaluation_record(OBJECTIVE, world.sum(engine.evaluate(micro_batches)), counts)
+    names, pad = [held_out.name for held_out in inputs.held_out], pad_id(inputs.tokenizer)
+
+    def evaluate() -> Record:
+        sums, counts = [], []
+        for held_out in inputs.held_out:  # dealt anew each time: in memory while it is evaluated
+            micro_batches, count = evaluation(held_out.data, job.batch, world.data_rank, pad)
+            sums.append(engine.evaluate(micro_batches))
+            counts.append(count)
+        return evaluation_record(OBJECTIVE, world.sum(torch.stack(sums)), counts, names)
+
+    return evaluate
 
 
 def describe(job: Job, inputs: Inputs) -> None:
@@ -343,8 +365,8 @@ def finish(job: Job, checkpoint: Path, say: Say) -> None:
             f"{last['train/loss']:.4f} at step {last['train/global_step']}"
         )
     if held_out:
-        say(
-            f"held-out loss {held_out[-1]['eval/loss']:.4f}, perplexity {held_out[-1]['eval/perplexity']:.4g}"
-        )
+        last = held_out[-1]
+        named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
+        say(f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}")
     say(f"metrics: {job.folder / 'metrics.jsonl'}")
     say(f"model: {job.export_folder}, for transformers' from_pretrained")

@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -170,10 +170,28 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
     }
 
 
-def evaluation_record(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> Record:
-    """Token-exact loss of the held-out rows, from sums over all ranks, and its exponential."""
-    loss = mean_loss(objective, sums, counts)
-    return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+def evaluation_record(
+    objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
+) -> Record:
+    """Token-exact loss of all held-out rows, and of each set that has a name; with their exponentials.
+
+    sums: (sets, n_terms) over all ranks; counts and names: of each set.
+    """
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    losses = {"eval": mean_loss(objective, sums.sum(0), total)}
+    for name, mine, count in zip(names, sums, counts, strict=True):
+        if name is not None:
+            losses[f"eval/{name}"] = mean_loss(objective, mine, count)
+    record: Record = {}
+    for prefix, loss in losses.items():
+        record |= {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss)}
+    return record
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def mean_loss(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> float:

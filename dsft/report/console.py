@@ -5,6 +5,7 @@ Writes to standard output and to one log file, which gets the plain lines in eit
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -80,7 +81,14 @@ def _facts(record: Mapping[str, float]) -> list[str]:
         "eval/loss": "held-out loss {:.4f}",
         "eval/perplexity": "held-out perplexity {:.4g}",
     }
-    return [form.format(record[name]) for name, form in formats.items() if name in record]
+    facts = [form.format(record[name]) for name, form in formats.items() if name in record]
+    return facts + [f"{name} {loss:.4f}" for name, loss in named_losses(record).items()]
+
+
+def named_losses(record: Mapping[str, float]) -> dict[str, float]:
+    """Evaluation set -> its loss, from `eval/NAME/loss`."""
+    found = ((re.fullmatch(r"eval/(.+)/loss", key), value) for key, value in record.items())
+    return {match[1]: value for match, value in found if match}
 
 
 class _Output(Protocol):

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
+from dsft.spec.held_out import name_findings
 from dsft.spec.hosts import is_host
 from dsft.spec.schema import Optim, Schedule, Spec
 
@@ -257,6 +258,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _schedule,
     _optimizer,
     _data,
+    name_findings,
     _offload,
     _hosts,
     _environment,

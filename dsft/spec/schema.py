@@ -99,8 +99,8 @@ class Source(Section):
     )
     name: str | None = Field(
         default=None,
-        min_length=1,
-        description="Name of this source in metrics and tables; by default the file's.",
+        pattern=NAME_PATTERN,
+        description="Its name in metrics, eval/NAME/loss: letters, digits, '.', '_', '-'; or the file's.",
     )
     weight: float | None = Field(
         default=None, gt=0, description="Share of this source in the mixture, relative to the others."

@@ -48,6 +48,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "data.on_bad_row", ("error",), "use error and mend the rows, which are listed with file and line"
     ),
+    Unbuilt("data.train.*.name", (None,), LEAVE_OUT),
     *(
         row
         for part in ("train", "eval")
@@ -55,7 +56,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
             Unbuilt(
                 f"data.{part}.*.format", (None, "text", "messages", "alpaca"), "use text, messages or alpaca"
             ),
-            Unbuilt(f"data.{part}.*.name", (None,), LEAVE_OUT),
             Unbuilt(f"data.{part}.*.weight", (None,), "leave it out: every row is used once an epoch"),
             Unbuilt(f"data.{part}.*.max_rows", (None,), "cut the file"),
         )

@@ -137,8 +137,20 @@ def test_speed_counts_all_ranks_tokens() -> None:
 
 
 def test_held_out_loss_is_exact_over_tokens() -> None:
-    record = evaluation_record(OBJECTIVE, torch.tensor([30.0], dtype=torch.float64), {"tokens": 20})
+    record = evaluation_record(
+        OBJECTIVE, torch.tensor([[30.0]], dtype=torch.float64), [{"tokens": 20}], [None]
+    )
     assert record == {"eval/loss": 1.5, "eval/perplexity": pytest.approx(math.exp(1.5))}
+
+
+def test_named_sets_have_losses_of_their_own_and_count_by_their_tokens() -> None:
+    sums = torch.tensor([[30.0], [2.0], [0.0]], dtype=torch.float64)
+    counts = [{"tokens": 20}, {"tokens": 4}, {"tokens": 1}]
+    record = evaluation_record(OBJECTIVE, sums, counts, ["a", "b", None])
+    assert record["eval/loss"] == 32 / 25
+    assert (record["eval/a/loss"], record["eval/b/loss"]) == (1.5, 0.5)
+    assert record["eval/b/perplexity"] == pytest.approx(math.exp(0.5))
+    assert len(record) == 6
 
 
 def test_random_numbers_differ_by_seed_step_and_rank() -> None:

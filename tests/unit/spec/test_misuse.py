@@ -89,6 +89,12 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "decay_of_cosine": spec(
         optim="optim: {learning_rate: 1, lr_scheduler_type: cosine, decay_steps: 3, decay_type: linear}\n"
     ),
+    "evaluation_sets_of_one_name": spec(
+        data="data: {train: [{path: rows.jsonl}], eval: [{path: a/rows.jsonl}, {path: b/rows.json}, {path: c.jsonl, name: rows}], max_length: 9}\n"
+    ),
+    "evaluation_set_of_a_bad_name": spec(
+        data="data: {train: [{path: rows.jsonl, name: t}], eval: [{path: a.jsonl, name: a/loss}], max_length: 9}\n"
+    ),
     "min_lr_missing": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: cosine_with_min_lr}\n"),
     "split_in_sft": spec(data="data: {train: [{path: rows.jsonl}], on_too_long: split}\n"),
     "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
