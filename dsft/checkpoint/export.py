@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.model.names import file_names, has_file_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARD = 4 * 2**30
@@ -68,9 +68,9 @@ def export(
     Gives a line that says what was done; where `out` is this very export already, nothing is.
 
     `dtype`: of the weights, by default that of train.precision. Tied weights stand once. Raises
-    CheckpointError for a model whose file names are not its module's, for parameters that are missing, left
-    over or of another shape; StorageError where the disk is full; LockedError where `out` is a folder of
-    something else. An older export then stays as it was.
+    CheckpointError for a model whose files hold other tensors than its modules, for parameters that are
+    missing, left over or of another shape; StorageError where the disk is full; LockedError where `out` is a
+    folder of something else. An older export then stays as it was.
     """
     dtype = dtype or DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
@@ -83,7 +83,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
         _write_config(aside, model, dtype)
-        _write_weights(checkpoint, aside, dtype, max_shard_bytes)
+        _write_weights(checkpoint, aside, file_names(model, checkpoint.shapes), dtype, max_shard_bytes)
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
         _replace(out, aside)
@@ -125,10 +125,10 @@ def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _check_names(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """The checkpoint's parameters are the model's, by name and shape, and have the same names in files."""
-    if get_model_conversion_mapping(model, add_legacy=False):
+    """The checkpoint's parameters are the model's, by name and shape, and each is one tensor of a file."""
+    if not has_file_names(model):
         raise CheckpointError(
-            f"Models of type {model.config.model_type} have other tensor names in files than in memory, "
+            f"Models of type {model.config.model_type} have other tensors in files than in memory, "
             "and exporting them is not built yet; the checkpoint itself is whole."
         )
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -151,13 +151,18 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
     write_json(path, config)
 
 
-def _write_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    shards = _shards(checkpoint.shapes, dtype, max_shard_bytes)
+def _write_weights(
+    checkpoint: Checkpoint, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    """`in_file`: parameter's name -> its name in the file."""
+    held = {in_file[name]: name for name in checkpoint.shapes}
+    shapes = {in_file[name]: shape for name, shape in checkpoint.shapes.items()}
+    shards = _shards(shapes, dtype, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, entries in zip(names, shards, strict=True):
-        pieces = (piece for entry in entries for piece in _pieces(checkpoint, entry))
+        pieces = (piece for entry in entries for piece in _pieces(checkpoint, held[entry.name], entry))
         write_tensors(folder / name, entries, pieces, {"format": "pt"})
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
@@ -181,10 +186,10 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: in
     return shards
 
 
-def _pieces(checkpoint: Checkpoint, entry: Entry) -> Iterator[Tensor]:
+def _pieces(checkpoint: Checkpoint, name: str, entry: Entry) -> Iterator[Tensor]:
     numel = math.prod(entry.shape)
     for start in range(0, numel, CHUNK):
-        yield checkpoint.read(entry.name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
+        yield checkpoint.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
 
 
 def _replace(out: Path, aside: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.init import fill
+from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.stage import check_cut, cut
 from dsft.spec.schema import Model
@@ -42,15 +42,30 @@ def build_model(
 def check_trainable(causal_lm: PreTrainedModel) -> None:
     """Raises SpecError for a model that would be trained by another loss than its own, or whose export would
     be refused after days of training."""
-    kind = causal_lm.config.model_type
-    if hasattr(causal_lm.config, "output_router_logits"):
+    if _is_mixture(causal_lm):
         reason = "is a mixture of experts, whose loss that balances its experts"
-    elif get_model_conversion_mapping(causal_lm, add_legacy=False):
-        reason = "has other tensor names in files than in memory, and an export that turns them back"
+    elif _kept_beside(causal_lm):
+        reason = (
+            f"keeps {_kept_beside(causal_lm)[0]} in its file beside the parameters, and an export with it"
+        )
+    elif not has_file_names(causal_lm):
+        reason = "has other tensors in files than in memory, and an export that turns them back"
     else:
         return
+    kind = causal_lm.config.model_type
     message = f"a {kind} model {reason} is not built yet; choose a dense model such as llama, qwen3 or gemma2"
     raise SpecError("The model cannot be trained.", [Problem("model", message)])
+
+
+def _is_mixture(causal_lm: PreTrainedModel) -> bool:
+    """By its modules, since each architecture counts its experts under another key, and some can be dense."""
+    last = (name.rpartition(".")[2] for name, _ in causal_lm.named_modules())
+    return any("expert" in name or "router" in name for name in last)
+
+
+def _kept_beside(causal_lm: PreTrainedModel) -> list[str]:
+    """Buffers that stand in a model's file. A checkpoint holds parameters."""
+    return [name for name, _ in causal_lm.named_buffers() if name in causal_lm.state_dict()]
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -28,6 +28,21 @@ from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
 
+DECODERS = (
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "opt",
+    "persimmon",
+    "stablelm",
+)
+"""Shown to be trained right (tests/architectures), though they have no `base_model_pp_plan`."""
+
+SEGMENTED = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers in which tokens meet in nothing but the attention function."""
+
 # Read by transformers on the way to `rope_parameters`, so right although no field has their name.
 ROPE_KEYS = ("rope_theta", "rope_scaling")
 
@@ -53,10 +68,7 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
     vocabulary is smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
     """
     config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _error(
-            "model", f"{config.model_type} is no causal language model of transformers; choose another"
-        )
+    _check_kind(config)
     if config.vocab_size < facts.vocab_size:
         raise _error(
             f"{WHERE}.vocab_size" if model.from_config is not None else "model.tokenizer",
@@ -65,6 +77,42 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
         )
     config._attn_implementation = _attention(model, config)
     return config
+
+
+def has_only_attention(config: PreTrainedConfig) -> bool:
+    """Whether tokens of a row meet in nothing but the attention function that transformers lets one replace:
+    no recurrence, no convolution, no mask of the model's own. What packing needs."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kinds = getattr(config, "layer_types", None) or ()
+    return (
+        bool(model_class._supports_attention_backend)
+        and config.model_type != "doge"
+        and not set(kinds) - set(SEGMENTED)
+    )
+
+
+def _check_kind(config: PreTrainedConfig) -> None:
+    """Only what reads a row of text from left to right, and nothing else beside it."""
+    kind = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _error("model", f"{kind} is no causal language model of transformers; choose another")
+    if config.sub_configs:
+        parts = ", ".join(config.sub_configs)
+        raise _error(
+            "model",
+            f"a {kind} model is more than a text model (its config has {parts}); choose one of text alone",
+        )
+    if not config.base_model_pp_plan and kind not in DECODERS:
+        raise _error(
+            "model",
+            f"a {kind} model was not shown to be trained right; choose one of the table in docs/models.md, "
+            "such as llama, qwen3 or gemma2",
+        )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise _error(
+            "model",
+            f"this {kind} model sees later tokens (use_bidirectional_attention); choose one that does not",
+        )
 
 
 def _attention(model: Model, config: PreTrainedConfig) -> str:

@@ -1,0 +1,40 @@
+"""Tensor names in files: takes a transformers model, gives each parameter's name in the folders of its kind.
+
+They differ where transformers renames on the way in (GPT-NeoX's files say embed_out, its modules lm_head).
+The names are turned back by transformers' own mapping, as its save_pretrained does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+)
+
+
+def has_file_names(model: PreTrainedModel) -> bool:
+    """Whether each parameter is one tensor of the file: none is cut, joined or turned on the way in."""
+    converters, _ = _reversed(model)
+    return all(apply_converters(name, converters)[1] is None for name, _ in model.named_parameters())
+
+
+def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Name in the module -> name in the file; of a model for which `has_file_names` holds."""
+    _, renamings = _reversed(model)
+    return {name: apply_renamings(name, renamings) for name in names}
+
+
+def _reversed(model: PreTrainedModel) -> tuple[list[WeightConverter], list[WeightRenaming]]:
+    """As in `revert_weight_conversion` of transformers.core_model_loading: last first, and no prefix is put
+    before names that a folder of text weights does not have."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    turned = [c.reverse_transform() for c in conversions if not isinstance(c, PrefixChange)]
+    converters = [c for c in turned if isinstance(c, WeightConverter)]
+    return converters, [c for c in turned if isinstance(c, WeightRenaming)]
