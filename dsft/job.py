@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
+from dsft.checkpoint.retain import Retention, best_checkpoint
 from dsft.checkpoint.save import Facts, save
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.steps import TrainSteps, evaluation
@@ -270,11 +271,14 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         latest.update(record)
         report.metrics(record | memory_record(world.device))
 
-    def keep(progress: Progress) -> None:
-        fragments, shapes, keep_last = engine.owned(), engine.shapes(), spec.checkpoint.keep_last
-        facts = facts_of(job, inputs, progress)
+    retention = Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_best)
+
+    def keep(progress: Progress, held_out_loss: float | None) -> None:
+        fragments, shapes, facts = engine.owned(), engine.shapes(), facts_of(job, inputs, progress)
+        if held_out_loss is not None and math.isfinite(held_out_loss):
+            facts = replace(facts, held_out_loss=held_out_loss)
         report.line(
-            save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, keep_last=keep_last)
+            save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
 
     steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
@@ -309,6 +313,7 @@ def schedule(spec: Spec, last_step: int) -> Schedule:
         learning_rate=lambda step: learning_rate(spec.optim, step, last_step),
         max_nonfinite_in_a_row=spec.train.max_consecutive_nonfinite,
         seed=spec.train.seed,
+        evaluate_saved=spec.checkpoint.keep_best is not None,
     )
 
 
@@ -368,5 +373,8 @@ def finish(job: Job, checkpoint: Path, say: Say) -> None:
         last = held_out[-1]
         named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
         say(f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}")
+    best = best_checkpoint(job.folder)
+    if best is not None:
+        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f} (checkpoints/best)")
     say(f"metrics: {job.folder / 'metrics.jsonl'}")
     say(f"model: {job.export_folder}, for transformers' from_pretrained")

@@ -66,17 +66,19 @@ class Schedule:
     learning_rate: Callable[[int], float]
     max_nonfinite_in_a_row: int
     seed: int
+    evaluate_saved: bool = False  # each checkpoint's step is evaluated, whatever eval_every
 
 
 @dataclass(frozen=True)
 class Run:
     """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate:
-    held-out metrics, or None; report: takes one record; save: commits a checkpoint, a collective."""
+    held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's eval/loss
+    (None: not evaluated), a collective."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[], Record] | None
     report: Callable[[Record], None]
-    save: Callable[[Progress], None]
+    save: Callable[[Progress, float | None], None]
     world_size: int
     rank: int
 
@@ -135,10 +137,14 @@ def fit(
             )
 
         paused = time.perf_counter()
-        if run.evaluate and (last or due(progress.step, schedule.eval_every)):
-            run.report(run.evaluate() | position(progress))
+        held_out_loss = None
+        evaluates = last or due(progress.step, schedule.eval_every) or (saves and schedule.evaluate_saved)
+        if run.evaluate and evaluates:
+            record = run.evaluate()
+            held_out_loss = record["eval/loss"]
+            run.report(record | position(progress))
         if saves:
-            run.save(progress)
+            run.save(progress, held_out_loss)
         window.began += time.perf_counter() - paused  # neither belongs to a step's time
     return progress
 

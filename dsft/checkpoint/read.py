@@ -29,6 +29,7 @@ FORMAT = 1
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 LATEST = "latest"
+BEST = "best"
 MODEL = "model"
 STEP = re.compile(r"step-(\d+)")
 THREADS = 8
@@ -59,7 +60,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format."""
+        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format.
+
+        `path`: a folder step-N, or a file `latest` or `best` beside it, which names one.
+        """
+        if path.name in (LATEST, BEST) and path.is_file():
+            path = _named_by(path)
         if not path.is_dir():
             raise CheckpointError(
                 f"{path} is no folder; give the path of a checkpoint, such as checkpoints/step-100."
@@ -82,6 +88,12 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.state["progress"]["step"])
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """eval/loss at this step; None where it was not evaluated, or the loss was not finite."""
+        loss = self.state.get("held_out_loss")
+        return None if loss is None else float(loss)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -216,7 +228,7 @@ def find(run: Path, resume: str) -> Found:
 def _check_nothing_later(named: Checkpoint, run: Path, folders: list[Path]) -> None:
     """What follows may be another history (more steps have another schedule), and the later ones would be
     taken for its own: kept in place of what is saved, gone on from at the next start."""
-    later = [path.name for path in folders if _step(path) >= named.step and not path.samefile(named.path)]
+    later = [path.name for path in folders if step_of(path) >= named.step and not path.samefile(named.path)]
     if later:
         raise LockedError(
             f"checkpoint.resume is {named.path}, but {run / 'checkpoints'} holds {', '.join(later)}: set "
@@ -233,11 +245,22 @@ def step_folders(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """N of a folder step-N."""
     return int(path.name.removeprefix("step-"))
+
+
+def _named_by(pointer: Path) -> Path:
+    try:
+        name = pointer.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        name = ""
+    if not STEP.fullmatch(name):
+        raise CheckpointError(f"{pointer} names no checkpoint; give a folder step-N beside it.")
+    return pointer.with_name(name)
 
 
 def seal(manifest: Mapping[str, Any]) -> str:

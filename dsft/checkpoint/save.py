@@ -34,7 +34,8 @@ from dsft.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, STEP, Checkpoint, seal, step_folders
+from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, Checkpoint, seal
+from dsft.checkpoint.retain import Retention, retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
 
@@ -63,6 +64,7 @@ class Facts:
     data      fingerprint of the training rows
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
+    held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
     progress: Mapping[str, Any]
@@ -71,6 +73,7 @@ class Facts:
     data: str
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
+    held_out_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def save(
     group: Group,
     *,
     model_folder: Path,
-    keep_last: int | None,
+    retention: Retention,
 ) -> str:
     """Commit `checkpoints/step-N`, N being facts.progress["step"]; gives a line that says what was done.
 
@@ -115,7 +118,7 @@ def save(
         group.first(lambda: shutil.rmtree(aside, ignore_errors=True))
         raise
     group.first(lambda: _commit(folder / name, aside, parts, facts, model_folder))
-    removed = group.first(lambda: _prune(run, int(facts.progress["step"]), keep_last))
+    removed = group.first(lambda: _prune(run, int(facts.progress["step"]), retention))
     return f"{folder / name} is committed" + (f"; removed {', '.join(removed)}" if removed else "")
 
 
@@ -207,30 +210,11 @@ def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts, model_fol
         raise StorageError(_not_written(final.parent, error, sum(part.needed for part in parts))) from None
 
 
-def _prune(run: Path, step: int, keep_last: int | None) -> list[str]:
-    """Remove what is older than the `keep_last` newest up to this step. The one just committed always stays,
-    and a torn one does not count."""
-    removed: list[str] = []
-    kept = 0
-    for path in step_folders(run):
-        match = STEP.fullmatch(path.name)
-        if keep_last is None or match is None or int(match[1]) > step:
-            continue
-        if kept < keep_last:
-            kept += _looks_whole(path)
-            continue
-        shutil.rmtree(path, ignore_errors=True)
-        removed.append(path.name)
-    return removed
-
-
-def _looks_whole(path: Path) -> bool:
-    """All listed files are there with their sizes; digests are not read."""
+def _prune(run: Path, step: int, retention: Retention) -> list[str]:
     try:
-        files = Checkpoint.open(path).files
-        return all((path / name).stat().st_size == written.size for name, written in files.items())
-    except (CheckpointError, OSError):
-        return False
+        return retain(run, step, retention)
+    except OSError as error:
+        raise StorageError(_not_written(run / "checkpoints", error, 0)) from None
 
 
 def _not_written(folder: Path, error: OSError, needed: int) -> str:

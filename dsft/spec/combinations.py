@@ -196,6 +196,18 @@ def _data(spec: Spec) -> Iterator[Finding]:
         yield Finding(("train", "eval_every"), message, ("train.eval_every", "data.eval"))
 
 
+def _best(spec: Spec) -> Iterator[Finding]:
+    best, path = spec.checkpoint.keep_best, ("checkpoint", "keep_best")
+    if best is not None and not spec.data.eval:
+        message = f"{best} needs rows to evaluate, data.eval has none; name them or leave it out"
+        yield Finding(path, message, ("checkpoint.keep_best", "data.eval"))
+    if best is not None and spec.checkpoint.every is None:
+        message = (
+            f"{best} has no effect with every null, which writes one checkpoint; set every or leave it out"
+        )
+        yield Finding(path, message, ("checkpoint.keep_best", "checkpoint.every"))
+
+
 def _offload(spec: Spec) -> Iterator[Finding]:
     for key in ("offload_optimizer", "offload_parameters"):
         offload = getattr(spec.parallel, key)
@@ -258,6 +270,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _schedule,
     _optimizer,
     _data,
+    _best,
     name_findings,
     _offload,
     _hosts,

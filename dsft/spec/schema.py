@@ -353,7 +353,9 @@ class Checkpoint(Section):
         description="auto goes on from the newest checkpoint, never refuses a folder with one; or a path.",
     )
     keep_best: int | None = Field(
-        default=None, ge=1, description="Checkpoints with the lowest evaluation loss that stay too."
+        default=None,
+        ge=1,
+        description="Checkpoints with the lowest eval/loss that stay too; each is then evaluated.",
     )
 
 

@@ -69,7 +69,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.label_smoothing", (0.0,), "use 0.0"),
     Unbuilt("optim.scale_with_batch", ("none",), "use none and set optim.learning_rate"),
     Unbuilt("optim.groups", ((),), LEAVE_OUT),
-    Unbuilt("checkpoint.keep_best", (None,), "use checkpoint.keep_last"),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),

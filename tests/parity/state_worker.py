@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine import state
 from dsft.engine.world import World
@@ -127,7 +128,15 @@ class Case:
         fragments = state.owned(self.engine, self.named, self.world.data_rank, dp)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
         facts = Facts({"step": step, "applied_steps": step}, {}, {}, "", {}, {})
-        save(run, fragments, shapes, facts, self.world, model_folder=run.parent / "model", keep_last=None)
+        save(
+            run,
+            fragments,
+            shapes,
+            facts,
+            self.world,
+            model_folder=run.parent / "model",
+            retention=Retention(None),
+        )
 
     def load(self, checkpoint: Checkpoint) -> None:
         state.load(self.engine, self.named, checkpoint.read, checkpoint.state["progress"]["applied_steps"])

@@ -52,10 +52,15 @@ class FakeEngine:
 class Log:
     records: list[Record] = field(default_factory=list)
     saved: list[Progress] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
 
     def run(self, evaluate: bool = True) -> Run:
         held_out = (lambda: {"eval/loss": 1.0}) if evaluate else None
-        return Run(lambda sums: sums, held_out, self.records.append, self.saved.append, world_size=2, rank=0)
+        return Run(lambda sums: sums, held_out, self.records.append, self.save, world_size=2, rank=0)
+
+    def save(self, progress: Progress, held_out_loss: float | None) -> None:
+        self.saved.append(progress)
+        self.losses.append(held_out_loss)
 
     def of(self, key: str) -> list[tuple[float, float]]:
         return [(record["train/global_step"], record[key]) for record in self.records if key in record]
@@ -75,7 +80,22 @@ def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> Non
     assert log.of("train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)]
     assert [step for step, _ in log.of("eval/loss")] == [2, 4, 5]
     assert [progress.step for progress in log.saved] == [3, 5]
+    assert log.losses == [None, 1.0]
     assert end == Progress(step=5, applied_steps=5, num_tokens=500, epoch=1.25)
+
+
+def test_each_checkpoint_is_evaluated_where_the_best_are_kept() -> None:
+    log = Log()
+    fit(
+        FakeEngine(),
+        OBJECTIVE,
+        Steps(),
+        schedule(evaluate_saved=True, eval_every=None),
+        log.run(),
+        Progress(),
+    )
+    assert [step for step, _ in log.of("eval/loss")] == [3, 5]
+    assert log.losses == [1.0, 1.0]
 
 
 def test_a_window_of_steps_is_the_sum_over_the_count() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsft.checkpoint.export import write_model_folder
+from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine.api import Fragment
 from dsft.errors import DsftError
@@ -107,7 +108,14 @@ class Maker:
             for kind, scale in (("value", 1.0), ("exp_avg", 2.0)):
                 yield Fragment(name, kind, start, scale * tensor.flatten()[start:stop])  # type: ignore[arg-type]
 
-    def save(self, step: int, ranks: int = 2, keep_last: int | None = None) -> list[str | DsftError]:
+    def save(
+        self,
+        step: int,
+        ranks: int = 2,
+        keep_last: int | None = None,
+        keep_best: int | None = None,
+        loss: float | None = None,
+    ) -> list[str | DsftError]:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return on_ranks(
             ranks,
@@ -115,10 +123,10 @@ class Maker:
                 self.run,
                 self.fragments(group.rank, ranks),
                 shapes,
-                facts(step),
+                replace(facts(step), held_out_loss=loss),
                 group,
                 model_folder=self.model_folder,
-                keep_last=keep_last,
+                retention=Retention(keep_last, keep_best),
             ),
         )
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from dsft.checkpoint.files import Entry, write_tensors
 from dsft.checkpoint.read import Checkpoint, find
+from dsft.checkpoint.retain import best_checkpoint
 from dsft.errors import DsftError, StorageError
 
 
@@ -81,6 +82,42 @@ def test_a_checkpoint_of_a_later_step_is_never_removed(maker: Any) -> None:
         maker.save(step)
     maker.save(2, keep_last=1)
     assert maker.names() == {"step-2", "step-9", "latest"}
+
+
+def test_the_best_stay_too_and_the_first_of_them_is_named(maker: Any) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
+        maker.save(step, keep_last=1, keep_best=2, loss=loss)
+    assert maker.names() == {"step-2", "step-5", "latest", "best"}
+    best = maker.run / "checkpoints" / "best"
+    assert best.read_text() == "step-2\n"
+    assert Checkpoint.open(best).step == 2
+    assert Checkpoint.open(best).held_out_loss == 1.0
+    result = maker.save(6, keep_last=1, keep_best=2, loss=0.5)[0]
+    assert result == f"{maker.step(6)} is committed; removed step-5"
+    assert maker.names() == {"step-2", "step-6", "latest", "best"}
+    assert best.read_text() == "step-6\n"
+
+
+def test_a_torn_checkpoint_is_not_the_best(maker: Any) -> None:
+    for step, loss in ((1, 1.0), (2, 3.0)):
+        maker.save(step, keep_last=None, keep_best=1, loss=loss)
+    os.truncate(maker.step(1) / "rank-00000.safetensors", 10)
+    maker.save(3, keep_last=1, keep_best=1, loss=4.0)
+    assert maker.names() == {"step-2", "step-3", "latest", "best"}
+    assert best_checkpoint(maker.run).path == maker.step(2)
+
+
+def test_of_equal_losses_the_earlier_is_the_best_and_stays(maker: Any) -> None:
+    for step in (1, 2, 3):
+        maker.save(step, keep_last=1, keep_best=1, loss=1.0)
+    assert maker.names() == {"step-1", "step-3", "latest", "best"}
+
+
+def test_without_keep_best_nothing_is_named_best(maker: Any) -> None:
+    maker.save(1, keep_last=1, keep_best=1, loss=1.0)
+    maker.save(2, keep_last=1, loss=2.0)
+    assert maker.names() == {"step-2", "latest"}
+    assert best_checkpoint(maker.run) is None
 
 
 def test_ranks_that_do_not_own_every_element_commit_nothing(maker: Any, monkeypatch: Any) -> None:

@@ -89,6 +89,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "decay_of_cosine": spec(
         optim="optim: {learning_rate: 1, lr_scheduler_type: cosine, decay_steps: 3, decay_type: linear}\n"
     ),
+    "keep_best_of_nothing": GOOD + "checkpoint: {every: null, keep_best: 2}\n",
     "evaluation_sets_of_one_name": spec(
         data="data: {train: [{path: rows.jsonl}], eval: [{path: a/rows.jsonl}, {path: b/rows.json}, {path: c.jsonl, name: rows}], max_length: 9}\n"
     ),
