@@ -42,7 +42,7 @@ from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
-from dsft.plan.schedule import learning_rate, total_steps
+from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.report.console import named_losses
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
@@ -265,6 +265,9 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     report = world.each(
         lambda: Report.open(folder, last_step, progress.step, spec.wandb, shown, enabled=is_first)
     )
+    scaling = scaling_equation(spec.optim, job.batch.global_batch_size)
+    if scaling is not None:
+        report.line(scaling)
     latest: Record = {}
 
     def tell(record: Record) -> None:
@@ -285,7 +288,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     evaluate = held_out_evaluation(job, inputs, world, engine)
     hooks = Run(world.sum, evaluate, tell, keep, world.world_size, world.rank)
     try:
-        end = fit(engine, OBJECTIVE, steps, schedule(spec, last_step), hooks, progress)
+        end = fit(engine, OBJECTIVE, steps, schedule(spec, last_step, job.batch), hooks, progress)
     finally:
         report.close(latest)
     return step_folder(folder, end.step)
@@ -304,13 +307,14 @@ def build(job: Job, inputs: Inputs, world: World) -> Engine:
     return build_engine(world.each(part), spec, job.config, world, OBJECTIVE)
 
 
-def schedule(spec: Spec, last_step: int) -> Schedule:
+def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
+    scale = batch_scale(spec.optim, batch.global_batch_size)
     return Schedule(
         total_steps=last_step,
         log_every=spec.train.log_every,
         eval_every=spec.train.eval_every,
         save_every=spec.checkpoint.every,
-        learning_rate=lambda step: learning_rate(spec.optim, step, last_step),
+        learning_rate=lambda step: scale * learning_rate(spec.optim, step, last_step),
         max_nonfinite_in_a_row=spec.train.max_consecutive_nonfinite,
         seed=spec.train.seed,
         evaluate_saved=spec.checkpoint.keep_best is not None,
@@ -354,7 +358,12 @@ def describe(job: Job, inputs: Inputs) -> None:
 
 def shown_config(job: Job) -> dict[str, Any]:
     """What Weights & Biases shows of the run."""
-    return job.spec.model_dump(mode="json") | {"deepspeed": dict(job.config), "versions": versions()}
+    return job.spec.model_dump(mode="json") | {
+        "deepspeed": dict(job.config),
+        "versions": versions(),
+        "batch": asdict(job.batch),
+        "batch_scale": batch_scale(job.spec.optim, job.batch.global_batch_size),
+    }
 
 
 def finish(job: Job, checkpoint: Path, say: Say) -> None:

@@ -24,6 +24,30 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
     return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, floor)
 
 
+def batch_scale(optim: Optim, global_batch_size: int) -> float:
+    """What `learning_rate` is multiplied by: 1 unless scale_with_batch says otherwise.
+
+    linear: Goyal et al. 2017 (SGD); sqrt: Malladi et al. 2022 (Adam).
+    """
+    if optim.scale_with_batch == "none":
+        return 1.0
+    assert optim.base_batch_size is not None, "validated"
+    ratio = global_batch_size / optim.base_batch_size
+    return ratio if optim.scale_with_batch == "linear" else math.sqrt(ratio)
+
+
+def scaling_equation(optim: Optim, global_batch_size: int) -> str | None:
+    """The arithmetic of `batch_scale` in a line; None where nothing is scaled."""
+    if optim.scale_with_batch == "none":
+        return None
+    root = "√" if optim.scale_with_batch == "sqrt" else ""
+    scaled = optim.learning_rate * batch_scale(optim, global_batch_size)
+    return (
+        f"learning rate: {optim.learning_rate:g} × {root}({global_batch_size} ÷ {optim.base_batch_size}) = "
+        f"{scaled:g} (optim.scale_with_batch {optim.scale_with_batch})"
+    )
+
+
 def warmup_steps(optim: Optim, total_steps: int) -> int:
     """`warmup_steps` where given, else `warmup_ratio` of the run, rounded up as the Trainer does."""
     if optim.warmup_steps is not None:

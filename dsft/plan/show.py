@@ -20,6 +20,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries
 from dsft.plan.promised import load
+from dsft.plan.schedule import batch_scale, scaling_equation
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
@@ -62,6 +63,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "world_size_assumed": plan.assumed,
         "batch": dataclasses.asdict(plan.batch),
         "max_steps": spec.train.max_steps,
+        "learning_rate": spec.optim.learning_rate * batch_scale(spec.optim, plan.batch.global_batch_size),
         "num_train_epochs": spec.train.num_train_epochs,
         "layout": [dataclasses.asdict(block) for block in blocks(plan.layout, plan.hosts)],
         "model": {
@@ -92,6 +94,9 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield _heading("Batch")
     yield Text(plan.batch.equation())
     yield Text(_steps(plan))
+    scaling = scaling_equation(plan.spec.optim, plan.batch.global_batch_size)
+    if scaling is not None:
+        yield Text(scaling)
     yield _heading("Ranks")
     yield _ranks(plan)
     yield _heading("Memory")

@@ -171,6 +171,19 @@ def _decay(optim: Optim) -> Iterator[Finding]:
         yield Finding(("optim", "decay_ratio"), message, reads)
 
 
+def _batch_scale(spec: Spec) -> Iterator[Finding]:
+    scale, base = spec.optim.scale_with_batch, spec.optim.base_batch_size
+    reads = ("optim.scale_with_batch", "optim.base_batch_size")
+    if scale != "none" and base is None:
+        message = (
+            f"{shown(scale)} needs base_batch_size; give the global batch that learning_rate was found for"
+        )
+        yield Finding(("optim", "scale_with_batch"), message, reads)
+    if scale == "none" and base is not None:
+        message = f"{base} has no effect with scale_with_batch none; use linear or sqrt, or leave it out"
+        yield Finding(("optim", "base_batch_size"), message, reads)
+
+
 def _optimizer(spec: Spec) -> Iterator[Finding]:
     if spec.optim.name == "adamw" and spec.optim.momentum:
         message = (
@@ -268,6 +281,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _batch,
     _warmup,
     _schedule,
+    _batch_scale,
     _optimizer,
     _data,
     _best,

@@ -331,7 +331,12 @@ class Optim(Section):
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the last update that sgd keeps.")
     scale_with_batch: Literal["none", "linear", "sqrt"] = Field(
         default="none",
-        description="How learning_rate grows with a global batch other than the spec's.",
+        description="How learning_rate grows with the global batch, from base_batch_size on.",
+    )
+    base_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Global batch that learning_rate was found for, in examples; for scale_with_batch.",
     )
     groups: Annotated[tuple[OptimGroup, ...], Listed] = Field(
         default=(), description="Parameters with a learning rate or decay of their own."

@@ -67,7 +67,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.allow_torch_adam", (False,), LEAVE_OUT),
     Unbuilt("train.neftune_alpha", (None,), LEAVE_OUT),
     Unbuilt("train.label_smoothing", (0.0,), "use 0.0"),
-    Unbuilt("optim.scale_with_batch", ("none",), "use none and set optim.learning_rate"),
     Unbuilt("optim.groups", ((),), LEAVE_OUT),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.schedule import learning_rate, total_steps
+from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.spec.schema import Optim, Train
 
 torch = pytest.importorskip("torch")
@@ -80,6 +80,18 @@ def test_decay_ratio_is_rounded_up() -> None:
     optim = Optim(learning_rate=PEAK, lr_scheduler_type="wsd", decay_ratio=0.101, decay_type="linear")
     assert learning_rate(optim, 89, 100) == PEAK
     assert learning_rate(optim, 90, 100) == pytest.approx(PEAK * 10 / 11)
+
+
+def test_the_rate_follows_the_batch_only_where_it_is_asked_to() -> None:
+    assert batch_scale(Optim(learning_rate=PEAK), 256) == 1.0
+    assert scaling_equation(Optim(learning_rate=PEAK), 256) is None
+    linear = Optim(learning_rate=1e-4, scale_with_batch="linear", base_batch_size=64)
+    assert batch_scale(linear, 256) == 4.0
+    assert batch_scale(linear, 16) == 0.25
+    sqrt = Optim(learning_rate=1e-4, scale_with_batch="sqrt", base_batch_size=64)
+    assert batch_scale(sqrt, 256) == 2.0
+    expected = "learning rate: 0.0001 × √(256 ÷ 64) = 0.0002 (optim.scale_with_batch sqrt)"
+    assert scaling_equation(sqrt, 256) == expected
 
 
 def test_warmup_ratio_is_rounded_up_as_the_trainer_does() -> None:

@@ -52,6 +52,15 @@ def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
     assert "train_batch_size" not in shown
 
 
+def test_a_rate_that_follows_the_batch_is_shown(plan: Any) -> None:
+    optim = {"learning_rate": 1e-4, "scale_with_batch": "linear", "base_batch_size": 2}
+    made = plan(optim=optim)
+    total = made.batch.global_batch_size
+    assert f"learning rate: 0.0001 × ({total} ÷ 2)" in text(made)
+    assert as_mapping(made)["learning_rate"] == pytest.approx(1e-4 * total / 2)
+    assert "÷ 2)" not in text(plan())
+
+
 def test_a_world_that_is_found_at_start_is_said_to_be_assumed(plan: Any) -> None:
     assert "The spec has no cluster" in text(plan())
     assert "The spec has no cluster" not in text(plan(world_size=2))

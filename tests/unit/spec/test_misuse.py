@@ -89,6 +89,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "decay_of_cosine": spec(
         optim="optim: {learning_rate: 1, lr_scheduler_type: cosine, decay_steps: 3, decay_type: linear}\n"
     ),
+    "scaled_from_nothing": spec(optim="optim: {learning_rate: 1, scale_with_batch: sqrt}\n"),
+    "base_without_scale": spec(optim="optim: {learning_rate: 1, base_batch_size: 64}\n"),
     "keep_best_of_nothing": GOOD + "checkpoint: {every: null, keep_best: 2}\n",
     "evaluation_sets_of_one_name": spec(
         data="data: {train: [{path: rows.jsonl}], eval: [{path: a/rows.jsonl}, {path: b/rows.json}, {path: c.jsonl, name: rows}], max_length: 9}\n"
