@@ -50,6 +50,12 @@ class Engine(Protocol):
         """Forward, backward and one optimizer step. Every rank gives the same number of micro-batches."""
         ...
 
+    def rehearse(self, micro_batch: MicroBatch) -> None:
+        """One whole step on this micro-batch with rate and gradient 0, which allocates all that a step
+        does, optimizer states too, and then leaves the engine as it was. To be called before `load`; a
+        collective. On every rank the micro-batch has the same shape."""
+        ...
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
         ...

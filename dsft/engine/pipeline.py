@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsft.data.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -50,6 +51,14 @@ class PipelineEngine:
         self._scales = self._total.new_tensor(self._objective.scales(counts)) * (number * data_parallel)
         self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._started.outcome())
+
+    def rehearse(self, micro_batch: MicroBatch) -> None:
+        """As many micro-batches as the first stage holds at once, where steps have so many."""
+        size = self._engine.train_batch_size()
+        number = min(self._world.layout.pipeline_stages, self._engine.gradient_accumulation_steps())
+        nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
+        rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
+        self._engine.set_train_batch_size(size)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -110,6 +110,11 @@ def forget_first_step(engine: Any) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
+def forget_steps(engine: Any) -> None:
+    """No moments and no step count, as before a first step, where no step has changed a weight."""
+    _empty_state(engine.optimizer, 0)
+
+
 def _once(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[int] = set()
     for name, parameter in named.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsft.data.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -45,6 +46,13 @@ class ZeroEngine:
             total += sums.detach()
         self._engine.step()
         return StepResult(total, *self._started.outcome())
+
+    def rehearse(self, micro_batch: MicroBatch) -> None:
+        """Twice in one step, where steps have several micro-batches: the second meets the gradient that the
+        first has left, as all but the first do."""
+        number = min(2, self._engine.gradient_accumulation_steps())
+        nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
+        rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -88,3 +88,19 @@ def _cases(ranks: int) -> Iterator[Case]:
             yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", fault=True, stages=stages)
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
+
+
+def rehearsals() -> list[Case]:
+    """On two ranks: every mode in both types, and SGD with momentum where it is not offloaded."""
+    modes = [(mode, 1) for mode in (*MODES, *OFFLOADS)]
+    modes += [(mode, 2) for mode in (*PIPELINES, "pipeline_zero1_offload")]
+    return [
+        case
+        for mode, stages in modes
+        for case in (
+            Case(mode, 2, "adamw", "varying", 0.1, stages=stages),
+            Case(mode, 2, "adamw", "varying", 0.1, precision="bf16", stages=stages),
+            Case(mode, 2, "sgd", "varying", 0.1, stages=stages),
+        )
+        if not (case.optimizer == "sgd" and mode.endswith("offload"))
+    ]

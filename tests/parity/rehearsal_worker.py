@@ -1,0 +1,105 @@
+"""Run on every rank of one launch: each case steps an engine that has rehearsed and one that has not.
+
+    python rehearsal_worker.py OUTPUT.jsonl
+
+Rank 0 writes a line per case: {"case", "allocated": tensors with moments in the rehearsal's step, "rates":
+that step's learning rates, "compared": number of tensors, "differences": names of those that are not equal
+to the last bit afterwards}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import groups
+
+from dsft.engine import state
+from dsft.engine.build import build_engine
+from dsft.engine.rehearsal import COUNTERS
+from dsft.engine.world import World, join
+from dsft.launch.environment import detect
+from dsft.model.build import build_model
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import batch_sizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import Layout
+from tests.parity import plain
+from tests.parity.cases import Case, rehearsals
+from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro_batch, share
+
+STEPS = (3, 1, 2)  # micro-batches of each
+
+
+def main(output: Path) -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    world = join(detect(os.environ), Layout(2, 1, 2))
+    for case in rehearsals():
+        own = dataclasses.replace(world, layout=Layout(2, case.stages, 2 // case.stages))
+        bare, _ = run(case, own, rehearsed=False)
+        found, seen = run(case, own, rehearsed=True)
+        differing = [name for name in bare if not torch.equal(bare[name], found[name])]
+        everywhere = sorted({name for names in world.gather(differing) for name in names})
+        if world.rank == 0:
+            line = {"case": case.name, "compared": len(bare), "differences": everywhere, **seen}
+            with output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    world.close()
+
+
+def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What this rank owns after the steps, with each step's loss, norm, draw and DeepSpeed's counters."""
+    spec = make_spec(case)
+    spec.model.from_config["attention_dropout"] = 0.1  # type: ignore[index]
+    dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages)
+    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    if case.zero_stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
+    engine: Any = build_engine(policy, spec, config, world, next_token())
+    torch.manual_seed(SEED + world.rank)
+    seen = rehearse(engine) if rehearsed else {}
+    found: dict[str, torch.Tensor] = {"draw": torch.rand(3)}
+    for number, step in enumerate(plain.make_steps(SEED, STEPS, world.layout.data_parallel, VOCABULARY)):
+        counts = {"tokens": plain.count(plain.rows_of(step))}
+        result = engine.step(share(step, world), counts, RATES[case.optimizer])
+        found[f"loss {number}"] = result.sums
+        found[f"norm {number}"] = torch.as_tensor(float(result.grad_norm))
+        for name in COUNTERS[:4]:
+            found[f"{name} {number}"] = torch.tensor(getattr(engine._engine, name))
+    for part in engine.owned():
+        found[f"{part.kind} {part.name} {part.start}"] = part.data.clone()
+    engine._engine.destroy()
+    groups.mpu = None
+    gc.collect()
+    return found, seen
+
+
+def rehearse(engine: Any) -> dict[str, Any]:
+    """Rehearse on a micro-batch longer than any of the steps', and look at the optimizer in between."""
+    forget, seen = state.forget_steps, {}
+
+    def look(inner: Any) -> None:
+        base = state._base(inner.optimizer)
+        seen["allocated"] = sum(len(held) > 0 for held in base.state.values())
+        seen["rates"] = [group["lr"] for group in base.param_groups]
+        forget(inner)
+
+    state.forget_steps = look
+    try:
+        engine.rehearse(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
+    finally:
+        state.forget_steps = forget
+    return seen
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""A step that is rehearsed before the first one allocates what steps do, and changes nothing that follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import torchrun
+from tests.parity.cases import rehearsals
+
+WORKER = Path(__file__).with_name("rehearsal_worker.py")
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("rehearsal") / "results.jsonl"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DS_ACCELERATOR", "cpu")
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        environment.setenv("OMP_NUM_THREADS", "1")
+        done = torchrun(WORKER, 2, [str(output)], timeout=600)
+    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    return {result["case"]: result for result in found}
+
+
+@pytest.mark.parametrize("name", [case.name for case in rehearsals()])
+def test_a_run_is_the_same_to_the_last_bit_with_and_without_it(results: dict[str, Any], name: str) -> None:
+    found = results[name]
+    assert found["differences"] == []
+    assert found["compared"] > 20
+    assert found["allocated"] > 0, "the rehearsed step makes the optimizer's states"
+    assert set(found["rates"]) == {0.0}

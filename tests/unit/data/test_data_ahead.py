@@ -1,0 +1,70 @@
+"""Steps made ahead, against the steps themselves, slow ones and ones that fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from dsft.data.ahead import ahead
+from dsft.data.batch import GlobalStep, MicroBatch
+from dsft.errors import DataError
+
+CPU = torch.device("cpu")
+THREAD = "dsft-next-step"
+
+
+class Steps:
+    def __init__(self, seconds: float = 0.0, fails_at: int | None = None) -> None:
+        self.seconds, self.fails_at = seconds, fails_at
+        self.made: list[int] = []
+
+    def step(self, index: int) -> GlobalStep:
+        time.sleep(self.seconds)
+        self.made.append(index)
+        if index == self.fails_at:
+            raise DataError("no such row", [])
+        tokens = torch.full((1, 2), index)
+        return GlobalStep((MicroBatch(tokens, tokens, tokens, (2,)),), {"tokens": index}, 2, 0.0, (index,))
+
+
+def test_steps_are_the_same_in_any_order_and_one_is_made_ahead() -> None:
+    steps = Steps()
+    with ahead(steps, 5, CPU) as found:
+        for index in (0, 1, 4, 2, 2, 3, 4):
+            step = found.step(index)
+            assert (step.counts["tokens"], step.example_ids) == (index, (index,))
+            assert step.micro_batches[0].input_ids.tolist() == [[index, index]]
+            assert step.micro_batches[0].lengths == (2,)
+    assert max(steps.made) == 4, "nothing is made past the last step"
+    assert steps.made[:2] == [0, 1] and steps.made.count(3) <= 3
+
+
+def test_no_more_than_one_step_is_begun_ahead() -> None:
+    steps = Steps()
+    with ahead(steps, 9, CPU) as found:
+        found.step(3)
+        time.sleep(0.05)
+        assert steps.made == [3, 4]
+
+
+def test_the_making_of_a_step_hides_behind_the_one_before() -> None:
+    with ahead(Steps(seconds=0.05), 5, CPU) as found:
+        found.step(0)
+        waited = 0.0
+        for index in range(1, 5):
+            time.sleep(0.1)  # the step trains
+            began = time.perf_counter()
+            found.step(index)
+            waited += time.perf_counter() - began
+    assert waited < 0.04  # of 4 × 0.05 s
+
+
+def test_what_fails_ahead_is_raised_by_the_step_that_needs_it_and_the_thread_ends() -> None:
+    with pytest.raises(DataError, match="no such row"), ahead(Steps(fails_at=1), 5, CPU) as found:
+        assert found.step(0).example_ids == (0,)
+        time.sleep(0.02)
+        found.step(1)
+    assert not any(THREAD in thread.name for thread in threading.enumerate())
