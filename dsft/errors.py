@@ -6,6 +6,7 @@ DsftError                 70  an internal fault
 ├── MissingInputError     66  a file, folder or model that is not there
 ├── WorldError            69  processes, hosts or devices other than promised
 ├── LockedError           73  the run's folder is used by another job, or holds another run
+├── OutOfMemoryError      71  a micro-batch that does not fit into memory
 ├── StorageError          74  a disk that is full or cannot be written
 ├── CheckpointError       76  a checkpoint that is torn, altered or of another run
 └── NonFiniteError        78  gradients that stay infinite or not a number
@@ -23,6 +24,7 @@ class DsftError(Exception):
     """The root: whoever catches it prints the message alone, without a traceback."""
 
     exit_code = 70
+    of_one_rank = False  # True: only the rank that raises it can tell it
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ class MissingInputError(DsftError):
 
 class WorldError(DsftError):
     exit_code = 69
+
+
+class OutOfMemoryError(DsftError):
+    """Raised by the rank whose memory is full, and told by it, since the others wait for it."""
+
+    exit_code = 71
+    of_one_rank = True
 
 
 class LockedError(DsftError):

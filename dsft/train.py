@@ -36,15 +36,16 @@ QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
 def main(arguments: Sequence[str]) -> int:
     """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone; on every
-    process where ranks are not yet known."""
+    process where ranks are not yet known, and on the rank that alone knows it."""
     options, rank = parse(arguments), 0
     try:
         launched = detect(os.environ)
         rank = launched.rank
         train(options, launched, [sys.argv[0], *arguments])
     except DsftError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if rank == 0 or error.of_one_rank:
+            who = f"rank {rank}: " if error.of_one_rank else ""
+            print(f"error: {who}{error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 

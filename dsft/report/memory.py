@@ -1,27 +1,140 @@
-"""Takes a device, gives what this process has used of its memory and of the host's, in GiB (2^30 bytes).
-
-Reads counters only. Peaks are those since the process began.
+"""The largest memory that this process has used in each phase of a run: takes a device, gives bytes and GiB
+(2^30 bytes). Reads counters of the kernel and of torch's allocator, and resets their peaks.
 """
 
 from __future__ import annotations
 
+import json
 import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import torch
 
+from dsft.report.jsonl import storage_error
+
 GIB = 2**30
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+Phase = Literal["start", "load", "first_step", "steady", "evaluation", "save"]
+"""start: imports and data, before the model; load: model and engine; first_step: the rehearsal of step 1."""
+
+Peaks = dict[str, int]
+"""host_rss, and on a GPU device_allocated (by torch) and device_reserved (from the driver), in bytes."""
+
+RESET = "the kernel's peak of resident memory (VmHWM), set back at the start of each phase"
+SAMPLED = "the largest resident memory seen at a phase's ends and when metrics were logged"
 
 
-def memory_record(device: torch.device) -> dict[str, float]:
-    """Resident memory of this process now and at its peak, and where `device` is a CUDA device the peak that
-    torch allocated on it and the peak that it reserved from the driver."""
-    record = {
-        "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
-        # KiB on Linux: getrusage(2)
-        "memory/host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
-    }
+class MemoryMeter:
+    """One phase is always running; a phase that comes again keeps its largest peak.
+
+    Where the kernel does not let a process set its peak back (a container without /proc/self/clear_refs),
+    the host's peak is the largest of samples; `method` says which it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.device = device
+        self._phase: Phase = "start"
+        self._largest: Peaks = {}  # of phases that are over
+        self._sampled = 0
+        self.peaks: dict[Phase, Peaks] = {}
+        self.method = RESET if _reset_host_peak() else SAMPLED
+
+    def enter(self, phase: Phase) -> None:
+        """End the running phase and begin this one."""
+        ended = self.running()
+        _keep_larger(self.peaks.setdefault(self._phase, {}), ended)
+        _keep_larger(self._largest, ended)
+        self._phase, self._sampled = phase, 0
+        if self.method == RESET:
+            _reset_host_peak()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def running(self) -> Peaks:
+        """The peaks of the running phase so far, in bytes."""
+        now = _status("VmRSS")
+        self._sampled = max(self._sampled, now)
+        peaks = {"host_rss": _status("VmHWM") if self.method == RESET else self._sampled}
+        if self._on_gpu:
+            peaks["device_allocated"] = torch.cuda.max_memory_allocated(self.device)
+            peaks["device_reserved"] = torch.cuda.max_memory_reserved(self.device)
+        return peaks
+
+    def held(self) -> int:
+        """Bytes in use now: on the GPU where there is one, else resident in the host's memory."""
+        return torch.cuda.memory_allocated(self.device) if self._on_gpu else _status("VmRSS")
+
+    def peak(self) -> int:
+        """The running phase's peak of what `held` counts, in bytes."""
+        peaks = self.running()
+        return peaks["device_allocated"] if self._on_gpu else peaks["host_rss"]
+
+    def record(self) -> dict[str, float]:
+        """For each logged step, in GiB: resident memory now, and the peaks since the process began."""
+        peaks = dict(self._largest)
+        _keep_larger(peaks, self.running())
+        record = {
+            "memory/host_rss_gib": _status("VmRSS") / GIB,
+            "memory/host_peak_rss_gib": peaks["host_rss"] / GIB,
+        }
+        if self._on_gpu:
+            record["memory/peak_allocated_gib"] = peaks["device_allocated"] / GIB
+            record["memory/peak_reserved_gib"] = peaks["device_reserved"] / GIB
+        return record
+
+
+def room(device: torch.device) -> int:
+    """Bytes that this process may still take: on a GPU what the driver and torch's allocator have free; else
+    what is left of the host's memory, or of the process's limit on its address space (RLIMIT_AS)."""
     if device.type == "cuda":
-        record["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-        record["memory/peak_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
-    return record
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    available = int(psutil.virtual_memory().available)
+    return available if limit == resource.RLIM_INFINITY else min(available, limit - _status("VmSize"))
+
+
+def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
+    """Each phase's peaks, the largest over the ranks."""
+    found: dict[Phase, Peaks] = {}
+    for peaks in ranks:
+        for phase, bytes_ in peaks.items():
+            _keep_larger(found.setdefault(phase, {}), bytes_)
+    return found
+
+
+def write_memory(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file whole. Raises StorageError where the disk refuses."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def _keep_larger(kept: Peaks, new: Mapping[str, int]) -> None:
+    for name, size in new.items():
+        kept[name] = max(size, kept.get(name, 0))
+
+
+def _reset_host_peak() -> bool:
+    """Whether VmHWM is the present resident memory from here on; 5 does that (proc(5), clear_refs)."""
+    try:
+        CLEAR.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _status(key: str) -> int:
+    """VmRSS, VmHWM or VmSize in bytes; proc(5) gives kB of 1,024 bytes."""
+    for line in STATUS.read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{STATUS} has no {key}")

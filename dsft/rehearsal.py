@@ -1,0 +1,112 @@
+"""Step 1 before step 1: takes an engine and the longest micro-batch of a run, so that a run that does not fit
+fails in its first minute, with the sizes that would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dsft.data.batch import MicroBatch
+from dsft.engine.api import Engine
+from dsft.errors import OutOfMemoryError
+from dsft.report.memory import GIB, MemoryMeter, room
+
+PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a micro-batch of so many tokens took at its fullest moment, in bytes."""
+
+    tokens: int
+    peak: int
+
+
+def rehearse(engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, meter: MemoryMeter) -> None:
+    """A whole step on a quarter, on half and on all of `longest`, then an evaluation of `held_out`.
+
+    A collective. `held_out` is None where no held-out row is longer than those trained on: evaluation keeps
+    neither activations nor gradients, so a training step of the same length takes more. Raises
+    OutOfMemoryError on the rank whose memory is full, while the others still wait for it.
+    """
+    taken: list[Taken] = []
+    for part in PARTS:
+        micro_batch = first_part(longest, -(-longest.input_ids.shape[1] // part))
+        meter.enter("first_step")
+        _run(lambda: engine.rehearse(micro_batch), longest, taken, meter)  # noqa: B023  # called at once
+        taken.append(Taken(micro_batch.input_ids.numel(), meter.peak()))
+    if held_out is not None:
+        meter.enter("evaluation")
+        _run(lambda: engine.evaluate([held_out]), held_out, [], meter)
+
+
+def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
+    """Its first `length` positions."""
+    lengths = None
+    if micro_batch.lengths is not None:
+        left, lengths = length, ()
+        for segment in micro_batch.lengths:
+            if left > 0:
+                lengths += (min(segment, left),)
+                left -= segment
+    return replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, :length],
+        position_ids=micro_batch.position_ids[:, :length],
+        targets=micro_batch.targets[:, :length],
+        lengths=lengths,
+    )
+
+
+def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], meter: MemoryMeter) -> None:
+    limit = meter.held() + room(meter.device)
+    try:
+        step()
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemoryError(advice(longest, taken, limit, str(error))) from error
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether an allocation failed: torch's allocators, numpy's or Python's own."""
+    signs = ("out of memory", "DefaultCPUAllocator", "can't allocate memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+
+
+def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
+    """The largest micro-batch for `limit` bytes, in tokens; None where the measurements do not tell.
+
+    Activations and the head's part grow with the tokens, weights and optimizer states do not: the peaks of two
+    smaller micro-batches give bytes per token, and a straight line through them. Where the second took no
+    more than the first (the update, not the backward, was the fullest moment), its size alone is known.
+    """
+    if len(taken) < 2:
+        return taken[0].tokens if taken else None
+    first, second = taken[-2:]
+    per_token = (second.peak - first.peak) / max(second.tokens - first.tokens, 1)
+    if per_token <= 0:
+        return second.tokens
+    return max(second.tokens, second.tokens + int((limit - second.peak) / per_token))
+
+
+def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> str:
+    """What was too large, what was measured, and what would fit."""
+    rows, length = longest.input_ids.shape
+    what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"
+    reason = " ".join(error.split())[:200]
+    said = f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
+    smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in taken)
+    fit = tokens_that_fit(taken, limit)
+    more = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
+    if fit is None:
+        return f"{said}, and not even a quarter of it; use {more}, or a smaller model."
+    fit = min(fit, rows * length - 1)  # all of it did not
+    if longest.lengths is not None:
+        way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
+    elif fit >= length:
+        way_out = f"set train.micro_batch_size to {fit // length} or less"
+    else:
+        way_out = f"set train.micro_batch_size to 1 and data.max_length to {fit} or less"
+    return f"{said}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {more}."
