@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -27,7 +27,10 @@ from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
 from dsft.checkpoint.retain import Retention, best_checkpoint
 from dsft.checkpoint.save import Facts, save
+from dsft.data.ahead import ahead
+from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.longest import longest_micro_batch
 from dsft.data.steps import TrainSteps, evaluation
 from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
 from dsft.engine.api import Engine
@@ -43,10 +46,12 @@ from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
+from dsft.rehearsal import rehearse
 from dsft.report.console import named_losses
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
-from dsft.report.memory import memory_record
+from dsft.report.memory import MemoryMeter, Phase
+from dsft.report.memory_file import MemoryFile
 from dsft.report.run import Report
 from dsft.spec.held_out import set_names
 from dsft.spec.load import dump_spec
@@ -55,6 +60,8 @@ from dsft.spec.schema import Source, Spec
 OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Say = Callable[[str], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -255,7 +262,13 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     if progress.step >= last_step:
         return None
     world.first(lambda: describe(job, inputs))
+    memory = MemoryFile(
+        folder / "memory.json" if world.rank == 0 else None, MemoryMeter(world.device), world.gather, {}
+    )
+    memory.enter("load")
     engine = build(job, inputs, world)
+    rehearse(engine, *longest(job, inputs), memory.meter)
+    memory.enter("load")
     if start is not None:
         world.each(lambda: engine.load(start.read, progress.applied_steps))
         say(f"going on from step {progress.step}: {start.path}")
@@ -272,7 +285,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
 
     def tell(record: Record) -> None:
         latest.update(record)
-        report.metrics(record | memory_record(world.device))
+        report.metrics(record | memory.record())
 
     retention = Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_best)
 
@@ -286,12 +299,42 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
 
     steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
     evaluate = held_out_evaluation(job, inputs, world, engine)
-    hooks = Run(world.sum, evaluate, tell, keep, world.world_size, world.rank)
+    hooks = Run(
+        world.sum,
+        during("evaluation", evaluate, memory) if evaluate else None,
+        tell,
+        during("save", keep, memory),
+        world.world_size,
+        world.rank,
+    )
+    memory.enter("steady")
     try:
-        end = fit(engine, OBJECTIVE, steps, schedule(spec, last_step, job.batch), hooks, progress)
+        with ahead(steps, last_step, world.device) as soon:
+            end = fit(engine, OBJECTIVE, soon, schedule(spec, last_step, job.batch), hooks, progress)
     finally:
-        report.close(latest)
+        report.close(latest | memory.record())
     return step_folder(folder, end.step)
+
+
+def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P, T]:
+    """`work`, whose memory counts under `phase`."""
+
+    def measured(*args: P.args, **kwargs: P.kwargs) -> T:
+        memory.enter(phase)
+        result = work(*args, **kwargs)
+        memory.enter("steady")
+        return result
+
+    return measured
+
+
+def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:
+    """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
+    pad = pad_id(inputs.tokenizer)
+    trained = longest_micro_batch(inputs.train, job.batch, pad)
+    held_out = [longest_micro_batch(rows.data, job.batch, pad) for rows in inputs.held_out]
+    larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
+    return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)
 
 
 def build(job: Job, inputs: Inputs, world: World) -> Engine:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from dsft.data.batch import MicroBatch
 from dsft.engine.api import Engine
@@ -43,13 +44,7 @@ def rehearse(engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, m
 
 def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
     """Its first `length` positions."""
-    lengths = None
-    if micro_batch.lengths is not None:
-        left, lengths = length, ()
-        for segment in micro_batch.lengths:
-            if left > 0:
-                lengths += (min(segment, left),)
-                left -= segment
+    lengths = None if micro_batch.lengths is None else _cut(micro_batch.lengths, length)
     return replace(
         micro_batch,
         input_ids=micro_batch.input_ids[:, :length],
@@ -57,6 +52,12 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
         targets=micro_batch.targets[:, :length],
         lengths=lengths,
     )
+
+
+def _cut(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """The first segments, the last of them shortened, that make `total` tokens."""
+    starts = accumulate(lengths, initial=0)
+    return tuple(min(n, total - start) for n, start in zip(lengths, starts, strict=False) if start < total)
 
 
 def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], meter: MemoryMeter) -> None:
@@ -78,9 +79,9 @@ def ran_out(error: Exception) -> bool:
 def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
     """The largest micro-batch for `limit` bytes, in tokens; None where the measurements do not tell.
 
-    Activations and the head's part grow with the tokens, weights and optimizer states do not: the peaks of two
-    smaller micro-batches give bytes per token, and a straight line through them. Where the second took no
-    more than the first (the update, not the backward, was the fullest moment), its size alone is known.
+    Activations and the head's part grow with the tokens, weights and optimizer states do not: a straight
+    line through the peaks of two smaller micro-batches gives bytes per token. Where the second took no more
+    than the first (the update, not the backward, was the fullest moment), its size alone is known.
     """
     if len(taken) < 2:
         return taken[0].tokens if taken else None

@@ -24,7 +24,9 @@ class StepsAhead:
     thread raises is raised by the `step` that wanted it.
     """
 
-    def __init__(self, steps: Steps, total_steps: int, device: torch.device, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, steps: Steps, total_steps: int, device: torch.device, thread: ThreadPoolExecutor
+    ) -> None:
         self._steps, self._total, self._device, self._thread = steps, total_steps, device, thread
         self._next: tuple[int, Future[GlobalStep]] | None = None
 

@@ -40,4 +40,3 @@ def _counters_kept(engine: Any) -> Iterator[None]:
     finally:
         for owner, numbers in kept:
             vars(owner).update(numbers)
-

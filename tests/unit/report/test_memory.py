@@ -69,7 +69,10 @@ def test_without_a_reset_the_peak_is_the_largest_sample(monkeypatch: pytest.Monk
 
 
 def test_the_largest_over_ranks() -> None:
-    ranks = [{"load": {"host_rss": 5, "device_allocated": 1}}, {"load": {"host_rss": 3, "device_allocated": 2}}]
+    ranks = [
+        {"load": {"host_rss": 5, "device_allocated": 1}},
+        {"load": {"host_rss": 3, "device_allocated": 2}},
+    ]
     assert largest(ranks) == {"load": {"host_rss": 5, "device_allocated": 2}}  # type: ignore[arg-type]
 
 

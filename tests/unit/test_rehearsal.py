@@ -1,0 +1,115 @@
+"""What a run that does not fit says, with an engine that takes memory by the token, under a real limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsft.data.batch import MicroBatch
+from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit
+
+GIB = 2**30
+
+
+def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return MicroBatch(tokens, tokens, tokens, lengths)
+
+
+def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
+    padded = first_part(micro_batch(3, 8), 2)
+    assert padded.input_ids.shape == (3, 2) and padded.lengths is None
+    for length, lengths in ((10, (4, 5, 1)), (9, (4, 5)), (6, (4, 2)), (4, (4,)), (1, (1,))):
+        packed = first_part(micro_batch(1, 10, (4, 5, 1)), length)
+        assert packed.lengths == lengths and packed.targets.shape == (1, length)
+
+
+@pytest.mark.parametrize(
+    ("taken", "limit", "fit"),
+    [
+        ([Taken(100, 1000), Taken(200, 1400)], 2000, 350),  # 4 bytes a token above 600
+        ([Taken(100, 1000), Taken(200, 1000)], 2000, 200),  # the update was the fullest moment
+        ([Taken(100, 1000)], 2000, 100),
+        ([], 2000, None),
+    ],
+)
+def test_what_fits_by_a_straight_line(taken: list[Taken], limit: int, fit: int | None) -> None:
+    assert tokens_that_fit(taken, limit) == fit
+
+
+@pytest.mark.parametrize(
+    ("batch", "fit", "way_out"),
+    [
+        (micro_batch(4, 100), 250, "set train.micro_batch_size to 2 or less"),
+        (micro_batch(4, 100), 80, "set train.micro_batch_size to 1 and data.max_length to 80 or less"),
+        (micro_batch(1, 400, (200, 200)), 250, "set data.max_tokens_per_micro_batch to 250 or less"),
+        (micro_batch(4, 100), 4000, "set train.micro_batch_size to 3 or less"),  # all of it did not fit
+    ],
+)
+def test_the_way_out_is_a_size_of_the_spec(batch: MicroBatch, fit: int, way_out: str) -> None:
+    taken = [Taken(50, GIB), Taken(60, GIB + 10 * 2**20)]
+    text = advice(batch, taken, GIB + (fit - 50) * 2**20, "CUDA out of memory.\nTried")
+    assert way_out in text and "CUDA out of memory. Tried" in text and "60 tokens took 1.01 GiB" in text
+
+
+def test_only_failed_allocations_are_taken_for_such() -> None:
+    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
+    assert ran_out(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …"))
+    assert ran_out(MemoryError())
+    assert not ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+WORKER = """
+import resource, sys
+import torch
+from dsft.data.batch import MicroBatch
+from dsft.errors import OutOfMemoryError
+from dsft.rehearsal import rehearse
+from dsft.report.memory import MemoryMeter
+
+BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
+
+class Engine:
+    def rehearse(self, micro_batch):
+        torch.ones(micro_batch.input_ids.numel() * BYTES_PER_TOKEN // 4)
+    def evaluate(self, micro_batches):
+        torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)
+
+size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, -1))
+tokens = torch.zeros(4, int(sys.argv[1]), dtype=torch.int64)
+batch = MicroBatch(tokens, tokens, tokens)
+try:
+    rehearse(Engine(), batch, batch if len(sys.argv) > 2 else None, MemoryMeter(torch.device('cpu')))
+except OutOfMemoryError as error:
+    print(error)
+"""
+
+
+def run(*arguments: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones() -> None:
+    """500 MiB hold 2,000 tokens of 256 KiB: 4 rows of 600 are too many, 4 × 300 are not."""
+    text = run("600")
+    assert "4 × 600 tokens, does not fit" in text and "DefaultCPUAllocator" in text
+    fit = int(re.findall(r"about ([\d,]+) tokens would fit", text)[0].replace(",", ""))
+    assert 1700 <= fit <= 2000
+    assert "set train.micro_batch_size to 3 or less" in text or "set train.micro_batch_size to 2 or" in text
+    assert run("400") == ""
+
+
+def test_what_does_not_fit_in_evaluation_is_told_too() -> None:
+    assert "does not fit" in run("100", "2400")
+    assert run("100", "400") == ""
