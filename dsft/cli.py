@@ -158,11 +158,14 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write the whole model, adapters merged into its weights.")
+    ] = False,
 ) -> None:
-    """Make a Hugging Face folder of a checkpoint."""
+    """Make a Hugging Face folder of a checkpoint: the model, or the adapter where one was trained."""
     from dsft.checkpoint.export import export_checkpoint
 
-    print(export_checkpoint(checkpoint, out))
+    print(export_checkpoint(checkpoint, out, merged=merged))
 
 
 @app.command()

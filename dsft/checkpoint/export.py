@@ -13,9 +13,9 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
+from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of
 from dsft.checkpoint.read import Checkpoint
+from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -33,6 +36,17 @@ SHARD = 4 * 2**30
 
 ORIGIN = "dsft_export.json"
 """Says which checkpoint an export is of, and lists its files."""
+
+NOT_AN_ADAPTERS = ("config.json", "generation_config.json")
+"""Of the base alone: an adapter's folder that has them is taken for a model's."""
+
+
+class Values(Protocol):
+    """Tensors by name, a range of one at a time: a checkpoint's, or those that follow from it."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor: ...
 
 
 def write_model_folder(
@@ -54,11 +68,36 @@ def write_model_folder(
         raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
 
 
-def export_checkpoint(path: Path, out: Path) -> str:
+def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
     """`dsft export CHECKPOINT OUT`: verify, then export; gives a line that says what was done."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
+    if model_of(checkpoint).lora is not None and not merged:
+        return export_adapter(checkpoint, out)
+    if merged and model_of(checkpoint).lora is None:
+        raise CheckpointError(f"{path} has no adapter to merge, it is of a model; leave --merged out.")
     return export(checkpoint, out)
+
+
+def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
+    """Write `out`: the adapter as peft saves one, and the tokenizer. Gives a line that says what was done;
+    where `out` is this very export already, nothing is. Raises as `export` does."""
+    dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
+    origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest, "form": "adapter"}
+    if _is_export_of(out, origin):
+        return f"{out}: the adapter after step {checkpoint.step}, exported before"
+    adapter = Adapter.of(checkpoint, _on_meta(checkpoint))
+
+    def write(aside: Path) -> None:
+        for name in NOT_AN_ADAPTERS:
+            (aside / name).unlink(missing_ok=True)
+        write_json(aside / CONFIG, adapter.config)
+        entries = [Entry(name, shape, dtype) for name, shape in adapter.shapes.items()]
+        pieces = (piece for entry in entries for piece in _pieces(adapter, entry.name, entry))
+        write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})
+
+    size = _write_folder(checkpoint, out, origin, write)
+    return f"{out}: the adapter after step {checkpoint.step}, {size} bytes"
 
 
 def export(
@@ -77,13 +116,27 @@ def export(
     if _is_export_of(out, origin):
         return f"{out}: the model after step {checkpoint.step}, exported before"
     model = _on_meta(checkpoint)
-    _check_names(checkpoint, model)
+    trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
+    values = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
+    _check_names(values, checkpoint.path, model)
+
+    def write(aside: Path) -> None:
+        _write_config(aside, model, dtype)
+        _write_weights(values, aside, file_names(model, values.shapes), dtype, max_shard_bytes)
+
+    size = _write_folder(checkpoint, out, origin, write)
+    return f"{out}: the model after step {checkpoint.step}, {size} bytes"
+
+
+def _write_folder(
+    checkpoint: Checkpoint, out: Path, origin: Mapping[str, Any], write: Callable[[Path], None]
+) -> int:
+    """`out` with the checkpoint's model folder and what `write` adds; its size in bytes."""
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
-        _write_config(aside, model, dtype)
-        _write_weights(checkpoint, aside, file_names(model, checkpoint.shapes), dtype, max_shard_bytes)
+        write(aside)
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
         _replace(out, aside)
@@ -95,7 +148,7 @@ def export(
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return f"{out}: the model after step {checkpoint.step}, {sum(sizes.values())} bytes"
+    return sum(sizes.values())
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:
@@ -124,15 +177,15 @@ def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def _check_names(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """The checkpoint's parameters are the model's, by name and shape, and each is one tensor of a file."""
+def _check_names(values: Values, where: Path, model: PreTrainedModel) -> None:
+    """The values are the model's parameters, by name and shape, and each is one tensor of a file."""
     if not has_file_names(model):
         raise CheckpointError(
             f"Models of type {model.config.model_type} have other tensors in files than in memory, "
             "and exporting them is not built yet; the checkpoint itself is whole."
         )
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = checkpoint.shapes
+    held = values.shapes
     problems = [f"{name} is missing" for name in wanted.keys() - held.keys()]
     problems += [f"{name} is not the model's" for name in held.keys() - wanted.keys()]
     problems += [
@@ -141,7 +194,7 @@ def _check_names(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         if held[name] != wanted[name]
     ]
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not hold this model: {'; '.join(sorted(problems))}.")
+        raise CheckpointError(f"{where} does not hold this model: {'; '.join(sorted(problems))}.")
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -152,17 +205,17 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_weights(
-    checkpoint: Checkpoint, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
+    values: Values, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
     """`in_file`: parameter's name -> its name in the file."""
-    held = {in_file[name]: name for name in checkpoint.shapes}
-    shapes = {in_file[name]: shape for name, shape in checkpoint.shapes.items()}
+    held = {in_file[name]: name for name in values.shapes}
+    shapes = {in_file[name]: shape for name, shape in values.shapes.items()}
     shards = _shards(shapes, dtype, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, entries in zip(names, shards, strict=True):
-        pieces = (piece for entry in entries for piece in _pieces(checkpoint, held[entry.name], entry))
+        pieces = (piece for entry in entries for piece in _pieces(values, held[entry.name], entry))
         write_tensors(folder / name, entries, pieces, {"format": "pt"})
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
@@ -186,10 +239,10 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: in
     return shards
 
 
-def _pieces(checkpoint: Checkpoint, name: str, entry: Entry) -> Iterator[Tensor]:
+def _pieces(values: Values, name: str, entry: Entry) -> Iterator[Tensor]:
     numel = math.prod(entry.shape)
     for start in range(0, numel, CHUNK):
-        yield checkpoint.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
+        yield values.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
 
 
 def _replace(out: Path, aside: Path) -> None:

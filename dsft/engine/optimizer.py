@@ -6,7 +6,8 @@ It stands here and not in the DeepSpeed JSON, since the right class depends on w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from dsft.spec.schema import Optim
 def build_optimizer(
     trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups. `offloaded`: fp32 weights and moments live in the host's memory, where
+    """AdamW or SGD over few groups. `offloaded`: fp32 weights and moments live in the host's memory, where
     DeepSpeed's own Adam updates them; compiled at its first use. Elsewhere torch's fused AdamW.
 
     To be called before ZeRO 3 cuts the parameters: the groups go by their shapes.
     """
-    groups = decay_groups(trained, optim.weight_decay)
+    groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
     settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
@@ -36,10 +37,31 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
-def decay_groups(trained: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and embeddings decay; biases, norms and other vectors do not. A group without parameters is
-    left out, so that it cannot meet the code of DeepSpeed that flattens groups."""
-    decayed = [p for p in trained.values() if p.ndim > 1]
-    others = [p for p in trained.values() if p.ndim <= 1]
-    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
+RATE = "rate"
+"""Key of an optimizer's group: its learning rate as a multiple of the step's."""
+
+
+def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Iterator[dict[str, Any]]:
+    """As few groups as there are pairs of learning rate and weight decay. None is without parameters, so that
+    none meets the code of DeepSpeed that flattens groups."""
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        found.setdefault(_settings(name, parameter, optim), []).append(parameter)
+    for (rate, weight_decay), parameters in found.items():
+        learning_rate = optim.learning_rate * rate
+        yield {"params": parameters, "weight_decay": weight_decay, "lr": learning_rate, RATE: rate}
+
+
+def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, float]:
+    """Multiple of the learning rate, and weight decay, by the first group of the spec whose pattern fits.
+
+    A decay that a group states holds for all of it. Otherwise matrices and embeddings decay; biases, norms
+    and other vectors do not.
+    """
+    group = next((g for g in optim.groups if fnmatchcase(name, g.parameters)), None)
+    rate, decay = 1.0, optim.weight_decay if parameter.ndim > 1 else 0.0
+    if group is not None and group.learning_rate is not None:
+        rate = group.learning_rate / optim.learning_rate
+    if group is not None and group.weight_decay is not None:
+        decay = group.weight_decay
+    return rate, decay

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dsft.engine import state
 from dsft.engine.clip import StepClip
-from dsft.engine.optimizer import build_optimizer
+from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.spec.schema import Spec
 
 
@@ -34,8 +34,9 @@ class Started:
     clip: StepClip | None
 
     def set_learning_rate(self, learning_rate: float) -> None:
+        """That of the step; a group of optim.groups has its own multiple of it."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group[RATE]
 
     def outcome(self) -> tuple[float | Tensor, bool]:
         """The last step's gradient norm before clipping, and whether it was applied; the same on all

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.init import fill
+from dsft.model.lora import fill_adapters, inject
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.stage import check_cut, cut
+from dsft.model.trainable import train_only
 from dsft.spec.schema import Model
 
 
@@ -32,11 +34,22 @@ def build_model(
     causal_lm = _on_meta(config) if model.from_config is not None else _pretrained(model, config, dtype)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+    choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if stages > 1:
         cut(causal_lm, stage, stages)
     if model.from_config is not None:
         fill(causal_lm, seed, dtype)
+    if model.lora is not None:
+        fill_adapters(causal_lm, model.lora, seed, dtype)
     return Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
+
+
+def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Adapters and frozen parameters, as the spec says. Raises SpecError for names that fit nothing."""
+    if model.lora is not None:
+        inject(causal_lm, model.lora)
+    elif model.trainable is not None:
+        train_only(causal_lm, model.trainable)
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:

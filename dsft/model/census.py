@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.build import check_trainable
+from dsft.model.adapter_names import plain_name
+from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import resolve_config, token_facts
 from dsft.model.stage import check_cut
 from dsft.spec.schema import Model
@@ -31,6 +32,7 @@ def take_census(model: Model, stages: int) -> dict[str, Any]:
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_trainable(causal_lm)
+    choose_trained(causal_lm, model)
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,
@@ -47,13 +49,14 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, A
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
-            found[id(parameter)]["aliases"].append(name)
+            found[id(parameter)]["aliases"].append(plain_name(name))
             continue
         found[id(parameter)] = {
-            "name": name,
+            "name": plain_name(name),
             "shape": list(parameter.shape),
             "layer": layers.get(id(parameter)),
             "embedding": parameter is embedding,
+            "trained": parameter.requires_grad,
             "aliases": [],
         }
     return list(found.values())

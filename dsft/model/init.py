@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from dsft.errors import DsftError
+from dsft.model.adapter_names import is_adapter, plain_name
 
 
 def fill(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
@@ -30,7 +31,7 @@ def fill(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), guard_torch_init_functions():
         _initialise(model, "", model, seed, _shared(model))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and tensor.isnan().any():
+        if tensor.is_floating_point() and tensor.isnan().any() and not is_adapter(name):
             raise DsftError(
                 f"{type(model).__name__}: transformers gives {name} no first value, so a fresh model of this "
                 "architecture cannot be made; start from a pretrained one (model.name_or_path)."
@@ -69,7 +70,8 @@ def _initialise(
     """Children first, then the module itself by the nearest model above it: transformers' own order."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _initialise(child, f"{name}.{child_name}" if name else child_name, child_owner, seed, shared)
+        below = plain_name(f"{name}.{child_name}" if name else child_name)
+        _initialise(child, below, child_owner, seed, shared)
     torch.default_generator.manual_seed(module_seed(seed, name))
     owner._init_weights(module)
     for parameter in module.parameters(recurse=False):

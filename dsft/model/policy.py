@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.batch import NO_TARGET
+from dsft.model.adapter_names import plain_name
 
 
 class Policy(nn.Module):
@@ -37,8 +38,9 @@ class Policy(nn.Module):
         return hidden, position_ids, targets
 
     def named_trained(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding."""
-        return {name: p for name, p in self.causal_lm.named_parameters() if p.requires_grad}
+        """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
+        an adapter's by their names in its file, without the prefix there."""
+        return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
 
 
 def target_logps(logits: Tensor, targets: Tensor) -> Tensor:

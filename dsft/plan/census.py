@@ -31,14 +31,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied
-    one."""
+    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied one;
+    trained: False where it is frozen."""
 
     name: str
     shape: tuple[int, ...]
     layer: int | None
     embedding: bool
     aliases: tuple[str, ...]
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -56,6 +57,11 @@ class Census:
     def numel(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def trained(self) -> int:
+        """Elements of what is trained, adapters among them."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.trained)
 
     def stage(self, stage: int, stages: int) -> tuple[Parameter, ...]:
         """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last."""
@@ -116,7 +122,9 @@ def _from_json(answer: Mapping[str, Any]) -> Census:
         answer["num_layers"],
         answer["max_positions"],
         tuple(
-            Parameter(p["name"], tuple(p["shape"]), p["layer"], p["embedding"], tuple(p["aliases"]))
+            Parameter(
+                p["name"], tuple(p["shape"]), p["layer"], p["embedding"], tuple(p["aliases"]), p["trained"]
+            )
             for p in answer["parameters"]
         ),
     )
@@ -135,8 +143,8 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
 
 def _digest(model: Model, stages: int) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    sources = ("model/census.py", "model/config.py", "data/tokenizer.py")
-    code = [(ROOT / "dsft" / source).read_text(encoding="utf-8") for source in sources]
+    sources = "census config lora adapter_names trainable ../data/tokenizer".split()
+    code = [(ROOT / "dsft/model" / f"{source}.py").read_text(encoding="utf-8") for source in sources]
     facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

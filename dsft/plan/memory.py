@@ -76,7 +76,8 @@ def runs_on_cpu(spec: Spec) -> bool:
 def _rank(stage: int, parameters: tuple[Parameter, ...], spec: Spec, ranks: int) -> RankMemory:
     zero = spec.parallel.zero_stage
     whole = sum(parameter.numel for parameter in parameters)
-    share = -(-whole // ranks) if zero else whole
+    trained = sum(parameter.numel for parameter in parameters if parameter.trained)
+    share = -(-trained // ranks) if zero else trained
     states = share * (FP32 + _moment_bytes(spec))
     offloaded = spec.parallel.offload_optimizer.device != "none"
     fp32_without_zero = zero == 0 and spec.train.precision == "fp32"
@@ -84,7 +85,7 @@ def _rank(stage: int, parameters: tuple[Parameter, ...], spec: Spec, ranks: int)
         stage=stage,
         elements=whole,
         parameters=_parameters(parameters, spec, ranks),
-        gradients=_gradients(whole, share, spec),
+        gradients=_gradients(trained, share, spec),
         master=0 if offloaded or fp32_without_zero else share * FP32,
         moments=0 if offloaded else share * _moment_bytes(spec),
         buffers=_buffers(whole, spec),
@@ -112,7 +113,8 @@ def _parameters(parameters: tuple[Parameter, ...], spec: Spec, ranks: int) -> in
 
 
 def _gradients(whole: int, share: int, spec: Spec) -> int:
-    """Of a rank's GPU. Which gradients DeepSpeed holds at once differs with stage and type."""
+    """Of a rank's GPU, for `whole` trained elements. Which gradients DeepSpeed holds at once differs with
+    stage and type."""
     zero, bf16 = spec.parallel.zero_stage, spec.train.precision == "bf16"
     offloaded = spec.parallel.offload_optimizer.device != "none"
     if zero == 0:

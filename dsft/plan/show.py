@@ -69,6 +69,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "model": {
             "architecture": plan.census.architecture,
             "parameters": plan.census.numel,
+            "trained": plan.census.trained,
             "layers": plan.census.num_layers,
         },
         "memory": {
@@ -86,6 +87,9 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield Text(
         f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters"
     )
+    if plan.census.trained < plan.census.numel:
+        share = plan.census.trained / plan.census.numel
+        yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
     if plan.assumed:
         processes = plan.layout.world_size
         yield Text(

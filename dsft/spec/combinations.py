@@ -87,6 +87,30 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _trained(spec: Spec) -> Iterator[Finding]:
+    lora, trainable = spec.model.lora, spec.model.trainable
+    if lora is not None and trainable is not None:
+        message = "patterns stand beside model.lora, which freezes all but its adapters; keep one of the two"
+        way_out = f"{message}, model.lora.modules_to_save trains whole modules beside adapters"
+        yield Finding(("model", "trainable"), way_out, ("model.trainable", "model.lora"))
+    if trainable == ():
+        message = "no pattern is given, so nothing would be trained; write some, such as 'model.layers.3.*'"
+        yield Finding(("model", "trainable"), message)
+    path = ("model", "lora", "target_modules")
+    if lora is not None and isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+        name = shown(lora.target_modules)
+        yield Finding(path, f"{name} is no list; write a list of names, such as [{name}], or all-linear")
+    if lora is not None and not lora.target_modules:
+        yield Finding(path, "no module is named, so there would be no adapter; name some, or all-linear")
+
+
+def _groups(spec: Spec) -> Iterator[Finding]:
+    for index, group in enumerate(spec.optim.groups):
+        if group.learning_rate is None and group.weight_decay is None:
+            message = "has neither a learning_rate nor a weight_decay of its own; give one, or take it out"
+            yield Finding(("optim", "groups", index), f"{shown(group.parameters)} {message}")
+
+
 def _batch(spec: Spec) -> Iterator[Finding]:
     train = spec.train
     sizes = {
@@ -278,11 +302,13 @@ def _paths(spec: Spec) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _model,
+    _trained,
     _batch,
     _warmup,
     _schedule,
     _batch_scale,
     _optimizer,
+    _groups,
     _data,
     _best,
     name_findings,

@@ -29,8 +29,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("dpo", (None,), "leave the section out"),
     Unbuilt("model.attention", ("auto", "sdpa", "eager"), "use auto, sdpa or eager"),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
-    Unbuilt("model.lora", (None,), "leave the section out to train all weights"),
-    Unbuilt("model.trainable", (None,), "leave the key out to train all weights"),
     Unbuilt("model.compile", (False,), LEAVE_OUT),
     Unbuilt("model.activation_offload", (False,), "use model.gradient_checkpointing to save memory"),
     Unbuilt("data.packing", (False,), "use false"),
@@ -67,7 +65,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.allow_torch_adam", (False,), LEAVE_OUT),
     Unbuilt("train.neftune_alpha", (None,), LEAVE_OUT),
     Unbuilt("train.label_smoothing", (0.0,), "use 0.0"),
-    Unbuilt("optim.groups", ((),), LEAVE_OUT),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),

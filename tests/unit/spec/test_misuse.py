@@ -118,7 +118,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     # not built
     "not_built": spec(
         head="name: small\ntask: dpo\n",
-        model="model: {name_or_path: a/b, attention: flash_attention_2, compile: true, lora: {rank: 8}}\n",
+        model="model: {name_or_path: a/b, attention: flash_attention_2, compile: true}\n",
         data="data: {train: [{path: rows.jsonl, weight: 2.0, format: sharegpt}], packing: true, eval_count: 4}\n",
     )
     + "parallel: {offload_parameters: {device: nvme}, zero_stage: 2}\ncluster: {hosts: {a: 1}, min_hosts: 1}\n",

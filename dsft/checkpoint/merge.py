@@ -1,0 +1,127 @@
+"""A whole model's tensors where a checkpoint holds a part of them: what was trained, the rest from the base.
+
+Takes a checkpoint of adapters, or of the parameters that model.trainable names, and the spec's model; gives
+the tensors of the model without adapters, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dsft.checkpoint.read import Checkpoint
+from dsft.engine.api import Kind
+from dsft.model.build import build_model
+from dsft.model.config import token_facts
+from dsft.model.lora import PREFIX, inject, scale
+from dsft.spec.schema import Lora, Model
+
+
+class Adapter:
+    """The tensors of an adapter's file, by their names there; reads as a `Checkpoint` does. config: what
+    stands beside it."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        """names: in the file -> in the checkpoint."""
+        self.shapes = {name: checkpoint.shapes[held] for name, held in names.items()}
+        self.config = config
+        self._checkpoint = checkpoint
+        self._names = names
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, meta: PreTrainedModel) -> Adapter:
+        """`meta`: the model without adapters, on the meta device."""
+        model = model_of(checkpoint)
+        assert model.lora is not None, "the checkpoint is of an adapter"
+        names = {name: name for name in checkpoint.shapes} | _tied(meta)
+        config = inject(meta, model.lora).to_dict() | {
+            "base_model_name_or_path": model.name_or_path,
+            "modules_to_save": list(model.lora.modules_to_save) or None,
+            "inference_mode": True,
+        }
+        listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        held = {PREFIX + name: first for name, first in names.items() if first in checkpoint.shapes}
+        return cls(checkpoint, held, listed)
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        """(stop - start,) float32 on the CPU, of the flattened tensor."""
+        return self._checkpoint.read(self._names[name], kind, start, stop)
+
+
+def _tied(meta: PreTrainedModel) -> dict[str, str]:
+    """Further names of tied parameters -> the first."""
+    first = {id(parameter): name for name, parameter in meta.named_parameters()}
+    named = meta.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
+
+
+class WholeModel:
+    """Reads as a `Checkpoint` does. shapes: of every parameter, by Hugging Face name."""
+
+    def __init__(self, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> None:
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training.
+        Raises MissingInputError where the base is not there."""
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(parameter.shape) for name, parameter in meta.named_parameters()
+        }
+        self._checkpoint = checkpoint
+        self._meta = meta
+        self._lora = model_of(checkpoint).lora
+        self._base = _base(checkpoint, dtype)
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        """(stop - start,) float32 on the CPU, of the flattened tensor; there are values alone."""
+        if name != self._last[0]:
+            self._last = (name, self._tensor(name).flatten())
+        return self._last[1][start:stop]
+
+    def _tensor(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        if name in self._checkpoint.shapes:
+            return self._trained(name)
+        base = self._base[name].float()
+        if self._lora is None or f"{module}.lora_A.weight" not in self._checkpoint.shapes:
+            return base
+        is_turned = isinstance(self._meta.get_submodule(module), Conv1D)  # (in, out)
+        merged = self._merged(base.T if is_turned else base, module, self._lora)
+        return merged.T if is_turned else merged
+
+    def _merged(self, weight: Tensor, module: str, lora: Lora) -> Tensor:
+        """(out, in): W + s·B·A; with DoRA each of its rows is scaled to the magnitude
+        (https://arxiv.org/abs/2402.09353, eq. 5)."""
+        a, b = self._trained(f"{module}.lora_A.weight"), self._trained(f"{module}.lora_B.weight")
+        merged = weight + scale(lora) * (b @ a)
+        if not lora.use_dora:
+            return merged
+        magnitude = self._trained(f"{module}.lora_magnitude_vector")
+        norms: Tensor = torch.linalg.norm(merged, dim=1)
+        return merged * (magnitude / norms)[:, None]
+
+    def _trained(self, name: str) -> Tensor:
+        shape = torch.Size(self._checkpoint.shapes[name])
+        return self._checkpoint.read(name, "value", 0, shape.numel()).view(shape)
+
+
+def model_of(checkpoint: Checkpoint) -> Model:
+    """The model section of the spec that the checkpoint is of."""
+    return Model.model_validate(checkpoint.state["spec"].get("model", {}))
+
+
+def is_partial(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint holds a part of the model's parameters, or adapters."""
+    model = model_of(checkpoint)
+    return model.lora is not None or model.trainable is not None
+
+
+def _base(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model as it was before training."""
+    model, seed = model_of(checkpoint), checkpoint.state["spec"]["train"]["seed"]
+    facts = token_facts(AutoTokenizer.from_pretrained(checkpoint.model_folder))
+    causal_lm = build_model(model.model_copy(update={"lora": None}), facts, seed, dtype).causal_lm
+    return {name: parameter.detach() for name, parameter in causal_lm.named_parameters()}

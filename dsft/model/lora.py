@@ -1,0 +1,223 @@
+"""Low-rank adapters through peft: takes a transformers model and a spec's `model.lora`, puts adapters into
+the model in place, freezes the rest, and gives the adapters their first values.
+
+peft is imported when a model gets adapters and not before.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.adapter_names import ADAPTER, plain_name
+from dsft.model.init import module_seed
+from dsft.model.trainable import no_match
+from dsft.spec.schema import Lora
+
+PREFIX = "base_model.model."
+"""Before every name in an adapter's file: peft's wrappers around the model."""
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ALL_LINEAR = "all-linear"
+
+
+def scale(lora: Lora) -> float:
+    """What B·A is multiplied by."""
+    return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+
+
+def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
+    """Adapters in every target, without memory or values yet; all parameters but theirs and those of
+    `modules_to_save` are frozen. Gives peft's LoraConfig.
+
+    Raises SpecError for a name that fits no module, or a module that can have no adapter.
+    """
+    from peft import inject_adapter_in_model
+
+    saved = _saved(causal_lm, lora)
+    config = _config(causal_lm, lora, [module for _, module in saved])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied heads, which get no adapter
+        inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
+    for _, module in saved:
+        module.requires_grad_(True)
+    return config
+
+
+def fill_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype) -> None:
+    """Give all adapters values in `dtype` on the CPU, once the weights that they adapt have theirs: those of
+    the adapter at `lora.path`, else fresh ones.
+
+    Fresh: A uniform within ±1/√in, as peft draws it, from (seed, its name); B zero; a magnitude the 2-norm of
+    each row of the weight, so that the adapted model is the model. Raises MissingInputError for a `path` that
+    cannot be read or holds other tensors.
+    """
+    for name, layer in _adapted(causal_lm):
+        norms = _row_norms(layer.base_layer).to(dtype) if lora.use_dora else None
+        a_shape, b_shape = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
+        layer.lora_A[ADAPTER].weight = nn.Parameter(_fresh(a_shape, module_seed(seed, name)).to(dtype))
+        layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(b_shape, dtype=dtype))
+        if norms is not None:
+            layer.lora_magnitude_vector[ADAPTER].weight = nn.Parameter(norms)
+    if lora.path is not None:
+        _read(causal_lm, Path(lora.path))
+
+
+def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """(name of the adapted module in files, peft's layer)."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in causal_lm.named_modules():
+        if isinstance(module, LoraLayer):
+            yield plain_name(name), module
+
+
+def _fresh(shape: torch.Size, seed: int) -> Tensor:
+    """(rank, in) float32."""
+    bound = 1 / math.sqrt(shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def _row_norms(linear: nn.Module) -> Tensor:
+    """(out,) in the weight's type and as peft computes it at each step: their ratio is then exactly 1."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor), "a linear has a weight"
+    return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
+
+
+@torch.no_grad()
+def _read(causal_lm: PreTrainedModel, folder: Path) -> None:
+    """Values of all that is trained, from an adapter's file."""
+    trained = {PREFIX + plain_name(n): p for n, p in causal_lm.named_parameters() if p.requires_grad}
+    where = f"model.lora.path {str(folder)!r}"
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
+            held = set(file.keys())
+            for name, parameter in trained.items():
+                if name not in held:
+                    raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
+                value = file.get_tensor(name)
+                if value.shape != parameter.shape:
+                    raise MissingInputError(
+                        f"{where}: {name} has shape {list(value.shape)} where the model has "
+                        f"{list(parameter.shape)}; name an adapter of this model."
+                    )
+                parameter.copy_(value)
+    except (OSError, SafetensorError) as error:
+        raise MissingInputError(
+            f"{where}: {WEIGHTS} cannot be read ({error}); name the folder of an adapter."
+        ) from None
+
+
+def _config(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]) -> Any:
+    from peft import LoraConfig
+
+    targets = _targets(causal_lm, lora, saved)
+    modules = dict(causal_lm.named_modules())
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=sorted(_condensed(targets, modules)),
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        fan_in_fan_out=isinstance(modules[targets[0]], Conv1D),
+    )
+
+
+def _targets(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]) -> list[str]:
+    """Full names of the modules that get an adapter. all-linear: every linear but the output head and
+    `modules_to_save`."""
+    head = causal_lm.get_output_embeddings()
+    modules = {name: module for name, module in causal_lm.named_modules() if name}
+    if lora.target_modules == ALL_LINEAR:
+        return [
+            name
+            for name, module in modules.items()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and module not in saved
+        ]
+    targets: list[str] = []
+    problems: list[Problem] = []
+    for index, wanted in enumerate(lora.target_modules):
+        found = [name for name in modules if _named(name, wanted)]
+        for name in found:
+            if reason := _unfit(modules[name], head, saved):
+                message = f"{wanted!r} names {name}, which {reason}"
+                problems.append(Problem(f"model.lora.target_modules.{index}", message))
+                break
+        if not found:
+            last_parts = {name.rsplit(".", 1)[-1] for name in modules}
+            problems.append(Problem(f"model.lora.target_modules.{index}", no_match(wanted, last_parts)))
+        targets += found
+    _refuse(problems)
+    return list(dict.fromkeys(targets))
+
+
+def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Module]) -> str | None:
+    """Why a module can have no adapter."""
+    if module is head:
+        return "is the output head and gets none; train it in full: modules_to_save"
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return f"is of class {type(module).__name__} and no linear; name linears, or all-linear"
+    if module in saved:
+        return "stands in modules_to_save; keep one of the two"
+    return None
+
+
+def _saved(causal_lm: PreTrainedModel, lora: Lora) -> list[tuple[str, nn.Module]]:
+    """Name and module of what is trained in full."""
+    modules = {name: module for name, module in causal_lm.named_modules() if name}
+    problems: list[Problem] = []
+    saved: dict[str, nn.Module] = {}
+    for index, wanted in enumerate(lora.modules_to_save):
+        found = {name: module for name, module in modules.items() if _named(name, wanted)}
+        where = f"model.lora.modules_to_save.{index}"
+        if not found:
+            last_parts = {name.rsplit(".", 1)[-1] for name in modules}
+            problems.append(Problem(where, no_match(wanted, last_parts)))
+        saved |= found
+    _refuse(problems)
+    _check_ties(causal_lm, list(saved.values()))
+    return list(saved.items())
+
+
+def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> None:
+    """One tensor that embeds and scores is trained in both places, and peft's loader wants both named."""
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight or (embedding in saved) == (head in saved):
+        return
+    names = {id(module): name.rsplit(".", 1)[-1] for name, module in causal_lm.named_modules()}
+    both = f"[{names[id(embedding)]}, {names[id(head)]}]"
+    message = f"the embedding and the head are one tensor in this model, one cannot be trained alone: {both}"
+    _refuse([Problem("model.lora.modules_to_save", message)])
+
+
+def _condensed(targets: list[str], modules: dict[str, nn.Module]) -> Collection[str]:
+    """Last parts of the names, where these mean the same modules: what people write, and other versions of a
+    model understand."""
+    last_parts = {name.rsplit(".", 1)[-1] for name in targets}
+    meant = [name for name in modules if name.rsplit(".", 1)[-1] in last_parts]
+    return last_parts if len(meant) == len(targets) else targets
+
+
+def _named(name: str, wanted: str) -> bool:
+    """peft's rule: the whole name, or its last parts."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise SpecError("The model cannot get these adapters.", problems)
