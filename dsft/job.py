@@ -48,6 +48,7 @@ from dsft.plan.layout import Layout
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.rehearsal import rehearse
 from dsft.report.console import named_losses
+from dsft.report.curves import write_curves
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
 from dsft.report.memory import MemoryMeter, Phase
@@ -427,6 +428,7 @@ def finish(job: Job, checkpoint: Path, say: Say) -> None:
         say(f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}")
     best = best_checkpoint(job.folder)
     if best is not None:
-        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f} (checkpoints/best)")
+        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
     say(f"metrics: {job.folder / 'metrics.jsonl'}")
+    say(write_curves(job.folder / "curves.png", job.spec.name, records))
     say(f"model: {job.export_folder}, for transformers' from_pretrained")

@@ -1,0 +1,118 @@
+"""A picture of a run: takes its records, writes curves.png with losses, learning rate and gradient norm.
+
+matplotlib is imported when the picture is drawn, and needs no screen. A picture that cannot be made is told
+in a line; it fails nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsft.report.jsonl import STEP
+
+Points = tuple[list[int], list[float]]
+"""Steps and values."""
+
+SMOOTHED_FROM = 60
+"""Points from which on the training loss is shown smoothed too."""
+BLUE, RED = "#1f5fa8", "#c0392b"
+EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
+
+
+def write_curves(path: Path, name: str, records: Sequence[Mapping[str, float]]) -> str:
+    """Draw `records` (of metrics.jsonl, the whole run's) into `path`; a line that says what was done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"no {path.name}: matplotlib is not installed; pip install 'dsft[plot]' draws it"
+    try:
+        _figure(name, records).savefig(path, dpi=150)
+    except Exception as error:  # noqa: B902  a full disk, a broken matplotlib: the run is done and stays so
+        return f"no {path.name}: {' '.join(str(error).split()) or type(error).__name__}"
+    return f"curves: {path}"
+
+
+def series(records: Sequence[Mapping[str, float]], key: str) -> Points:
+    """The finite values of one metric, by step."""
+    found = [
+        (int(record[STEP]), record[key]) for record in records if math.isfinite(record.get(key, math.nan))
+    ]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, over a window of about a fortieth of the run; centred, so
+    that the curve does not lag behind, and narrower at both ends."""
+    reach, count = max(2, len(values) // 80), len(values)
+    widths = [min(reach, i, count - 1 - i) for i in range(count)]
+    return [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
+
+
+def _figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[1.6, 1])
+    figure.suptitle(name, fontsize=13, fontweight="bold")
+    _losses(axes["loss"], records)
+    _line(axes["rate"], series(records, "train/learning_rate"), "learning rate")
+    axes["rate"].set_ylim(bottom=0)
+    _norm(axes["norm"], records)
+    for axis in axes.values():
+        axis.set_xlabel("optimizer step")
+        axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.margins(x=0.01)
+    return figure
+
+
+def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
+    steps, values = series(records, "train/loss")
+    if len(values) >= SMOOTHED_FROM:
+        axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.9)
+        axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8, label=f"train {values[-1]:.4f}")
+    else:
+        marker = "o" if len(values) == 1 else None
+        axis.plot(steps, values, color=BLUE, linewidth=1.5, marker=marker, label=_last("train", values))
+    keys = {key for record in records for key in record if re.fullmatch(r"eval/(.+/)?loss", key)}
+    for number, key in enumerate(sorted(keys, key=lambda key: (key.count("/"), key))):
+        at, losses = series(records, key)
+        label = _last(key.removesuffix("/loss"), losses)
+        colour = EVALUATIONS[number % len(EVALUATIONS)]
+        whole = (
+            {"linewidth": 1.6, "zorder": 3} if key == "eval/loss" else {"linewidth": 1.2, "linestyle": "--"}
+        )
+        axis.plot(at, losses, color=colour, marker="o", markersize=4, label=label, **whole)
+    axis.set_title("loss (nats per token)", fontsize=10, loc="left")
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _last(name: str, values: Sequence[float]) -> str:
+    return f"{name} {values[-1]:.4f}" if values else name
+
+
+def _line(axis: Any, points: Points, title: str) -> None:
+    axis.plot(*points, color=BLUE, linewidth=1.5, marker="o" if len(points[0]) == 1 else None)
+    axis.set_title(title, fontsize=10, loc="left")
+
+
+def _norm(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
+    points = series(records, "train/grad_norm")
+    _line(axis, points, "gradient norm, before clipping")
+    positive = [value for value in points[1] if value > 0]
+    if positive and max(positive) > 10 * min(positive):
+        axis.set_yscale("log")
+    skipped = [r[STEP] for r in records if "train/grad_norm" in r and not math.isfinite(r["train/grad_norm"])]
+    for step in skipped:
+        axis.axvline(step, color=RED, alpha=0.5, linewidth=1)
+    if skipped:
+        axis.set_title(f"{len(skipped)} not applied", fontsize=9, loc="right", color=RED)

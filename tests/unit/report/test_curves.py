@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.report.curves import series, smoothed, write_curves
+
+drawn = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib, an extra, is not installed"
+)
+
+
+def records(steps: int) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = []
+    for step in range(1, steps + 1):
+        found.append(
+            {
+                "train/global_step": step,
+                "train/loss": 5 / step,
+                "train/grad_norm": math.inf if step == 7 else 20 / step,
+                "train/learning_rate": 1e-3,
+            }
+        )
+        if step % 5 == 0:
+            found.append({"train/global_step": step, "eval/loss": 6 / step, "eval/a/loss": 7 / step})
+    return found
+
+
+@drawn
+@pytest.mark.parametrize("steps", [0, 1, 2, 100])
+def test_a_picture_is_drawn_of_any_number_of_steps(tmp_path: Path, steps: int) -> None:
+    path = tmp_path / "curves.png"
+    assert write_curves(path, "run $x$ _1", records(steps)) == f"curves: {path}"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+@drawn
+def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
+    said = write_curves(tmp_path / "no" / "curves.png", "run", records(3))
+    assert said.startswith("no curves.png: ") and "No such file" in said
+
+
+def test_without_matplotlib_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = write_curves(tmp_path / "curves.png", "run", records(3))
+    assert said == "no curves.png: matplotlib is not installed; pip install 'dsft[plot]' draws it"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_finite_is_no_point() -> None:
+    steps, values = series(records(8), "train/grad_norm")
+    assert 7 not in steps and len(values) == 7
+
+
+def test_smoothing_keeps_lines_and_ends() -> None:
+    line = [3.0 + 2 * i for i in range(200)]
+    assert smoothed(line) == pytest.approx(line)
+    assert smoothed([0.0, 1.0] * 100)[100] == pytest.approx(0.5, abs=0.2)
+
+
+def test_the_module_alone_imports_no_matplotlib() -> None:
+    import subprocess
+
+    code = "import sys, dsft.report.curves; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
