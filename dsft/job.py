@@ -35,10 +35,12 @@ from dsft.data.steps import TrainSteps, evaluation
 from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
+from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
+from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.policy import Policy
@@ -204,7 +206,7 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
             tokenizer,
             task=spec.task,
             max_length=data.max_length,
-            on_too_long=data.on_too_long,
+            on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
             progress=every_ten_seconds(
                 lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")
             ),
@@ -267,7 +269,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         folder / "memory.json" if world.rank == 0 else None, MemoryMeter(world.device), world.gather, {}
     )
     memory.enter("load")
-    engine = build(job, inputs, world)
+    policy, engine = build(job, inputs, world)
     rehearse(engine, *longest(job, inputs), memory.meter)
     memory.enter("load")
     if start is not None:
@@ -275,6 +277,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         say(f"going on from step {progress.step}: {start.path}")
     else:
         say(f"starting at step 0: {folder} has no checkpoint")
+    prove(job, inputs, world, policy, engine)
     is_first, shown = world.rank == 0, shown_config(job)
     report = world.each(
         lambda: Report.open(folder, last_step, progress.step, spec.wandb, shown, enabled=is_first)
@@ -333,22 +336,35 @@ def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:
     """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
     pad = pad_id(inputs.tokenizer)
     trained = longest_micro_batch(inputs.train, job.batch, pad)
-    held_out = [longest_micro_batch(rows.data, job.batch, pad) for rows in inputs.held_out]
+    as_one_step = [
+        (rows.data, replace(job.batch, global_batch_size=len(rows.data))) for rows in inputs.held_out
+    ]
+    held_out = [longest_micro_batch(rows, batch, pad) for rows, batch in as_one_step]
     larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
     return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)
 
 
-def build(job: Job, inputs: Inputs, world: World) -> Engine:
-    """This rank's part of the model, from its fresh or pretrained values, in the engine."""
+def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
+    """This rank's part of the model, from its fresh or pretrained values, and the engine that holds it."""
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
 
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
         check_trainable(policy.causal_lm)
+        if spec.data.packing:
+            attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
         return policy
 
-    return build_engine(world.each(part), spec, job.config, world, OBJECTIVE)
+    policy = world.each(part)
+    return policy, build_engine(policy, spec, job.config, world, OBJECTIVE)
+
+
+def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine) -> None:
+    """What must hold on real rows before anything is trained."""
+    spec = job.spec
+    if spec.data.packing:
+        prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad_id(inputs.tokenizer))
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:

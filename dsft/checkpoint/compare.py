@@ -17,6 +17,8 @@ MAY_DIFFER = (
     "cluster",
     "wandb",
     "checkpoint",
+    "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
+    "data.max_tokens_per_micro_batch",
     "train.global_batch_size",  # compared as the number that it comes to
     "train.micro_batch_size",
     "train.accumulation_steps",

@@ -23,21 +23,29 @@ from dsft.errors import DataError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OnTooLong = Literal["error", "drop", "truncate", "split"]
+OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
+"""What becomes of rows over max_length. fill, for packed pretraining: no row is too long, all are laid one
+after the other into rows of exactly max_length tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
     """input_ids (T,) int32; trained (T,) bool: token t is to be predicted (never so for t = 0, which has
-    nothing before it); source "file:line"."""
+    nothing before it); source "file:line"; segments: tokens of each piece that sees only itself, in a row of
+    several documents (whose first tokens are not trained either)."""
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
     source: str
+    segments: tuple[int, ...] | None = None
 
     @property
     def target_count(self) -> int:
         return int(np.count_nonzero(self.trained[1:]))
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return self.segments or (len(self.input_ids),)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Ledger:
     blank_lines     skipped in the files
     dropped         rows longer than max_length that were left out
     truncated       rows cut at max_length
-    split           rows cut into several examples
+    split           rows of which several examples have a part
     lost_tokens     of dropped and truncated rows
     without_target  rows left out because nothing of them is trained on (after truncation, too)
     """
@@ -118,6 +126,8 @@ class Dataset:
         for example in self.examples:
             digest.update(example.input_ids.astype("<i4").tobytes())
             digest.update(example.trained.tobytes())
+            if example.segments is not None:
+                digest.update(np.array(example.segments, dtype="<i8").tobytes())
         return digest.hexdigest()
 
 
@@ -137,8 +147,8 @@ def load_dataset(
     is called with (rows tokenised, rows in all). Raises MissingInputError for a file that is not there, and
     DataError with every bad row, or where nothing is left to train on.
     """
-    if on_too_long == "split" and task != "pretrain":
-        rule = f"split is for pretraining, and the task is {task}; use error, drop or truncate"
+    if on_too_long in ("split", "fill") and task != "pretrain":
+        rule = f"{on_too_long} is for pretraining, and the task is {task}; use error, drop or truncate"
         raise DataError("too long rows cannot be cut so:", [Problem("data.on_too_long", rule)])
     template = read_chat_template(chat_template) if chat_template is not None else None
     read = read_sources(sources, task)
@@ -171,6 +181,8 @@ def _cut(
     examples: Sequence[Example], max_length: int, on_too_long: OnTooLong
 ) -> tuple[list[Example], Ledger]:
     """The examples of at most `max_length` tokens, and how many rows were longer."""
+    if on_too_long == "fill":
+        return full_rows(examples, max_length)
     ledger = Ledger(rows=len(examples), examples=0, tokens=0, trained_tokens=0)
     too_long = [example for example in examples if len(example.input_ids) > max_length]
     tokens = sum(len(example.input_ids) for example in too_long)
@@ -203,3 +215,25 @@ def _pieces(example: Example, max_length: int) -> list[Example]:
     """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
     starts = range(0, max(1, len(example.input_ids) - 1), max_length - 1)
     return [_piece(example, start, start + max_length) for start in starts]
+
+
+def full_rows(documents: Sequence[Example], length: int) -> tuple[list[Example], Ledger]:
+    """Rows of `length` tokens, the last one of what is left: the documents one after the other, cut where a
+    row is full, every token once. A piece of a document is a segment of its own, so the first token of a row
+    is trained in no row."""
+    ids = np.concatenate([document.input_ids for document in documents])
+    trained = np.concatenate([document.trained for document in documents])
+    sizes = np.array([len(document.input_ids) for document in documents])
+    ends = np.cumsum(sizes)
+    rows = np.arange(0, len(ids), length)
+    starts = np.union1d(np.concatenate([[0], ends[:-1]]), rows)  # of the pieces
+    trained[starts] = False
+    lengths = np.diff(starts, append=len(ids))
+    of_row = np.split(lengths, np.searchsorted(starts, rows[1:]))
+    sources = [documents[which].source for which in np.searchsorted(ends, rows, side="right")]
+    examples = [
+        Example(ids[start : start + length], trained[start : start + length], source, tuple(pieces.tolist()))
+        for start, source, pieces in zip(rows, sources, of_row, strict=True)
+    ]
+    split = np.count_nonzero((ends - sizes) // length != (ends - 1) // length)
+    return examples, Ledger(rows=len(documents), examples=0, tokens=0, trained_tokens=0, split=int(split))

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.dataset import Dataset, Example
-
-EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+from dsft.data.pack import EMPTY_ROW_LENGTH, lay, pack, targets_of
 
 
 class BatchSizes(Protocol):
@@ -29,6 +28,9 @@ class BatchSizes(Protocol):
     def micro_batch_size(self) -> int: ...
     @property
     def data_parallel(self) -> int: ...
+    @property
+    def tokens_per_micro_batch(self) -> int | None:
+        """The budget of a packed micro-batch; None: rows are padded."""
 
 
 class TrainSteps:
@@ -109,7 +111,11 @@ def deal(
 def _micro_batches(
     dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, data_rank: int, pad_id: int
 ) -> tuple[MicroBatch, ...]:
-    hands = deal(dataset.lengths[ids], batch.micro_batch_size, batch.data_parallel, data_rank)
+    lengths, budget = dataset.lengths[ids], batch.tokens_per_micro_batch
+    if budget is not None:
+        packs = pack(lengths, budget, batch.data_parallel, data_rank)
+        return tuple(lay([dataset.examples[ids[i]] for i in members], pad_id) for members in packs)
+    hands = deal(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
     return tuple(collate([dataset.examples[i] for i in ids[hand]], pad_id) for hand in hands)
 
 
@@ -126,7 +132,7 @@ def collate(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     for row, example in enumerate(examples):
         n = len(example.input_ids)
         input_ids[row, :n] = example.input_ids
-        targets[row, : n - 1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
+        targets[row, :n] = targets_of(example)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.arange(length).repeat(rows, 1),

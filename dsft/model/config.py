@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.schema import Model
@@ -42,6 +43,11 @@ DECODERS = (
 
 SEGMENTED = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which tokens meet in nothing but the attention function."""
+
+FLASH = {
+    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+    "flash_attention_3": ("flash_attn_interface", is_flash_attn_3_available),
+}
 
 # Read by transformers on the way to `rope_parameters`, so right although no field has their name.
 ROPE_KEYS = ("rope_theta", "rope_scaling")
@@ -126,7 +132,21 @@ def _attention(model: Model, config: PreTrainedConfig) -> str:
         raise _error(
             "model.attention", f"{model_class.__name__} cannot use sdpa; set auto, which takes eager"
         )
+    if model.attention in FLASH:
+        _check_flash(model.attention, model_class)
     return model.attention
+
+
+def _check_flash(attention: str, model_class: Any) -> None:
+    package, is_there = FLASH[attention]
+    if not is_there():
+        raise _error(
+            "model.attention",
+            f"{attention} needs the package {package} and a GPU of its kind, not found here; get them or "
+            "set auto",
+        )
+    if not model_class._supports_flash_attn:
+        raise _error("model.attention", f"{model_class.__name__} cannot use {attention}; set auto")
 
 
 def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:

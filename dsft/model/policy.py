@@ -5,12 +5,15 @@ A pipeline stage that is not the last gives hidden states instead, and one that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.batch import NO_TARGET
 from dsft.model.adapter_names import plain_name
+from dsft.model.attention import packed_keywords
 
 
 class Policy(nn.Module):
@@ -28,7 +31,8 @@ class Policy(nn.Module):
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
         (B, T) int64; lengths: of a packed row's segments. Gives (B, T) float32 log-probabilities, 0 where
         there is no target; or, before the last stage, what the next one takes."""
-        given = {"input_ids" if self.is_first else "inputs_embeds": inputs}
+        given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
+        given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths)
         if self.is_last:
             logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
             return target_logps(logits, targets)

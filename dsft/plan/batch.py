@@ -1,6 +1,6 @@
 """The one place of the batch arithmetic: global = micro × accumulation × data-parallel ranks.
 
-Takes a spec's `train` section and the number of data-parallel ranks, gives the three sizes; pure.
+Takes a spec's `train` and `data` sections and the number of data-parallel ranks, gives the sizes; pure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
-from dsft.spec.schema import Train
+from dsft.spec.schema import Data, Train
 
 
 @dataclass(frozen=True)
@@ -16,20 +16,30 @@ class BatchSizes:
     """Sizes in examples (conversations, pairs, or rows in pretraining).
 
     global_batch_size = micro_batch_size × accumulation_steps × data_parallel
+
+    Where tokens_per_micro_batch is given, the examples are packed into micro-batches of at most so many
+    tokens, and a step has as many micro-batches as that takes.
     """
 
     global_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
     data_parallel: int
+    tokens_per_micro_batch: int | None = None
 
     def equation(self) -> str:
-        return _equation(
+        sizes = _equation(
             self.global_batch_size, self.micro_batch_size, self.accumulation_steps, self.data_parallel
+        )
+        if self.tokens_per_micro_batch is None:
+            return sizes
+        return (
+            f"{sizes}; packed: these {self.global_batch_size} examples lie in micro-batches of at most "
+            f"{self.tokens_per_micro_batch} tokens, in a step as few as fit, on every rank as many"
         )
 
 
-def batch_sizes(train: Train, data_parallel: int) -> BatchSizes:
+def batch_sizes(train: Train, data_parallel: int, data: Data | None = None) -> BatchSizes:
     """The third of the three sizes from the other two; SpecError with the whole equation where none fits."""
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if total is None and micro is not None and steps is not None:
@@ -43,7 +53,13 @@ def batch_sizes(train: Train, data_parallel: int) -> BatchSizes:
     if total != micro * steps * data_parallel:
         product = micro * steps * data_parallel
         raise _refuse(train, data_parallel, f"the right side is {product}; leave one of the three out")
-    return BatchSizes(total, micro, steps, data_parallel)
+    return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro) if data else None)
+
+
+def _token_budget(data: Data, micro_batch_size: int) -> int | None:
+    if not data.packing:
+        return None
+    return data.max_tokens_per_micro_batch or micro_batch_size * data.max_length
 
 
 def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:

@@ -48,7 +48,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     """SpecError where sizes do not fit, or where `world_size` is not the cluster's."""
     hosts = _hosts(spec, world_size)
     places = layout(spec.parallel, sum(hosts.values()))
-    batch = batch_sizes(spec.train, places.data_parallel)
+    batch = batch_sizes(spec.train, places.data_parallel, spec.data)
     counted = census(spec.model, spec.parallel.pipeline_stages, cache)
     _check_length(spec, counted)
     sizes = memory(counted, spec, places, hosts)

@@ -83,6 +83,8 @@ def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     train = spec.train
     pipeline = spec.parallel.pipeline_stages > 1
     micro_batches = "micro-batches per step" + (", which fill the pipeline" if pipeline else "")
+    if spec.data.packing:
+        micro_batches += "; of packed ones a step has fewer, and dsft tells DeepSpeed how many"
     if batch is not None:
         yield "train_batch_size", batch.global_batch_size, batch.equation()
         yield "train_micro_batch_size_per_gpu", batch.micro_batch_size, "train.micro_batch_size, in examples"

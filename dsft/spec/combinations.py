@@ -226,6 +226,7 @@ def _data(spec: Spec) -> Iterator[Finding]:
     if spec.data.on_too_long == "split" and spec.task != "pretrain":
         message = f"'split' is for pretraining, no row of {spec.task} can be cut; use error, drop or truncate"
         yield Finding(("data", "on_too_long"), message, ("data.on_too_long", "task"))
+    yield from _packing(spec)
     if spec.train.eval_every is not None and not spec.data.eval:
         message = (
             f"{spec.train.eval_every} needs rows to evaluate, data.eval has none; name them or leave it out"
@@ -243,6 +244,26 @@ def _best(spec: Spec) -> Iterator[Finding]:
             f"{best} has no effect with every null, which writes one checkpoint; set every or leave it out"
         )
         yield Finding(path, message, ("checkpoint.keep_best", "checkpoint.every"))
+
+
+def _packing(spec: Spec) -> Iterator[Finding]:
+    data, key = spec.data, ("data", "max_tokens_per_micro_batch")
+    budget, reads = data.max_tokens_per_micro_batch, ("data.max_tokens_per_micro_batch", "data.packing")
+    if budget is not None and not data.packing:
+        yield Finding(key, f"{budget} has no effect without data.packing; set it or leave this out", reads)
+    elif budget is not None and budget < data.max_length:
+        message = f"{budget} is less than data.max_length {data.max_length}, so the longest row has no place"
+        yield Finding(key, f"{message}; set it to {data.max_length} or more", (*reads, "data.max_length"))
+    if data.packing and spec.task == "pretrain" and data.on_too_long in ("drop", "truncate"):
+        message = f"{shown(data.on_too_long)} has no effect on packed pretraining, where a document goes on"
+        keys = ("data.on_too_long", "data.packing", "task")
+        yield Finding(("data", "on_too_long"), f"{message} in the next row; leave it out", keys)
+
+
+def _attention(spec: Spec) -> Iterator[Finding]:
+    if spec.model.attention.startswith("flash") and spec.train.precision == "fp32":
+        message = f"{shown(spec.model.attention)} cannot compute in fp32; use auto, or train.precision bf16"
+        yield Finding(("model", "attention"), message, ("model.attention", "train.precision"))
 
 
 def _offload(spec: Spec) -> Iterator[Finding]:
@@ -312,6 +333,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _data,
     _best,
     name_findings,
+    _attention,
     _offload,
     _hosts,
     _environment,

@@ -19,9 +19,13 @@ def summary(spec: Spec) -> str:
     )
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
     evaluation = f"; evaluated on {_names(spec.data.eval)}" if spec.data.eval else ""
+    packed = ", packed" if spec.data.packing else ""
     lines = (
         ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}"),
-        ("data", f"{_names(spec.data.train)}{evaluation}; rows of at most {spec.data.max_length} tokens"),
+        (
+            "data",
+            f"{_names(spec.data.train)}{evaluation}; rows of at most {spec.data.max_length} tokens{packed}",
+        ),
         ("layout", f"ZeRO {parallel.zero_stage}{stages}{offload}; {world}"),
         (
             "length",

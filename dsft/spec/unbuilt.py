@@ -27,12 +27,14 @@ LEAVE_OUT = "leave the key out"
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("task", ("sft", "pretrain"), "use sft or pretrain"),
     Unbuilt("dpo", (None,), "leave the section out"),
-    Unbuilt("model.attention", ("auto", "sdpa", "eager"), "use auto, sdpa or eager"),
+    Unbuilt(
+        "model.attention",
+        ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+        "use auto, which attends per segment when rows are packed",
+    ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
     Unbuilt("model.compile", (False,), LEAVE_OUT),
     Unbuilt("model.activation_offload", (False,), "use model.gradient_checkpointing to save memory"),
-    Unbuilt("data.packing", (False,), "use false"),
-    Unbuilt("data.max_tokens_per_micro_batch", (None,), "set train.micro_batch_size"),
     Unbuilt(
         "data.eval_fraction",
         (None,),

@@ -23,6 +23,7 @@ class Sizes:
     global_batch_size: int
     micro_batch_size: int
     data_parallel: int
+    tokens_per_micro_batch: int | None = None
 
 
 def dataset(count: int) -> Dataset:

@@ -95,6 +95,7 @@ def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) ->
         "micro_batch_size": 2,
         "accumulation_steps": 3,
         "data_parallel": batch_sizes(made.spec.train, 4).data_parallel,
+        "tokens_per_micro_batch": None,
     }
     assert mapping["memory"]["per_gpu"][0]["device"] == made.memory.stages[0].device
     assert mapping["deepspeed"]["zero_optimization"]["stage"] == 3

@@ -100,6 +100,20 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     ),
     "min_lr_missing": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: cosine_with_min_lr}\n"),
     "split_in_sft": spec(data="data: {train: [{path: rows.jsonl}], on_too_long: split}\n"),
+    "budget_without_packing": spec(
+        data="data: {train: [{path: rows.jsonl}], max_tokens_per_micro_batch: 4096, max_length: 128}\n"
+    ),
+    "budget_under_max_length": spec(
+        data="data: {train: [{path: rows.jsonl}], packing: true, max_tokens_per_micro_batch: 100, max_length: 128}\n"
+    ),
+    "packed_documents_are_not_cut": spec(
+        head="name: small\ntask: pretrain\n",
+        data="data: {train: [{path: rows.jsonl}], packing: true, on_too_long: drop, max_length: 128}\n",
+    ),
+    "flash_in_fp32": spec(
+        model="model: {name_or_path: a/b, attention: flash_attention_2}\n",
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp32}\n",
+    ),
     "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
     "offload_at_zero_0": GOOD
     + "parallel: {zero_stage: 0, offload_optimizer: {device: cpu, nvme_path: /d}}\n",
@@ -118,8 +132,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     # not built
     "not_built": spec(
         head="name: small\ntask: dpo\n",
-        model="model: {name_or_path: a/b, attention: flash_attention_2, compile: true}\n",
-        data="data: {train: [{path: rows.jsonl, weight: 2.0, format: sharegpt}], packing: true, eval_count: 4}\n",
+        model="model: {name_or_path: a/b, attention: flex_attention, compile: true}\n",
+        data="data: {train: [{path: rows.jsonl, weight: 2.0, format: sharegpt}], eval_count: 4}\n",
     )
     + "parallel: {offload_parameters: {device: nvme}, zero_stage: 2}\ncluster: {hosts: {a: 1}, min_hosts: 1}\n",
     # overrides

@@ -1,0 +1,78 @@
+"""Packing: which examples of a step stand together in a padding-free row, and the row's tensors.
+
+Takes lengths, a budget of tokens and a number of data-parallel ranks; pure. Nothing here decides in which
+step an example stands, so packed and padded runs learn the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.data.dataset import Example
+
+EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+
+
+def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank: int) -> list[list[int]]:
+    """The positions in a step that each micro-batch of one rank holds; some may be empty.
+
+    All ranks together have `data_parallel` × K micro-batches of at most `budget` tokens, with the smallest K
+    for which the longest example first into the emptiest micro-batch fits. Ranks differ by at most the
+    longest example's tokens: no two micro-batches differ by more, and they are dealt by size.
+
+    Raises ValueError for an example over the budget.
+    """
+    if lengths.max(initial=0) > budget:
+        raise ValueError(f"an example of {lengths.max()} tokens is over the budget of {budget}")
+    order = np.argsort(-lengths, kind="stable").tolist()
+    number = max(1, -(-int(lengths.sum()) // (budget * data_parallel)))
+    while (packs := _emptiest_first(lengths, order, budget, number * data_parallel)) is None:
+        number += 1
+    by_size = sorted(packs, key=lambda members: -int(lengths[members].sum()))
+    return by_size[data_rank::data_parallel]
+
+
+def _emptiest_first(
+    lengths: NDArray[np.int64], order: Sequence[int], budget: int, number: int
+) -> list[list[int]] | None:
+    """`number` packs, or None where one would be over the budget."""
+    packs: list[list[int]] = [[] for _ in range(number)]
+    loads = [(0, which) for which in range(number)]  # a heap; equal loads: the first pack
+    for position in order:
+        load, which = loads[0]
+        load += int(lengths[position])
+        if load > budget:
+            return None
+        heapq.heapreplace(loads, (load, which))
+        packs[which].append(position)
+    return packs
+
+
+def lay(examples: Sequence[Example], pad_id: int) -> MicroBatch:
+    """One row of the examples' segments one after the other; without examples one of two tokens and no
+    target."""
+    if not examples:
+        ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
+        lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
+    else:
+        ids = np.concatenate([example.input_ids for example in examples])
+        targets = np.concatenate([targets_of(example) for example in examples])
+        lengths = tuple(length for example in examples for length in example.segment_lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    input_ids, position_ids, target_ids = (
+        torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
+    )
+    return MicroBatch(input_ids, position_ids, target_ids, lengths)
+
+
+def targets_of(example: Example) -> NDArray[np.int64]:
+    """(T,): the token that each position predicts, or NO_TARGET."""
+    targets = np.full(len(example.input_ids), NO_TARGET, dtype=np.int64)
+    targets[:-1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
+    return targets

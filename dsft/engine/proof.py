@@ -1,0 +1,93 @@
+"""Proofs on real rows, before the first step: takes an engine with the run's weights, stops a run that would
+learn something else than it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from dsft.data.dataset import Dataset, Example
+from dsft.data.pack import lay
+from dsft.data.steps import collate
+from dsft.engine.api import Engine
+from dsft.engine.world import World
+from dsft.errors import Problem, SpecError
+from dsft.model.attention import own_attention
+from dsft.model.policy import Policy
+
+Precision = Literal["fp32", "bf16"]
+
+# The same kernels run on the same shapes, so a neighbour's tokens change nothing but by a border crossed.
+NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3}  # nats, of any one token
+# Alone a row is computed by other kernels: what their rounding may come to.
+ALONE = {"fp32": 1e-4, "bf16": 3e-2}  # nats per token, of a row's mean loss
+SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
+LOOKED_AT = 1000  # examples
+
+
+def prove_packing(
+    engine: Engine, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
+) -> None:
+    """A collective. Packs a few of the dataset's rows, then changes every second one: the others' losses must
+    stay; and each must have the loss that it has alone, padded, under transformers' own attention.
+
+    Raises SpecError on every rank where that does not hold.
+    """
+    rows = real_rows(dataset)
+    together = engine.score([lay(rows, pad_id), lay(every_second_changed(rows), pad_id)])
+    with own_attention(policy.causal_lm):
+        alone = engine.score([collate([row], pad_id) for row in rows])
+    world.each(lambda: _compare(together, alone, rows, precision))
+
+
+def real_rows(dataset: Dataset) -> list[Example]:
+    """Three short rows and a long one between them, every token of them but the first a target."""
+    pieces = [
+        piece
+        for example in dataset.examples[:LOOKED_AT]
+        for piece in np.split(example.input_ids, np.cumsum(example.segment_lengths)[:-1])
+    ]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    by_length = sorted(pieces, key=len)
+    short = [piece for piece in by_length if len(piece) >= SHORT][:3] or by_length[-3:]
+    chosen = [*short[:1], by_length[-1][:LONG], *short[1:]]
+    return [Example(ids, np.arange(len(ids)) > 0, "proof") for ids in chosen]
+
+
+def every_second_changed(rows: Sequence[Example]) -> list[Example]:
+    """The first, third, … row with every token replaced by another one of these rows."""
+    known = np.unique(np.concatenate([row.input_ids for row in rows]))
+    return [
+        Example(known[(np.searchsorted(known, row.input_ids) + 1) % len(known)], row.trained, row.source)
+        if number % 2 == 0
+        else row
+        for number, row in enumerate(rows)
+    ]
+
+
+def _compare(
+    together: Sequence[Tensor], alone: Sequence[Tensor], rows: Sequence[Example], precision: Precision
+) -> None:
+    """Local; nothing to compare on a rank without the last stage."""
+    if not together:
+        return
+    lengths = [len(row.input_ids) for row in rows]
+    before, after = (logps[0].split(lengths) for logps in together)
+    for kept, again in list(zip(before, after, strict=True))[1::2]:
+        changed = float((kept - again).abs().max())
+        if not changed <= NEIGHBOUR[precision]:
+            raise _error(f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)")
+    for packed, own in zip(before, alone, strict=True):
+        apart = float((packed - own[0]).double().sum().abs()) / (len(packed) - 1)
+        if not apart <= ALONE[precision]:
+            raise _error(f"a row's loss is {apart:.2g} nats per token from what it is when alone")
+
+
+def _error(found: str) -> SpecError:
+    message = f"{found}: this model's packed rows would learn from each other; set it to false"
+    return SpecError(
+        "Packing was tried on rows of data.train and is not exact.", [Problem("data.packing", message)]
+    )
