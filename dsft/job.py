@@ -35,6 +35,7 @@ from dsft.data.steps import TrainSteps, evaluation
 from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
@@ -348,9 +349,10 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     """This rank's part of the model, from its fresh or pretrained values, and the engine that holds it."""
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
+    keep = keep_for(job.config, world)
 
     def part() -> Policy:
-        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages)
+        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)
         check_trainable(policy.causal_lm)
         if spec.data.packing:
             attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)

@@ -14,6 +14,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
+from dsft.engine.partition import full_shape
 from dsft.spec.schema import Optim
 
 
@@ -21,10 +22,7 @@ def build_optimizer(
     trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
 ) -> torch.optim.Optimizer:
     """AdamW or SGD over few groups. `offloaded`: fp32 weights and moments live in the host's memory, where
-    DeepSpeed's own Adam updates them; compiled at its first use. Elsewhere torch's fused AdamW.
-
-    To be called before ZeRO 3 cuts the parameters: the groups go by their shapes.
-    """
+    DeepSpeed's own Adam updates them; compiled at its first use. Elsewhere torch's fused AdamW."""
     groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
@@ -59,7 +57,7 @@ def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, 
     and other vectors do not.
     """
     group = next((g for g in optim.groups if fnmatchcase(name, g.parameters)), None)
-    rate, decay = 1.0, optim.weight_decay if parameter.ndim > 1 else 0.0
+    rate, decay = 1.0, optim.weight_decay if len(full_shape(parameter)) > 1 else 0.0
     if group is not None and group.learning_rate is not None:
         rate = group.learning_rate / optim.learning_rate
     if group is not None and group.weight_decay is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsft.data.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
 from dsft.engine.world import World
@@ -31,7 +32,7 @@ class PipelineEngine:
         self._world = world
         self._objective = objective
         self._trained = policy.named_trained()
-        self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
+        self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
         self._scales, self._total = self._zeros(), self._zeros()
         self._scored: list[Tensor] | None = None  # kept while scoring alone
         self._started = start(_pipeline(policy, world, self._loss), self._trained, spec, config)

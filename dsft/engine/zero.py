@@ -11,6 +11,7 @@ from torch import Tensor
 from dsft.data.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
 from dsft.engine.world import World
@@ -26,7 +27,8 @@ class ZeroEngine:
         self._world = world
         self._objective = objective
         self._trained = policy.named_trained()
-        self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
+        self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
+        place_buffers(policy, world.device)
         self._started = start(policy, self._trained, spec, config)
         self._engine = self._started.engine
 

@@ -1,47 +1,62 @@
 """Takes a spec's `model` section, the tokenizer's facts and a seed; gives the module that an engine trains.
 
-A fresh model is built on the meta device, cut to its stage, and only then filled, so a stage holds only its
-own parameters. A pretrained one is read whole by every rank, then cut: reading once per host is still to
-come.
+The model is built on the meta device, changed there (adapters, head, cut to a stage), and only then filled,
+tensor by tensor, from one source: fresh values by the seed, or a folder's files. So a stage reads and holds
+only its own parameters, and an engine that keeps a share of each never holds the whole.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.config import TokenFacts, resolve_config
-from dsft.model.init import fill
-from dsft.model.lora import fill_adapters, inject
+from dsft.model.files import FileValues, NotUnderstood, weight_files
+from dsft.model.init import FreshWeights
+from dsft.model.lora import inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
+from dsft.model.read import ReadWeights, read_whole
 from dsft.model.stage import check_cut, cut
 from dsft.model.trainable import train_only
+from dsft.model.weights import Keep, Weights
 from dsft.spec.schema import Model
+
+WHOLE = Keep()
 
 
 def build_model(
-    model: Model, facts: TokenFacts, seed: int, dtype: torch.dtype, stage: int = 0, stages: int = 1
+    model: Model,
+    facts: TokenFacts,
+    seed: int,
+    dtype: torch.dtype,
+    stage: int = 0,
+    stages: int = 1,
+    keep: Keep = WHOLE,
 ) -> Policy:
-    """Stage `stage` of `stages` (the whole model where there is one), on the CPU, parameters in `dtype`.
+    """Stage `stage` of `stages` (the whole model where there is one), on the CPU, parameters in `dtype`. The
+    engine's `keep` says which range of each parameter is filled, and takes each as soon as it is.
 
     Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be
-    read.
+    read, or whose files hold another model.
     """
     config = resolve_config(model, facts)
     check_cut(config, stages)
-    causal_lm = _on_meta(config) if model.from_config is not None else _pretrained(model, config, dtype)
+    causal_lm = _on_meta(config)
+    weights = _weights(model, causal_lm, seed, dtype)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         causal_lm.activation_checkpointing_enable({"use_reentrant": False})
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if stages > 1:
         cut(causal_lm, stage, stages)
-    if model.from_config is not None:
-        fill(causal_lm, seed, dtype)
+    policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
     if model.lora is not None:
-        fill_adapters(causal_lm, model.lora, seed, dtype)
-    return Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
+        keep = with_adapters(causal_lm, model.lora, seed, dtype, keep)
+    weights.fill(policy, dtype, keep)
+    return policy
 
 
 def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
@@ -87,16 +102,24 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     return causal_lm
 
 
-def _pretrained(model: Model, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    assert model.name_or_path is not None, "the spec gives name_or_path or from_config"
+def _weights(model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype) -> Weights:
+    """The source of values, which is asked before the model is changed. Files that cannot be read tensor by
+    tensor are read whole, by transformers' own loader."""
+    name = model.name_or_path
+    if name is None:
+        return FreshWeights(causal_lm, seed)
     try:
-        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model.name_or_path, config=config, dtype=dtype, trust_remote_code=False
-        )
+        files = weight_files(name)
+        if files:
+            return ReadWeights(causal_lm, FileValues(causal_lm, files, f"model.name_or_path {name!r}"))
+        reason = "it has no safetensors files"
+    except NotUnderstood as error:
+        reason = f"{error} is not understood"
     except OSError as error:
-        reason = str(error).splitlines()[0]
         raise MissingInputError(
-            f"model.name_or_path {model.name_or_path!r} has no readable weights: {reason} "
+            f"model.name_or_path {name!r} has no readable weights: {str(error).splitlines()[0]} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
         ) from None
-    return causal_lm
+    weights = ReadWeights(causal_lm, read_whole(causal_lm, name, dtype))
+    warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)
+    return weights

@@ -9,35 +9,79 @@ which other modules exist, how the layers are cut into stages, or on which rank 
 from __future__ import annotations
 
 import hashlib
-import math
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from dsft.errors import DsftError
-from dsft.model.adapter_names import is_adapter, plain_name
+from dsft.model.weights import Keep, Named, Places, has_nan, in_order, no_value, own_tensors
 
 
-def fill(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
-    """Materialise all parameters and buffers of `model` on the CPU. Values are drawn in float32; parameters
-    are then rounded to `dtype`, buffers keep theirs. Tied tensors stay one tensor, drawn as the input
-    embedding.
+class FreshWeights:
+    """The values that a model has before any training."""
 
-    Raises DsftError where transformers leaves a tensor of this architecture without a value.
-    """
-    _materialise(model)
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """`model` is on the meta device, as transformers builds it."""
+        self._kind = type(model).__name__
+        self._seed = seed
+        self._order = in_order(model)
+        self._tied = _tied(model)
+        self._finished = _finished(self._order, self._tied)
+
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+        """As `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the input
+        embedding. Raises DsftError where transformers leaves a tensor of this architecture without a value.
+        """
+        places = Places(root)
+        made: dict[int, Tensor] = {}  # by the id of the meta tensor
+        tied: set[int] = set()
+        with initialising():
+            for named, finished in zip(self._order, self._finished, strict=True):
+                if not places.has(named.module):
+                    continue
+                for old in own_tensors(named.module):
+                    if old.is_meta:
+                        made[id(old)] = places.blank(old)
+                        if id(old) in self._tied:
+                            tied.add(id(made[id(old)]))
+                torch.default_generator.manual_seed(module_seed(self._seed, named.name))
+                initialise(named, tied)
+                for key in finished:
+                    if key in made:
+                        self._finish(named, made[key], dtype, places, keep)
+        places.end(keep, self._kind)
+
+    def _finish(self, named: Named, tensor: Tensor, dtype: torch.dtype, places: Places, keep: Keep) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            return
+        if has_nan(tensor):
+            local = next(name for name, p in named.module.named_parameters() if p is tensor)
+            raise no_value(self._kind, f"{named.name}.{local}")
+        tensor.data = tensor.data.to(dtype)
+        places.take(tensor, keep)
+
+
+@contextmanager
+def initialising() -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), guard_torch_init_functions():
-        _initialise(model, "", model, seed, _shared(model))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and tensor.isnan().any() and not is_adapter(name):
-            raise DsftError(
-                f"{type(model).__name__}: transformers gives {name} no first value, so a fresh model of this "
-                "architecture cannot be made; start from a pretrained one (model.name_or_path)."
-            )
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        yield
+
+
+def initialise(named: Named, tied: Set[int]) -> None:
+    """Of tied tensors the first module's, which is the input embedding, gives the value."""
+    named.owner._init_weights(named.module)
+    for tensor in own_tensors(named.module):
+        if id(tensor) in tied:
+            leave_alone(tensor)
+
+
+def leave_alone(tensor: Tensor) -> None:
+    """The flag by which transformers' init functions leave a tensor as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def module_seed(seed: int, name: str) -> int:
@@ -45,42 +89,30 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big")
 
 
-def _materialise(model: nn.Module) -> None:
-    """Meta tensors become CPU tensors of NaN, in place; one tensor under two names stays one."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept too, or its id could be given again
-
-    def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            value = torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = (tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
-        return made[id(tensor)][1]
-
-    for module in model.modules():
-        for slot in (module._parameters, module._buffers):
-            for name, tensor in slot.items():
-                if tensor is not None and tensor.is_meta:
-                    slot[name] = real(tensor)  # type: ignore[assignment]
+def _tied(model: nn.Module) -> frozenset[int]:
+    """Parameters that stand under several names."""
+    found = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return frozenset(key for key, number in found.items() if number > 1)
 
 
-def _initialise(
-    module: nn.Module, name: str, owner: PreTrainedModel, seed: int, shared: frozenset[int]
-) -> None:
-    """Children first, then the module itself by the nearest model above it: transformers' own order."""
-    for child_name, child in module.named_children():
-        child_owner = child if isinstance(child, PreTrainedModel) else owner
-        below = plain_name(f"{name}.{child_name}" if name else child_name)
-        _initialise(child, below, child_owner, seed, shared)
-    torch.default_generator.manual_seed(module_seed(seed, name))
-    owner._init_weights(module)
-    for parameter in module.parameters(recurse=False):
-        if id(parameter) in shared:  # the flag by which transformers' init functions leave a tensor alone
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _shared(model: nn.Module) -> frozenset[int]:
-    """Parameters that stand under several names. The first, which is the input embedding's, draws the
-    value."""
-    ids = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return frozenset(i for i in ids if ids.count(i) > 1)
+def _finished(order: Sequence[Named], tied: frozenset[int]) -> list[list[int]]:
+    """By module: the tensors that have their final value once it is initialised. Found on the meta device, by
+    the count of writes that torch keeps of each tensor: GPT-2's attention, for one, writes again into the
+    projection inside it. Where an architecture cannot be initialised there, all are final at the end."""
+    last: dict[int, int] = {}
+    try:
+        with initialising():
+            for index, named in enumerate(order):
+                tensors = [*named.module.parameters(), *named.module.buffers()]
+                before = [tensor._version for tensor in tensors]
+                initialise(named, tied)
+                own = {id(tensor) for tensor in own_tensors(named.module)}
+                for tensor, version in zip(tensors, before, strict=True):
+                    if tensor._version != version or id(tensor) in own - last.keys():
+                        last[id(tensor)] = index
+    except (NotImplementedError, RuntimeError):
+        last = dict.fromkeys((id(t) for named in order for t in own_tensors(named.module)), len(order) - 1)
+    finished: list[list[int]] = [[] for _ in order]
+    for key, index in last.items():
+        finished[index].append(key)
+    return finished

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.adapter_names import ADAPTER, plain_name
 from dsft.model.init import module_seed
 from dsft.model.trainable import no_match
+from dsft.model.weights import Keep
 from dsft.spec.schema import Lora
 
 PREFIX = "base_model.model."
@@ -54,23 +55,36 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     return config
 
 
-def fill_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype) -> None:
-    """Give all adapters values in `dtype` on the CPU, once the weights that they adapt have theirs: those of
-    the adapter at `lora.path`, else fresh ones.
+def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Keep) -> Keep:
+    """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have theirs: those of
+    the adapter at `lora.path`, else fresh ones. What depends on those weights comes with them: gives the
+    `Keep` to fill them with.
 
     Fresh: A uniform within ±1/√in, as peft draws it, from (seed, its name); B zero; a magnitude the 2-norm of
     each row of the weight, so that the adapted model is the model. Raises MissingInputError for a `path` that
     cannot be read or holds other tensors.
     """
+    waiting = []  # for the weights that they adapt
     for name, layer in _adapted(causal_lm):
-        norms = _row_norms(layer.base_layer).to(dtype) if lora.use_dora else None
         a_shape, b_shape = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
         layer.lora_A[ADAPTER].weight = nn.Parameter(_fresh(a_shape, module_seed(seed, name)).to(dtype))
         layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(b_shape, dtype=dtype))
-        if norms is not None:
-            layer.lora_magnitude_vector[ADAPTER].weight = nn.Parameter(norms)
-    if lora.path is not None:
-        _read(causal_lm, Path(lora.path))
+        if lora.use_dora:
+            waiting.append(layer)
+    read = _reader(causal_lm, Path(lora.path)) if lora.path is not None else None
+
+    def take(parameter: nn.Parameter) -> None:
+        for layer in waiting:
+            if layer.base_layer.weight is parameter:
+                norms = _row_norms(layer.base_layer).to(dtype)
+                layer.lora_magnitude_vector[ADAPTER].weight = nn.Parameter(norms)
+                waiting.remove(layer)
+                break
+        if read is not None and parameter.requires_grad:
+            read(parameter)
+        keep.take(parameter)
+
+    return Keep(take=take) if lora.use_dora else Keep(keep.span, take)  # a norm is of the whole row
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -97,28 +111,33 @@ def _row_norms(linear: nn.Module) -> Tensor:
     return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
 
 
-@torch.no_grad()
-def _read(causal_lm: PreTrainedModel, folder: Path) -> None:
-    """Values of all that is trained, from an adapter's file."""
-    trained = {PREFIX + plain_name(n): p for n, p in causal_lm.named_parameters() if p.requires_grad}
+def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter], None]:
+    """Gives each trained parameter its value from an adapter's file, which must have all of them."""
+    trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
     try:
-        with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
-            held = set(file.keys())
-            for name, parameter in trained.items():
-                if name not in held:
-                    raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
-                value = file.get_tensor(name)
-                if value.shape != parameter.shape:
-                    raise MissingInputError(
-                        f"{where}: {name} has shape {list(value.shape)} where the model has "
-                        f"{list(parameter.shape)}; name an adapter of this model."
-                    )
-                parameter.copy_(value)
+        file = safe_open(folder / WEIGHTS, framework="pt", backend="pread")
+        held = set(file.keys())
+        for name, ours in trained.items():
+            if name not in held:
+                raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
+            found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
+            if found != shape:
+                raise MissingInputError(
+                    f"{where}: {name} has shape {found} where the model has {shape}; name an adapter of this "
+                    "model."
+                )
     except (OSError, SafetensorError) as error:
         raise MissingInputError(
             f"{where}: {WEIGHTS} cannot be read ({error}); name the folder of an adapter."
         ) from None
+
+    def read(parameter: nn.Parameter) -> None:
+        name = next(name for name, ours in trained.items() if causal_lm.get_parameter(ours) is parameter)
+        parameter.data.copy_(file.get_tensor(name))
+        del trained[name]
+
+    return read
 
 
 def _config(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]) -> Any:

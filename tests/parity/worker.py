@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dsft.data.batch import NO_TARGET, MicroBatch
 from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.model.build import build_model
@@ -98,10 +99,11 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     spec = make_spec(case)
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
     whole = build_model(spec.model, FACTS, SEED, dtype)
-    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
+    keep = keep_for(config, world)
+    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages, keep)
     if case.fault:
         break_gradient(policy, world)
     engine: Any = build_engine(policy, spec, config, world, next_token())

@@ -1,0 +1,175 @@
+"""Safetensors files as a model's values: takes the files and the model on the meta device, reads ranges of
+tensors by the names that they have in the module.
+
+The files are read, not mapped: no page of theirs stays in a rank's memory. Which file tensor becomes which
+parameter, and through which conversion (a fused one cut, parts fused), says transformers' own mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from dsft.errors import MissingInputError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights that can be trained; others are those of quantized models, and of buffers."""
+
+
+class NotUnderstood(Exception):
+    """A conversion that cannot be told from shapes alone."""
+
+
+@dataclass
+class Conversion:
+    """Tensors of the files that become others in the module. parts: (pattern of the transform, key)."""
+
+    transform: WeightConverter
+    first: str
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def apply(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
+        """By name in the module."""
+        own = deepcopy(self.transform)  # it keeps what it is given
+        for (pattern, key), tensor in zip(self.parts, tensors, strict=True):
+            own.collected_tensors[pattern].append(tensor)  # type: ignore[arg-type]  # as when it saves
+            own.layer_targets[self.first].add(key)
+        made = own.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class FileValues:
+    """What safetensors files hold for a model."""
+
+    def __init__(self, model: PreTrainedModel, files: Sequence[Path], where: str) -> None:
+        """`model` is on the meta device, as transformers builds it. Raises MissingInputError for a file that
+        cannot be read, NotUnderstood for a conversion that needs the values to be planned."""
+        self.where = where
+        self._handles = {path: _open(path) for path in files}
+        self._file_of = {key: path for path, handle in self._handles.items() for key in handle.keys()}
+        tensors = model.state_dict()
+        self._model = SimpleNamespace(
+            config=model.config,
+            get_parameter=tensors.__getitem__,
+            get_parameter_or_buffer=tensors.__getitem__,
+        )  # the model itself will be cut
+        self._keys, conversions, self.unexpected = _plan(model, sorted(self._file_of, key=dot_natural_key))
+        self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
+        self._conversions: dict[str, Conversion] = {}
+        for conversion in conversions:
+            for name, shape in self._shapes_after(conversion).items():
+                self._conversions[name] = conversion
+                self.shapes[name] = shape
+        self._converted: dict[str, Tensor] = {}
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if name in self._keys:
+            return self._range(self._keys[name], start, stop).to(dtype)
+        if name not in self._converted:
+            conversion = self._conversions[name]
+            whole = (
+                self._range(key, 0, math.prod(self._shape(key))).view(self._shape(key)).to(dtype)
+                for _, key in conversion.parts
+            )
+            self._converted |= conversion.apply(whole, self._model)
+        return self._converted.pop(name).reshape(-1)[start:stop]
+
+    def _slice(self, key: str) -> Any:
+        return self._handles[self._file_of[key]].get_slice(key)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._slice(key).get_shape())
+
+    def _range(self, key: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor: the rows that hold them are read, and no others."""
+        shape = self._shape(key)
+        if not shape:
+            return self._handles[self._file_of[key]].get_tensor(key).view(-1)
+        row = math.prod(shape[1:])
+        if start >= stop:
+            return torch.empty(0)
+        first = start // row
+        rows = self._slice(key)[first : -(-stop // row)]
+        flat: Tensor = rows.reshape(-1)
+        return flat[start - first * row : stop - first * row]
+
+    def _shapes_after(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
+        """Found on the meta device, without reading anything."""
+        parts = (torch.empty(self._shape(key), device="meta") for _, key in conversion.parts)
+        try:
+            return {name: tuple(value.shape) for name, value in conversion.apply(parts, self._model).items()}
+        except Exception as error:  # whatever an operation of transformers does with tensors without values
+            raise NotUnderstood(f"{type(conversion.transform).__name__} of {conversion.first}") from error
+
+
+def weight_files(name_or_path: str) -> list[Path]:
+    """The safetensors files of a folder, or of a hub id, which is looked up in the cache or downloaded; none
+    where there are none. Raises MissingInputError where the index names a file that is not there."""
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name_or_path, allow_patterns=["model*.safetensors", INDEX]))
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        return []
+    names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent:
+        raise MissingInputError(
+            f"model.name_or_path {name_or_path!r} has no {', '.join(absent)}, which {INDEX} names; give the "
+            "folder whole."
+        )
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except (SafetensorError, OSError) as error:
+        raise MissingInputError(f"{path} cannot be read ({error}); give the folder whole.") from None
+
+
+def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:
+    """(module name -> key of a tensor that is taken as it is, conversions, names of what is not the model's),
+    as transformers' `convert_and_load_state_dict_in_model` matches them."""
+    transforms: list[WeightTransform] = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    tensors, prefix = model.state_dict(), model.base_model_prefix
+    taken: dict[str, str] = {}
+    conversions: dict[str, Conversion] = {}
+    unexpected: list[str] = []
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
+        if name not in tensors and key in tensors:
+            name, pattern = rename_source_key(key, [], [], prefix, tensors)
+        if name not in tensors:
+            unexpected.append(name)
+        elif pattern is None:
+            taken.setdefault(name, key)
+        else:
+            conversion = conversions.setdefault(name, Conversion(by_pattern[pattern], name))
+            conversion.parts.append((pattern, key))
+    return taken, list(conversions.values()), unexpected

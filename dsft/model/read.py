@@ -1,0 +1,175 @@
+"""Weights from a pretrained model's files: takes the model on the meta device and where the files are, reads
+each tensor once, or only the range of it that a rank keeps.
+
+Names and conversions between file and module are transformers' own (`get_model_conversion_mapping`). Whatever
+the files lack, hold besides, or hold in another shape is an error, except where transformers allows it: the
+second name of a tied tensor, a buffer that is computed, what a class says to ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from dsft.errors import MissingInputError
+from dsft.model.init import initialise, initialising, leave_alone
+from dsft.model.weights import Keep, Named, Places, in_order, own_tensors
+
+Shape = tuple[int, ...]
+SHOWN = 5
+"""How many tensors an error names."""
+
+
+class Values(Protocol):
+    """Tensors by the names that they have in the module."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def unexpected(self) -> Iterable[str]:
+        """Names of what is there besides."""
+        ...
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """(stop - start,) elements of the flattened tensor, on the CPU, in `dtype`."""
+        ...
+
+
+class ReadWeights:
+    """The values that `values` has for a model."""
+
+    def __init__(self, model: PreTrainedModel, values: Values) -> None:
+        """`model` is on the meta device, as transformers builds it. Raises MissingInputError where the values
+        are not exactly this model's."""
+        self._kind = type(model).__name__
+        self._order = in_order(model)
+        self._values = values
+        self._names = _names(model)
+        _check(model, values, self._names)
+
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+        """As `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
+        places = Places(root)
+        with initialising():
+            for named in self._order:
+                if not places.has(named.module):
+                    continue
+                for old in own_tensors(named.module):
+                    if isinstance(old, nn.Parameter) and old.is_meta:
+                        places.take(places.put(old, self._share(old, dtype, keep)), keep)
+                self._fill_buffers(named, places)
+        places.end(keep, self._kind)
+
+    def _share(self, old: Tensor, dtype: torch.dtype, keep: Keep) -> Tensor:
+        """A tensor shaped like `old`, of which only the range to keep has values."""
+        start, stop = keep.span(old.numel())
+        part = self._read(old, start, stop, dtype)
+        if len(part) == old.numel():
+            return part.view(old.shape)
+        value = torch.empty(old.shape, dtype=dtype)  # what is never written takes no memory
+        value.view(-1)[start:stop] = part
+        return value
+
+    def _read(self, old: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)
+        part = self._values.read(first, start, stop, dtype)
+        for other in others:
+            if not torch.equal(part, self._values.read(other, start, stop, dtype)):
+                raise MissingInputError(
+                    f"{self._values.where}: {first} and {other} differ, but config.json says that they are "
+                    "tied; set tie_word_embeddings to false there, or give the folder as it was saved."
+                )
+        return part
+
+    def _fill_buffers(self, named: Named, places: Places) -> None:
+        """What stands in the file is read whole, the rest is computed by transformers' own initialisation."""
+        buffers = [old for old in named.module._buffers.values() if old is not None and old.is_meta]
+        if not buffers:
+            return
+        for parameter in named.module.parameters(recurse=False):
+            leave_alone(parameter)
+        made = [places.blank(old) for old in buffers]
+        initialise(named, frozenset())
+        for old, new in zip(buffers, made, strict=True):
+            if any(name in self._values.shapes for name in self._names.get(id(old), ())):
+                new.copy_(self._read(old, 0, old.numel(), new.dtype).view(new.shape))
+
+
+class WholeValues:
+    """A model that transformers' own loader has read: every tensor stands in this rank's memory."""
+
+    def __init__(self, model: PreTrainedModel, unexpected: Iterable[str], where: str) -> None:
+        self.where = where
+        self.unexpected = unexpected
+        self._tensors = model.state_dict()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return self._tensors[name].view(-1)[start:stop].to(dtype)
+
+
+def read_whole(model: PreTrainedModel, name_or_path: str, dtype: torch.dtype) -> WholeValues:
+    """By transformers' own loader. Raises MissingInputError where it cannot read it, or reads only some."""
+    where = f"model.name_or_path {name_or_path!r}"
+    loader: Any = AutoModelForCausalLM.from_pretrained  # gives a pair here
+    try:
+        read, info = loader(
+            name_or_path, config=model.config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MissingInputError(
+            f"{where} has no readable weights: {reason} "
+            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+        ) from None
+    if info["missing_keys"]:
+        raise _unfit(where, [f"{name} is missing" for name in sorted(info["missing_keys"])])
+    return WholeValues(read, info["unexpected_keys"], where)
+
+
+def _names(model: PreTrainedModel) -> dict[int, list[str]]:
+    """A tensor's id -> its names, for all that a file holds."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), []).append(name)
+    return found
+
+
+def _check(model: PreTrainedModel, values: Values, names: Mapping[int, list[str]]) -> None:
+    tensors = model.state_dict()
+    missing = [same for same in names.values() if not any(name in values.shapes for name in same)]
+    report = LoadStateDictInfo(
+        missing_keys={same[0] for same in missing},
+        unexpected_keys=set(values.unexpected),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(report)
+    problems = [f"{name} is missing" for name in tensors if name in report.missing_keys]
+    problems += [f"{name} is not the model's" for name in sorted(report.unexpected_keys)]
+    problems += [
+        f"{name} has shape {list(shape)} instead of {list(tensors[name].shape)}"
+        for name, shape in values.shapes.items()
+        if name in tensors and shape != tuple(tensors[name].shape)
+    ]
+    if problems:
+        raise _unfit(values.where, problems)
+
+
+def _unfit(where: str, problems: list[str]) -> MissingInputError:
+    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return MissingInputError(
+        f"{where} does not hold this model: {'; '.join(problems[:SHOWN])}{more}. Give the folder as "
+        "transformers saved it, with its own config.json."
+    )

@@ -1,0 +1,132 @@
+"""How a model on the meta device gets its values: what fresh weights and those of files have in common.
+
+A source of weights is made of the model as transformers builds it, and remembers its modules and tensors by
+name. Then the model may be changed (adapters, a head, a cut), as long as the modules that stay are the same
+objects; then the source fills what is left, one tensor after the other, so that a rank that keeps only a
+share of each never holds the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.errors import DsftError
+
+
+def _whole(numel: int) -> tuple[int, int]:
+    return 0, numel
+
+
+def _nothing(parameter: nn.Parameter) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What this rank keeps of the parameters; by default all of each.
+
+    span  number of elements -> the range of the flattened parameter whose values are needed
+    take  called once with each parameter whose values in that range are final; may free the rest
+    """
+
+    span: Callable[[int], tuple[int, int]] = _whole
+    take: Callable[[nn.Parameter], None] = _nothing
+
+
+class Weights(Protocol):
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+        """Give what is on the meta device under `root` its values, on the CPU: parameters in `dtype`, buffers
+        in their own type. What has a value already (an adapter) is left as it is. Every parameter goes
+        through `keep.take` once. Raises DsftError where there is no value for a tensor."""
+        ...
+
+
+class Named(NamedTuple):
+    """A module of the model as transformers built it; owner: the nearest model above it, or itself."""
+
+    module: nn.Module
+    name: str
+    owner: PreTrainedModel
+
+
+def in_order(model: PreTrainedModel) -> tuple[Named, ...]:
+    """Children first, then the module itself: transformers' own order of initialising."""
+    return tuple(_in_order(model, "", model))
+
+
+def _in_order(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[Named]:
+    for child_name, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _in_order(child, f"{name}.{child_name}" if name else child_name, child_owner)
+    yield Named(module, name, owner)
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    return [t for slot in (module._parameters, module._buffers) for t in slot.values() if t is not None]
+
+
+class Places:
+    """Where each tensor under a module stands. One that is tied stands in several places, and stays one."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._modules = frozenset(id(module) for module in root.modules())
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._taken: set[int] = set()
+        self._kept = [*root.parameters(), *root.buffers()]  # alive, or an id could be given again
+        for module in root.modules():
+            for slot in (module._parameters, module._buffers):
+                for name, tensor in slot.items():
+                    if tensor is not None:
+                        self._places.setdefault(id(tensor), []).append((module, name))
+
+    def has(self, module: nn.Module) -> bool:
+        return id(module) in self._modules
+
+    def put(self, old: Tensor, value: Tensor) -> Tensor:
+        """`value` wherever `old` stands, as a parameter where `old` is one. Gives what stands there now."""
+        new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for module, name in self._places[id(old)]:
+            slot = module._parameters if isinstance(old, nn.Parameter) else module._buffers
+            slot[name] = new  # type: ignore[assignment]
+        return new
+
+    def blank(self, old: Tensor) -> Tensor:
+        """A float32 tensor of NaN, or zeros of another type, in the places of `old`."""
+        floating = old.is_floating_point()
+        dtype, value = (torch.float32, math.nan) if floating else (old.dtype, 0)
+        return self.put(old, torch.full(old.shape, value, dtype=dtype))
+
+    def take(self, parameter: Tensor, keep: Keep) -> None:
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in self._taken:
+            self._taken.add(id(parameter))
+            keep.take(parameter)
+
+    def end(self, keep: Keep, kind: str) -> None:
+        """Take what came from elsewhere (an adapter), and see that nothing was left without a value."""
+        for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
+            if tensor.is_meta or (not isinstance(tensor, nn.Parameter) and has_nan(tensor)):
+                raise no_value(kind, name)
+            self.take(tensor, keep)
+
+
+def has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def no_value(kind: str, name: str) -> DsftError:
+    return DsftError(
+        f"{kind}: transformers gives {name} no first value, so a fresh model of this architecture cannot be "
+        "made; start from a pretrained one (model.name_or_path)."
+    )
+
+
+def ids(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(id(tensor) for tensor in tensors)
