@@ -45,6 +45,6 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """DeepSpeed moves a module to its device, except one whose parameters are cut already (engine.py:2093)."""
+    """DeepSpeed moves a module to its device, except one whose parameters are cut (engine.py:2093)."""
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
