@@ -56,7 +56,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
 
 
 def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Keep) -> Keep:
-    """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have theirs: those of
+    """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have any: those of
     the adapter at `lora.path`, else fresh ones. What depends on those weights comes with them: gives the
     `Keep` to fill them with.
 
