@@ -169,6 +169,28 @@ def export(
 
 
 @app.command()
+def chat(
+    export: Annotated[
+        Path, typer.Argument(metavar="EXPORT", help="A model's folder: runs/NAME/export.", show_default=False)
+    ],
+    system: Annotated[str | None, typer.Option(help="The system prompt.", show_default=False)] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this probability.")
+    ] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same answers each time.", show_default=False)
+    ] = None,
+) -> None:
+    """Talk to an exported model; from a pipe, one answer a line."""
+    from dsft.chat import Sampling
+    from dsft.chat import chat as talk
+
+    talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec."""
     from dsft.spec.template import schema_text

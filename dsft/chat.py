@@ -1,0 +1,219 @@
+"""`dsft chat FOLDER`: a conversation with an exported model. Takes its folder, reads what a person types or a
+pipe gives line by line, and writes answers while they are made.
+
+On a terminal Ctrl-C stops the answer, not the program. From a pipe each line is a turn and each answer is one
+line, in which a line break stands as \\n.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers.utils import logging
+
+from dsft.errors import DsftError, MissingInputError
+
+Message = dict[str, str]
+Write = Callable[[str], None]
+HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 takes the likeliest token; top_p in (0, 1]; seed None draws otherwise each time."""
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    max_new_tokens: int = 512
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Talker:
+    """A model that answers. Made by `load`."""
+
+    model: Any
+    tokenizer: Any
+    sampling: Sampling
+
+    def answer(self, messages: list[Message], write: Write) -> str:
+        """The answer to a conversation, given to `write` piece by piece; as far as it came when it is
+        interrupted. DsftError where the template refuses the conversation or it fills the model's positions.
+        """
+        inputs = self._encoded(messages)
+        size = inputs["input_ids"].shape[1]
+        streamer = _Pieces(self.tokenizer, write)
+        try:
+            with torch.inference_mode():
+                self.model.generate(**inputs, generation_config=self._settings(size), streamer=streamer)
+        except KeyboardInterrupt:
+            streamer.end()
+        return streamer.text
+
+    def _encoded(self, messages: list[Message]) -> Any:
+        try:
+            inputs = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # noqa: B902  a template raises what it likes
+            raise DsftError(f"The chat template refuses this conversation: {error}") from None
+        return inputs.to(self.model.device)
+
+    def _settings(self, size: int) -> GenerationConfig:
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        room = self.sampling.max_new_tokens if positions is None else positions - size
+        if room < 1:
+            raise DsftError(
+                f"The conversation has {size} tokens, the model {positions} positions; /reset starts anew."
+            )
+        sampled = self.sampling.temperature > 0
+        settings: dict[str, Any] = {
+            "max_new_tokens": min(room, self.sampling.max_new_tokens),
+            "do_sample": sampled,
+            "eos_token_id": self._stops(),
+            "pad_token_id": self.tokenizer.pad_token_id or 0,
+        }
+        if sampled:
+            settings |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+        return GenerationConfig(**settings)
+
+    def _stops(self) -> list[int]:
+        """The tokens that end an answer, as generation config and tokenizer name them."""
+        named = self.model.generation_config.eos_token_id
+        stops = set(named if isinstance(named, list) else [named]) | {self.tokenizer.eos_token_id}
+        return sorted(stop for stop in stops if stop is not None)
+
+
+class _Pieces(TextStreamer):
+    """Gives whole words to `write`, without the characters that would steer a terminal."""
+
+    def __init__(self, tokenizer: Any, write: Write) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write, self.text = write, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        shown = "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
+        self.text += shown
+        self._write(shown)
+
+
+def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
+    """Load, then talk until /exit, the end of the input, or Ctrl-C on an empty line."""
+    talker = load(folder, sampling)
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    if sys.stdin.isatty():
+        print(f"{folder} on {talker.model.device}. {HELP}.")
+        converse(talker, _typed(), system, _flushed, one_line=False)
+    else:
+        converse(talker, (line.rstrip("\n") for line in sys.stdin), system, _flushed, one_line=True)
+
+
+def load(folder: Path, sampling: Sampling) -> Talker:
+    """Model and tokenizer of an export, or of an adapter with its base model. MissingInputError where the
+    folder holds neither, or no chat template."""
+    if not folder.is_dir():
+        raise MissingInputError(f"{folder} is no folder; give an export, such as runs/NAME/export.")
+    adapter = (folder / ADAPTER_CONFIG).is_file()
+    if not adapter and not (folder / "config.json").is_file():
+        raise MissingInputError(
+            f"{folder} has neither config.json nor {ADAPTER_CONFIG}; give an export, such as "
+            "runs/NAME/export, or make one of a checkpoint with dsft export."
+        )
+    logging.disable_progress_bar()
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise MissingInputError(
+                f"{folder}: the tokenizer has no chat template, so this model cannot be talked to; put a "
+                "chat_template.jinja into the folder, or train with data.chat_template."
+            )
+        model: Any = _adapted(folder) if adapter else _whole(str(folder))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MissingInputError(f"{folder} cannot be loaded: {reason}") from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Talker(model.to(device).eval(), tokenizer, sampling)
+
+
+def _whole(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
+
+
+def _adapted(folder: Path) -> Any:
+    """The base model that the adapter names, with the adapter merged in."""
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise MissingInputError(
+            f"{folder / ADAPTER_CONFIG} names no base model; write its path under base_model_name_or_path, "
+            "or export with the adapter merged."
+        )
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise MissingInputError(f"{folder} is an adapter, which needs peft; pip install peft") from None
+    return PeftModel.from_pretrained(_whole(base), str(folder)).merge_and_unload()
+
+
+def converse(
+    talker: Talker, lines: Iterable[str], system: str | None, write: Write, *, one_line: bool
+) -> None:
+    """Answer line after line, all of one conversation; lines that begin with / are commands."""
+    messages = _opening(system)
+    for line in lines:
+        command, _, text = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            return
+        if command == "/reset":
+            messages = _opening(system)
+        elif command == "/system":
+            system = text.strip() or None
+            messages = _opening(system)
+        elif command.startswith("/"):
+            write(f"{command} is no command; {HELP}\n")
+        elif line.strip():
+            _answer(talker, messages, line, write, one_line)
+
+
+def _answer(talker: Talker, messages: list[Message], line: str, write: Write, one_line: bool) -> None:
+    messages.append({"role": "user", "content": line})
+    shown: Write = (lambda piece: write(piece.replace("\n", "\\n"))) if one_line else write
+    try:
+        answer = talker.answer(messages, shown)
+    except DsftError as error:
+        messages.pop()
+        answer = f"error: {error}"
+        write(answer)
+    else:
+        messages.append({"role": "assistant", "content": answer})
+    if one_line or not answer.endswith("\n"):
+        write("\n")
+
+
+def _opening(system: str | None) -> list[Message]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _typed() -> Iterator[str]:
+    import readline  # noqa: F401  input() then has a history and arrow keys
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n{HELP}")
+
+
+def _flushed(text: str) -> None:
+    print(text, end="", flush=True)

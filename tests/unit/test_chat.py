@@ -1,0 +1,172 @@
+"""`dsft chat` with a tiny model of random weights: what is answered does not matter, only how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dsft.chat import Sampling, Talker, converse, load
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import MissingInputError
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "export"
+    tokenizer = byte_level_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talker(export: Path) -> Talker:
+    return load(export, GREEDY)
+
+
+class Recorder:
+    """Answers with what it was asked; keeps the conversations."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, str]]] = []
+
+    def answer(self, messages: list[dict[str, str]], write: Any) -> str:
+        self.asked.append([dict(message) for message in messages])
+        write("one\ntwo")
+        return "one\ntwo"
+
+
+def talk(lines: list[str], system: str | None = None, one_line: bool = False) -> tuple[Recorder, str]:
+    talker: Any = Recorder()
+    written: list[str] = []
+    converse(talker, lines, system, written.append, one_line=one_line)
+    return talker, "".join(written)
+
+
+def test_turns_add_up_until_they_are_reset() -> None:
+    talker, _ = talk(["a", "", "b", "/reset", "c", "/system be short", "d", "/exit", "e"], system="s")
+    told = [[f"{m['role']}:{m['content']}" for m in messages] for messages in talker.asked]
+    answer = "assistant:one\ntwo"
+    assert told == [
+        ["system:s", "user:a"],
+        ["system:s", "user:a", answer, "user:b"],
+        ["system:s", "user:c"],
+        ["system:be short", "user:d"],
+    ]
+
+
+def test_an_answer_is_one_line_for_a_pipe_and_as_it_is_for_a_terminal() -> None:
+    assert talk(["a", "b"], one_line=True)[1] == "one\\ntwo\none\\ntwo\n"
+    assert talk(["a"])[1] == "one\ntwo\n"
+
+
+def test_an_unknown_command_is_told_and_not_asked() -> None:
+    talker, written = talk(["/foo"])
+    assert not talker.asked and written.startswith("/foo is no command; /reset")
+
+
+def test_greedy_answers_equal_generate_and_come_in_pieces(talker: Talker) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    pieces: list[str] = []
+    answer = talker.answer(messages, pieces.append)
+    inputs = talker.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    size = inputs["input_ids"].shape[1]
+    ids = talker.model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, size:]
+    whole = talker.tokenizer.decode(ids, skip_special_tokens=True)
+    assert answer == "".join(c for c in whole if c.isprintable() or c in "\n\t")
+    assert "".join(pieces) == answer
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Talker, monkeypatch: Any) -> None:
+    def generate(streamer: Any, **_: Any) -> None:
+        streamer.put(torch.tensor([[1]]))
+        streamer.put(torch.tensor([104]))
+        streamer.put(torch.tensor([105]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talker.model, "generate", generate)
+    assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "hi"
+
+
+def test_characters_that_steer_a_terminal_are_left_out(talker: Talker, monkeypatch: Any) -> None:
+    def generate(streamer: Any, **_: Any) -> None:
+        streamer.put(torch.tensor([[1]]))
+        for byte in b"a\x1b[2Jb\n":
+            streamer.put(torch.tensor([byte]))
+        streamer.end()
+
+    monkeypatch.setattr(talker.model, "generate", generate)
+    assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "a[2Jb\n"
+
+
+def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: Talker) -> None:
+    written: list[str] = []
+    converse(talker, ["x" * 200, "hi"], None, written.append, one_line=True)
+    lines = "".join(written).split("\n")
+    assert lines[0].startswith("error: The conversation has 2") and "128 positions" in lines[0]
+    assert len(lines) == 3 and not lines[1].startswith("error")
+
+
+def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match="is no folder"):
+        load(tmp_path / "nothing", GREEDY)
+    with pytest.raises(MissingInputError, match="neither config.json nor adapter_config.json"):
+        load(tmp_path, GREEDY)
+    (tmp_path / "config.json").write_bytes((export / "config.json").read_bytes())
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(MissingInputError, match="has no chat template"):
+        load(tmp_path, GREEDY)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # peft asks for it
+def test_an_adapter_takes_its_base_model(export: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft, an extra, is not installed")
+    base = LlamaForCausalLM.from_pretrained(export)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, base_model_name_or_path=str(export)
+    )
+    adapted = peft.get_peft_model(base, config)
+    adapted.peft_config["default"].base_model_name_or_path = str(export)
+    adapted.save_pretrained(tmp_path)
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    ids = torch.arange(10)[None]
+    expected = adapted(ids).logits
+    assert torch.allclose(load(tmp_path, GREEDY).model(ids).logits, expected, atol=1e-5)
+    assert not torch.allclose(load(export, GREEDY).model(ids).logits, expected, atol=1e-3)
+
+
+def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
+    code = "from dsft.cli import main; main()"
+    words = [sys.executable, "-c", code, "chat", str(export), "--seed", "3", "--max-new-tokens", "4"]
+    answers = [
+        subprocess.run(words, input="hi\nyou\n/exit\n", capture_output=True, text=True) for _ in range(2)
+    ]
+    assert answers[0].returncode == 0, answers[0].stderr
+    assert answers[0].stdout.count("\n") == 2
+    assert answers[0].stdout == answers[1].stdout
