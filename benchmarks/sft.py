@@ -135,6 +135,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     import torch
 
     from dsft.data.dataset import load_dataset
+    from dsft.data.pack import pack
     from dsft.data.steps import TrainSteps
     from dsft.data.tokenizer import pad_id, tokenizer_of
     from dsft.model.build import build_model
@@ -178,11 +179,23 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     policy = build_model(spec.model, token_facts(tokenizer), spec.train.seed, torch.float32)
     policy.causal_lm.save_pretrained(work / "model")
     tokenizer.save_pretrained(work / "model")
+    orders = [steps.step(index).example_ids for index in range(steps.steps_per_epoch)]
+    budget = arguments.micro_batch_size * arguments.max_length
     given = {
         "examples": [
             {"input_ids": e.input_ids.tolist(), "trained": e.trained.tolist()} for e in dataset.examples
         ],
-        "steps": [steps.step(index).example_ids for index in range(steps.steps_per_epoch)],
+        "steps": orders,
+        "packs": [  # [step][rank][micro-batch] -> examples, as dsft lays them
+            [
+                [
+                    [order[i] for i in members]
+                    for members in pack(dataset.lengths[list(order)], budget, arguments.ranks, rank)
+                ]
+                for rank in range(arguments.ranks)
+            ]
+            for order in orders
+        ],
         "micro_batch_size": arguments.micro_batch_size,
         "max_length": arguments.max_length,
         "learning_rate": LEARNING_RATE,

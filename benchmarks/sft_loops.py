@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from dsft.model.attention import KEYWORD, attend_per_segment
+
 Batch = dict[str, Any]
 Step = Callable[[Sequence[Batch], int], float]
 
@@ -31,13 +33,14 @@ def main(variant: str, work: Path, result: Path) -> None:
     given = json.loads((work / "given.json").read_text())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     make = plain if variant == "plain" else deepspeed_loop
-    train_step = make(work, given, "dsft_segments" if variant == "deepspeed-packed" else "sdpa")
-    batches = packed if variant == "deepspeed-packed" else padded
+    is_packed = variant == "deepspeed-packed"
+    train_step = make(work, given, is_packed)
     losses, ends = [], []
-    for step in given["steps"]:
+    for step, packs in zip(given["steps"], given["packs"], strict=True):
         examples = [given["examples"][index] for index in step]
         targets = sum(sum(example["trained"][1:]) for example in examples)
-        losses.append(train_step(batches(examples, given, rank, world), targets))
+        batches = packed(given, packs[rank]) if is_packed else padded(examples, given, rank, world)
+        losses.append(train_step(batches, targets))
         ends.append(time.perf_counter())
     if rank == 0:
         tokens = [sum(len(given["examples"][i]["input_ids"]) for i in step) for step in given["steps"]]
@@ -78,9 +81,18 @@ def shifted(row: Any) -> Tensor:
     return torch.tensor([i if is_target else -100 for i, is_target in pairs])
 
 
-def packed(examples: Sequence[Any], given: Batch, rank: int, world: int) -> list[Batch]:
-    """The very micro-batches that dsft lays, each as one row."""
-    raise NotImplementedError
+def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
+    """The very micro-batches that dsft lays, each as one row without padding."""
+    batches = []
+    for members in packs:
+        rows = [given["examples"][index] for index in members]
+        ids = torch.tensor([i for row in rows for i in row["input_ids"]])
+        labels = torch.cat([F.pad(shifted(row), (0, 1), value=-100) for row in rows])
+        lengths = tuple(len(row["input_ids"]) for row in rows)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], KEYWORD: lengths}
+        batches.append({"given": inputs, "labels": labels[None]})
+    return batches
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -94,11 +106,9 @@ def total(mine: Tensor) -> float:
     return float(mine)
 
 
-def plain(work: Path, given: Batch, attention: str) -> Step:
+def plain(work: Path, given: Batch, is_packed: bool) -> Step:
     dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(
-        work / "model", dtype=torch.float32, attn_implementation=attention
-    )
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
     model.train()
     parallel = nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0, fused=True)
@@ -117,13 +127,13 @@ def plain(work: Path, given: Batch, attention: str) -> Step:
     return train_step
 
 
-def deepspeed_loop(work: Path, given: Batch, attention: str) -> Step:
+def deepspeed_loop(work: Path, given: Batch, is_packed: bool) -> Step:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        work / "model", dtype=torch.float32, attn_implementation=attention
-    )
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    if is_packed:
+        attend_per_segment(model, "sdpa", given["max_length"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given["deepspeed"])
     engine.train()
