@@ -43,18 +43,22 @@ from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
+from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
+from dsft.plan.census import Census, census_from
+from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.layout import Layout
+from dsft.plan.memory import memory as memory_plan
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.rehearsal import rehearse
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
-from dsft.report.memory import MemoryMeter, Phase
+from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
 from dsft.report.memory_file import MemoryFile
 from dsft.report.run import Report
 from dsft.spec.held_out import set_names
@@ -71,7 +75,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Job:
     """What is known before torch is imported. notes: how the configuration came about, a line each;
-    hostfile: the text of the launcher's, None without one; command: argv."""
+    hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
+    that a DeepSpeed JSON of the user's decides."""
 
     spec: Spec
     batch: BatchSizes
@@ -81,6 +86,7 @@ class Job:
     layout: Layout
     hostfile: str | None
     command: Sequence[str]
+    kept: frozenset[str] = frozenset()
 
     @property
     def folder(self) -> Path:
@@ -265,13 +271,15 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         check_same_run(start, spec, job.batch, inputs.train.fingerprint)
     if progress.step >= last_step:
         return None
+    counted = world.first(lambda: counted_model(job, inputs))
+    job = sized_job(job, counted, say)
     world.first(lambda: describe(job, inputs))
-    memory = MemoryFile(
-        folder / "memory.json" if world.rank == 0 else None, MemoryMeter(world.device), world.gather, {}
-    )
+    largest = longest(job, inputs)
+    figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
+    memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")
     policy, engine = build(job, inputs, world)
-    rehearse(engine, *longest(job, inputs), memory.meter)
+    rehearse(engine, *largest, memory.meter)
     memory.enter("load")
     if start is not None:
         world.each(lambda: engine.load(start.read, progress.applied_steps))
@@ -321,6 +329,20 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     return step_folder(folder, end.step)
 
 
+def counted_model(job: Job, inputs: Inputs) -> Census:
+    return census_from(take_census(job.spec.model, job.layout.pipeline_stages, inputs.facts))
+
+
+def sized_job(job: Job, counted: Census, say: Say) -> Job:
+    """With bucket sizes by the model's. A line for each that a DeepSpeed JSON decides otherwise."""
+    elements = Elements(counted.numel, counted.trained)
+    for key, size in bucket_sizes(elements):
+        given = job.config["zero_optimization"].get(key)
+        if key in job.kept and given != size:
+            say(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
+    return replace(job, config=sized(job.config, elements, job.kept))
+
+
 def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P, T]:
     """`work`, whose memory counts under `phase`."""
 
@@ -331,6 +353,21 @@ def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P
         return result
 
     return measured
+
+
+def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase, Peaks]:
+    """The plan's bytes of the fullest rank, for micro-batches of so many tokens."""
+    ranks = memory_plan(counted, job.spec, job.layout, {}, tokens).stages
+    figures: dict[Phase, Peaks] = {}
+    for phase in PHASES:
+        if on_gpu:
+            figures[phase] = {
+                "device_allocated": max(rank.phase(phase) for rank in ranks),
+                "host_rss": max(rank.offloaded for rank in ranks),
+            }
+        else:
+            figures[phase] = {"host_rss": max(rank.phase(phase) + rank.offloaded for rank in ranks)}
+    return figures
 
 
 def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:

@@ -78,16 +78,17 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data)
     notes: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
     if options.deepspeed_config is None:
         config = deepspeed_config(spec, batch)
     else:
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
-        spec, config, notes = merged.spec, merged.config, merged.notes
+        spec, config, notes, kept = merged.spec, merged.config, merged.notes, merged.decided
 
     os.environ.update(environment(spec.cluster))  # whoever started this process
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, hostfile, command))
+    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,15 @@ from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained
-from dsft.model.config import resolve_config, token_facts
+from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.stage import check_cut
 from dsft.spec.schema import Model
 
 
-def take_census(model: Model, stages: int) -> dict[str, Any]:
-    """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`."""
-    config = resolve_config(model, token_facts(tokenizer_of(model)))
+def take_census(model: Model, stages: int, facts: TokenFacts | None = None) -> dict[str, Any]:
+    """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`.
+    `facts`: of the tokenizer, where it has been read."""
+    config = resolve_config(model, facts or token_facts(tokenizer_of(model)))
     check_cut(config, stages)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

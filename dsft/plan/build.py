@@ -99,7 +99,7 @@ def _memory_warnings(spec: Spec, sizes: Memory) -> list[str]:
         return []
     return [
         f"cluster.accelerator.memory_gib: {accelerator.memory_gib:g} is less than the "
-        f"{rank.device / GIB:.1f} GiB of stage {rank.stage}, activations not counted; raise "
+        f"{rank.device / GIB:.1f} GiB of stage {rank.stage}; lower train.micro_batch_size, raise "
         "parallel.zero_stage or offload"
         for rank in sizes.stages
         if rank.device > accelerator.memory_gib * GIB

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import DsftError, MissingInputError, Problem, SpecError
+from dsft.plan.ds_config import Elements
 from dsft.plan.layout import layer_range
-from dsft.spec.schema import Model
+from dsft.spec.schema import Model, Spec
 
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,13 +85,22 @@ def census(model: Model, stages: int, cache: Path | None = None) -> Census:
     """
     place = (cache or _cache_folder()) / "census" / f"{_digest(model, stages)}.json"
     try:
-        return _from_json(json.loads(place.read_text(encoding="utf-8")))
+        return census_from(json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         answer = _ask(model, stages)
-    result = _from_json(answer)
+    result = census_from(answer)
     if not _is_hub_id(model):  # what a hub id stands for may change
         _keep(place, answer)
     return result
+
+
+def known_elements(spec: Spec) -> Elements | None:
+    """What the spec and its files tell of the model's size; None for a hub id, whose files another machine
+    may not have, and for a folder that is not here."""
+    if _is_hub_id(spec.model):
+        return None
+    counted = census(spec.model, spec.parallel.pipeline_stages)
+    return Elements(counted.numel, counted.trained)
 
 
 def _ask(model: Model, stages: int) -> dict[str, Any]:
@@ -116,7 +126,8 @@ def _ask(model: Model, stages: int) -> dict[str, Any]:
     return answer
 
 
-def _from_json(answer: Mapping[str, Any]) -> Census:
+def census_from(answer: Mapping[str, Any]) -> Census:
+    """From what `dsft.model.census.take_census` gives."""
     return Census(
         answer["architecture"],
         answer["num_layers"],

@@ -69,11 +69,12 @@ with."""
 @dataclass(frozen=True)
 class Merged:
     """The spec with the file's stage, offload and precision; the configuration for DeepSpeed; lines to
-    print."""
+    print; the keys of zero_optimization that the file decides."""
 
     spec: Spec
     config: dict[str, Any]
     notes: tuple[str, ...]
+    decided: frozenset[str]
 
 
 def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
@@ -94,7 +95,9 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     config = _laid_over(base, how, "", problems)
     _refuse(path, problems)
     notes = [f"{name}: {line}" for line in decisions] + [f"{name}: {key} {rest}" for key, rest in overruled]
-    return Merged(decided, config, tuple(notes))
+    zero = file.get("zero_optimization") or {}
+    kept = frozenset(key for key, value in zero.items() if value is not None and value != "auto")
+    return Merged(decided, config, tuple(notes), kept)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The files that follow from a spec: DeepSpeed JSON, hostfile, launch script: the command `dsft generate`.
 
-The texts depend on the spec and on its path from the output folder only, so they are the same on every
-machine.
+The texts depend on the spec, on the model's config in a folder that it names, and on its path from the output
+folder only, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import StorageError
+from dsft.plan.census import known_elements
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.hostfile import render
 from dsft.plan.launch import deepspeed_script, environment_file, environment_text
@@ -35,6 +36,10 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
     write(texts, out)
     for name in texts:
         print(f"wrote {out / name}")
+    if known_elements(spec) is None:
+        print(
+            "bucket sizes are the largest: the model's files are not here; training sizes them by the model"
+        )
     if spec.cluster is None:
         print("no hostfile: the spec has no cluster")
     return True
@@ -46,7 +51,8 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     SpecError where the cluster's size does not fit the batch or the pipeline.
     """
     train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
-    texts = {f"ds_configs/{spec.name}.json": json_text(deepspeed_config(spec, promised_batch(spec)))}
+    config = deepspeed_config(spec, promised_batch(spec), known_elements(spec))
+    texts = {f"ds_configs/{spec.name}.json": json_text(config)}
     if spec.cluster is not None:
         texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
     script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out, overrides)

@@ -1,34 +1,38 @@
-"""Bytes that parameters, gradients and optimizer states take on each GPU and each host. Takes a census, a
-spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what DeepSpeed
-allocates.
+"""Bytes that parameters, gradients, optimizer states and activations take on each GPU and each host. Takes a
+census, a spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what
+DeepSpeed allocates, and each run against what it measures (memory.json).
 
-The numbers are those of a step's fullest moment. Activations, logits and padding are not among them.
+The numbers are those of a step's fullest moment. Padding of flat buffers is not among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import BUCKET, LIVE, PERSIST_BELOW
+from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 
 FP32 = 4  # bytes
+HEAD_BYTES = 3 * FP32  # per token and word of the vocabulary: logits, log-probabilities and their gradient
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage takes; the first five on its GPU, the last in its host's
-    memory.
+    """Bytes that one rank of a pipeline stage takes; on its GPU, but the last, in its host's memory.
 
     parameters  weights in the type that forward and backward use
     gradients   what accumulates, and what is being reduced
     master      fp32 weights that the optimizer updates, where they are not the parameters themselves
     moments     the optimizer's states
     buffers     reduction buckets and, at ZeRO 3, at most so many gathered parameters
-    offloaded   fp32 weights, moments and gradients on the CPU
+    activations what the backward needs of the micro-batches in flight, by the shapes of the matrices
+    one_layer   of them, those of the largest layer: what is recomputed at a time, and what evaluation takes
+    head        logits and log-probabilities of the last stage, in fp32, with their gradient
+    offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
     """
 
     stage: int
@@ -38,11 +42,30 @@ class RankMemory:
     master: int
     moments: int
     buffers: int
+    activations: int
+    one_layer: int
+    head: int
     offloaded: int
 
     @property
-    def device(self) -> int:
+    def states(self) -> int:
+        """On the GPU, without activations and head."""
         return self.parameters + self.gradients + self.master + self.moments + self.buffers
+
+    @property
+    def device(self) -> int:
+        return self.states + self.activations + self.head
+
+    def phase(self, phase: str) -> int:
+        """On the GPU, in one of the phases that a run's memory is measured in; 0 for another."""
+        kept = self.parameters + self.master
+        return {
+            "load": kept,
+            "first_step": self.device,
+            "steady": self.device,
+            "evaluation": kept + self.moments + self.one_layer + self.head * 2 // 3,  # no gradient
+            "save": kept + self.moments,
+        }.get(phase, 0)
 
 
 @dataclass(frozen=True)
@@ -54,10 +77,18 @@ class Memory:
     hosts: Mapping[str, int]
 
 
-def memory(census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int]) -> Memory:
-    """`hosts`: host -> ranks, in the order of the ranks."""
-    parts = [census.stage(stage, layout.pipeline_stages) for stage in range(layout.pipeline_stages)]
-    stages = tuple(_rank(stage, part, spec, layout.data_parallel) for stage, part in enumerate(parts))
+def memory(
+    census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], tokens: int | None = None
+) -> Memory:
+    """`hosts`: host -> ranks, in the order of the ranks; `tokens`: of the largest micro-batch, by default the
+    most that the spec allows."""
+    batch = batch_sizes(spec.train, layout.data_parallel)
+    most = spec.data.max_tokens_per_micro_batch or batch.micro_batch_size * spec.data.max_length
+    flow = _Flow(layout, batch.accumulation_steps, tokens or most)
+    stages = tuple(
+        _with_activations(_rank(stage, census, spec, layout), census, spec, flow)
+        for stage in range(layout.pipeline_stages)
+    )
     on_cpu = runs_on_cpu(spec)
     totals: dict[str, int] = {}
     first = 0
@@ -73,7 +104,22 @@ def runs_on_cpu(spec: Spec) -> bool:
     return accelerator is not None and accelerator.name.lower() == "cpu"
 
 
-def _rank(stage: int, parameters: tuple[Parameter, ...], spec: Spec, ranks: int) -> RankMemory:
+@dataclass(frozen=True)
+class _Flow:
+    """What passes through the stages in a step: so many micro-batches of at most so many tokens."""
+
+    layout: Layout
+    micro_batches: int
+    tokens: int
+
+    def in_flight(self, stage: int) -> int:
+        """1F1B: a stage has begun as many micro-batches as stages follow it, and its own."""
+        return min(self.layout.pipeline_stages - stage, self.micro_batches)
+
+
+def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
+    ranks = layout.data_parallel
+    parameters = census.stage(stage, layout.pipeline_stages)
     zero = spec.parallel.zero_stage
     whole = sum(parameter.numel for parameter in parameters)
     trained = sum(parameter.numel for parameter in parameters if parameter.trained)
@@ -88,9 +134,46 @@ def _rank(stage: int, parameters: tuple[Parameter, ...], spec: Spec, ranks: int)
         gradients=_gradients(trained, share, spec),
         master=0 if offloaded or fp32_without_zero else share * FP32,
         moments=0 if offloaded else share * _moment_bytes(spec),
-        buffers=_buffers(whole, spec),
+        buffers=_buffers(whole, bucket_size(census.trained), spec),
+        activations=0,
+        one_layer=0,
+        head=0,
         # the gradients twice: as they accumulate, and as the CPU optimizer reads them
         offloaded=states + 2 * share * FP32 if offloaded else 0,
+    )
+
+
+def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow) -> RankMemory:
+    """With the activations of all micro-batches in flight.
+
+    Of each matrix of a layer the backward needs the input, and what follows it needs the output: in + out
+    elements per token, in the type of the weights. Where q, k and v share an input it is counted for each,
+    which stands for what the two norms, rotary embeddings and the activation function keep. With gradient
+    checkpointing a layer keeps its input alone, and one layer at a time is recomputed.
+    """
+    part = census.stage(rank.stage, flow.layout.pipeline_stages)
+    layers: dict[int, int] = {}
+    for parameter in part:
+        if parameter.layer is not None and len(parameter.shape) == 2:
+            layers[parameter.layer] = layers.get(parameter.layer, 0) + sum(parameter.shape)
+    embedding = next((p for p in census.parameters if p.embedding), None)
+    vocabulary, hidden = embedding.shape if embedding is not None else (0, 0)
+    token = flow.tokens * _weight_bytes(spec)
+    one_layer = max(layers.values(), default=0) * token
+    inputs = len(layers) * hidden * token * flow.in_flight(rank.stage)
+    is_last = rank.stage == flow.layout.pipeline_stages - 1
+    if not spec.model.gradient_checkpointing:
+        kept, on_host = sum(layers.values()) * token * flow.in_flight(rank.stage), 0
+    elif spec.model.activation_offload:
+        kept, on_host = one_layer, inputs
+    else:
+        kept, on_host = one_layer + inputs, 0
+    return replace(
+        rank,
+        activations=kept,
+        one_layer=one_layer,
+        head=HEAD_BYTES * flow.tokens * vocabulary if is_last else 0,
+        offloaded=rank.offloaded + on_host,
     )
 
 
@@ -127,13 +210,13 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
     return {1: whole, 2: share, 3: 0}[zero] * _weight_bytes(spec)
 
 
-def _buffers(whole: int, spec: Spec) -> int:
+def _buffers(whole: int, bucket: int, spec: Spec) -> int:
     """Buckets are allocated in full; at ZeRO 3 gathered parameters come on top, up to what may live at
     once."""
     zero = spec.parallel.zero_stage
     reduced = 2 if spec.train.reduce_dtype == "bf16" else FP32
-    overlapped = zero == 2 and spec.parallel.pipeline_stages == 1
+    overlapped = zero < 3 and spec.parallel.pipeline_stages == 1
     if zero == 0 or (zero == 1 and spec.train.precision == "bf16"):
         return 0
     gathered = min(whole, LIVE) * _weight_bytes(spec) if zero == 3 else 0
-    return BUCKET * reduced * (2 if overlapped else 1) + gathered
+    return bucket * reduced * (2 if overlapped else 1) + gathered

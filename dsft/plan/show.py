@@ -18,13 +18,14 @@ from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
-from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries
+from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries
 from dsft.plan.promised import load
 from dsft.plan.schedule import batch_scale, scaling_equation
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
-    "Activations, logits and padding are not in this table yet; bytes are those of a step's fullest moment."
+    "Bytes of a step's fullest moment; activations and head are an estimate, padding of flat buffers is not "
+    "counted. A run measures them: memory.json."
 )
 SHOWN_BLOCKS = 16
 
@@ -77,8 +78,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
-        "deepspeed": deepspeed_config(spec, _known_batch(plan)),
-        "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan))},
+        "deepspeed": deepspeed_config(spec, _known_batch(plan), _elements(plan)),
+        "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan), _elements(plan))},
         "warnings": list(plan.warnings),
     }
 
@@ -108,7 +109,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield Text(NOT_COUNTED)
     if explain:
         yield _heading("DeepSpeed")
-        yield _keys(entries(plan.spec, _known_batch(plan)))
+        yield _keys(entries(plan.spec, _known_batch(plan), _elements(plan)))
     if plan.warnings:
         yield _heading("Warnings")
         for warning in plan.warnings:
@@ -118,6 +119,10 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
 def _known_batch(plan: Plan) -> BatchSizes | None:
     """None where the world is found at start, and the JSON leaves out what follows from it."""
     return None if plan.assumed else plan.batch
+
+
+def _elements(plan: Plan) -> Elements:
+    return Elements(plan.census.numel, plan.census.trained)
 
 
 def _heading(words: str) -> Text:
@@ -177,6 +182,8 @@ def _memory(plan: Plan) -> Table:
         ("fp32 weights", "master"),
         ("optimizer states", "moments"),
         ("buffers, at most", "buffers"),
+        ("activations, about", "activations"),
+        ("logits, about", "head"),
         ("total", "device"),
     ):
         table.add_row(label, *(_size(getattr(rank, field)) for rank in stages))

@@ -8,7 +8,7 @@ import json
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 import torch
@@ -20,6 +20,8 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 Phase = Literal["start", "load", "first_step", "steady", "evaluation", "save"]
 """start: imports and data, before the model; load: model and engine; first_step: the rehearsal of step 1."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)[1:]  # those that the plan has figures for
 
 Peaks = dict[str, int]
 """host_rss, and on a GPU device_allocated (by torch) and device_reserved (from the driver), in bytes."""

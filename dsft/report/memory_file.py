@@ -16,15 +16,16 @@ Gather = Callable[[Any], list[Any]]
 class MemoryFile:
     """Written anew by rank 0 whenever a phase ends, which costs one small collective.
 
-    planned: bytes per rank by phase and by the names of `Peaks`, or empty where the plan cannot tell. A
-    figure of the host's memory is compared after subtracting what the process had before the model: the
-    plan counts no imports and no data.
+    folder: the run's, on rank 0; planned: bytes per rank by phase and by the names of `Peaks`. A figure of
+    the host's memory is compared after subtracting what the process had before the model: the plan counts
+    no imports and no data.
     """
 
     def __init__(
-        self, path: Path | None, meter: MemoryMeter, gather: Gather, planned: Mapping[Phase, Peaks]
+        self, folder: Path | None, meter: MemoryMeter, gather: Gather, planned: Mapping[Phase, Peaks]
     ) -> None:
-        self._path, self.meter, self._gather, self._planned = path, meter, gather, planned
+        self._path = folder / "memory.json" if folder is not None else None
+        self.meter, self._gather, self._planned = meter, gather, planned
         self._pending: dict[str, float] = {}
 
     def enter(self, phase: Phase) -> None:

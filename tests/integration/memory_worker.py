@@ -73,7 +73,7 @@ def measure(spec: Spec) -> tuple[int, int]:
         engine.step()
     rank = memory(census, spec, ranks, {"here": ranks.world_size}).stages[0]
     engine.destroy()
-    return largest, rank.device - rank.buffers + rank.offloaded
+    return largest, rank.states - rank.buffers + rank.offloaded
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ LLAMA = {
 RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
 DECAY = 0.1
+BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
 
 
 def main(output: Path, words: list[str]) -> None:
@@ -100,6 +101,8 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
     whole = build_model(spec.model, FACTS, SEED, dtype)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    for key in BUCKETS & config["zero_optimization"].keys():  # several, and one tensor larger than any
+        config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     keep = keep_for(config, world)

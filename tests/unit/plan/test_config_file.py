@@ -16,7 +16,7 @@ from dsft.plan.config_file import (
     Merged,
     merge_config_file,
 )
-from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_config import LARGEST_BUCKET, deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
 
 
@@ -195,6 +195,14 @@ def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:
     with pytest.raises(SpecError) as error:
         merge(file)
     assert problem in str(error.value)
+
+
+def test_the_keys_that_the_file_decides_are_named(merge: Any) -> None:
+    """An "auto" bucket is sized by the model, a number is kept."""
+    zero = {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": "auto"}
+    merged = merge({"zero_optimization": zero})
+    assert merged.decided == {"stage", "reduce_bucket_size"}
+    assert merged.config["zero_optimization"]["allgather_bucket_size"] == LARGEST_BUCKET
 
 
 def test_a_file_that_is_not_there(make_spec: Any, tmp_path: Path) -> None:

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from dsft.plan.batch import batch_sizes
-from dsft.plan.ds_config import ABSENT, deepspeed_config, entries
+from dsft.plan.ds_config import (
+    ABSENT,
+    LARGEST_BUCKET,
+    SMALLEST_BUCKET,
+    Elements,
+    bucket_size,
+    deepspeed_config,
+    entries,
+    sized,
+)
 
 CASES = [
     (precision, stage, offload)
@@ -98,3 +107,44 @@ def test_offload_asks_for_deepspeeds_adam_unless_the_spec_allows_another(make_sp
     assert forced(parallel={**offloaded, "allow_torch_adam": True}) is False
     assert forced(parallel=offloaded, optim={"name": "sgd"}) is False
     assert forced(parallel={"zero_stage": 3}) is False
+
+
+@pytest.mark.parametrize(
+    ("elements", "size"),
+    [
+        (None, LARGEST_BUCKET),
+        (8_000_000_000, LARGEST_BUCKET),
+        (100_000_000, 25_000_000),
+        (8_000_002, 2_000_000),
+        (2_000_000, SMALLEST_BUCKET),
+        (500_001, 500_002),  # even
+    ],
+)
+def test_a_bucket_is_a_quarter_of_the_model_within_bounds(elements: int | None, size: int) -> None:
+    assert bucket_size(elements) == size
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buckets_sized_at_the_start_of_a_run_are_those_of_the_generated_file(
+    make_spec: Any, stage: int
+) -> None:
+    spec, elements = make_spec(parallel={"zero_stage": stage}), Elements(40_000_000, 8_000_000)
+    generated = deepspeed_config(spec, None, elements)
+    assert sized(deepspeed_config(spec, None), elements) == generated
+    zero = generated["zero_optimization"]
+    assert zero.get("reduce_bucket_size") == (None if stage == 0 else 2_000_000)
+    assert zero.get("stage3_prefetch_bucket_size") == (10_000_000 if stage == 3 else None)
+
+
+def test_buckets_that_a_file_decides_are_kept(make_spec: Any) -> None:
+    config = deepspeed_config(make_spec(parallel={"zero_stage": 2}), None)
+    zero = sized(config, Elements(100, 100), kept={"reduce_bucket_size"})["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (LARGEST_BUCKET, 100)
+    assert config["zero_optimization"]["allgather_bucket_size"] == LARGEST_BUCKET
+
+
+def test_the_reason_of_a_bucket_has_the_numbers(make_spec: Any) -> None:
+    reasons = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None, Elements(9, 8))}
+    assert "8 that are trained" in reasons["zero_optimization.reduce_bucket_size"]
+    unknown = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None)}
+    assert "until the model is built" in unknown["zero_optimization.reduce_bucket_size"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dsft.plan.config_file import merge_config_file
+from dsft.plan.ds_config import LARGEST_BUCKET
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.generate import drift, files, generate_files, write
 from dsft.plan.hostfile import parse
@@ -78,6 +79,17 @@ def test_overrides_reach_the_script_as_they_reach_the_json(tmp_path: Path) -> No
     assert json.loads((tmp_path / "ds_configs/other.json").read_text())["zero_optimization"]["stage"] == 3
     script = (tmp_path / "scripts/launch/other.deepspeed.sh").read_text()
     assert script.endswith('zero1.yaml parallel.zero_stage=3 name=other "$@"\n')
+
+
+def test_a_model_that_is_not_here_gets_the_largest_buckets_and_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dsft.plan.census.census", lambda *_: pytest.fail("asked for"))
+    overrides = ["model={name_or_path: some/model}", "parallel.zero_stage=2"]
+    assert generate_files(ROOT / "specs" / "quickstart.yaml", overrides, tmp_path, check=False)
+    zero = json.loads((tmp_path / "ds_configs/quickstart.json").read_text())["zero_optimization"]
+    assert zero["reduce_bucket_size"] == LARGEST_BUCKET
+    assert "training sizes them" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import BUCKET
+from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout
 from dsft.plan.memory import Memory, memory
 
@@ -53,7 +53,7 @@ def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
         WHOLE,
         2 * WHOLE,
     )
-    assert rank.buffers == 2 * 4 * BUCKET
+    assert rank.buffers == 2 * 4 * bucket_size(WHOLE)
 
 
 def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
@@ -64,7 +64,7 @@ def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
 def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 3}, train={"precision": "bf16"}).stages[0]
     assert rank.parameters == 2 * (WHOLE // 4 + 4 * SMALL)
-    assert rank.buffers == 4 * BUCKET + 2 * WHOLE
+    assert rank.buffers == 4 * bucket_size(WHOLE) + 2 * WHOLE
 
 
 def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
@@ -94,3 +94,31 @@ def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:
     cluster = {"hosts": {"a": 4}, "accelerator": {"name": "cpu"}}
     table = sizes(cluster=cluster)
     assert table.hosts == {"here": 4 * table.stages[0].device}
+
+
+def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: Any) -> None:
+    """Two rows of 2,048 tokens, four layers of one (1000, 1000) matrix, 2,000 words of 1,000 elements."""
+    tokens, given = 2 * 2048, {"accumulation_steps": 3, "micro_batch_size": 2}
+    rank = sizes(train=given).stages[0]
+    assert rank.activations == 4 * tokens * 4 * 2000
+    assert rank.one_layer == 4 * tokens * 2000
+    assert rank.head == 12 * tokens * 2000
+    assert rank.device == rank.states + rank.activations + rank.head
+
+    kept = sizes(train=given, model={"gradient_checkpointing": True}).stages[0]
+    assert kept.activations == rank.one_layer + 4 * tokens * 4 * 1000
+    offload = {"gradient_checkpointing": True, "activation_offload": True}
+    offloaded = sizes(train=given, model=offload).stages[0]
+    assert offloaded.activations == rank.one_layer and offloaded.offloaded == 4 * tokens * 4 * 1000
+
+    first, last = sizes(train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
+    assert (first.head, last.head) == (0, rank.head)
+    assert (first.activations, last.activations) == (2 * rank.activations // 2, rank.activations // 2)
+
+
+def test_the_phases_of_a_run_take_parts_of_it(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
+    assert rank.phase("steady") == rank.phase("first_step") == rank.device
+    assert rank.phase("load") == rank.parameters + rank.master
+    assert rank.phase("load") < rank.phase("save") < rank.phase("evaluation") < rank.phase("steady")
+    assert rank.phase("start") == 0

@@ -48,7 +48,7 @@ def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
     shown = text(plan(world_size=4))
     assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 3 × data-parallel ranks 4" in shown
     assert "Steps: 1 × rows ÷ 24, rounded up; unknown until the rows are read" in shown
-    assert "Activations, logits and padding are not in this table yet" in shown
+    assert "activations and head are an estimate" in shown
     assert "train_batch_size" not in shown
 
 
