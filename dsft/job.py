@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.checkpoint.compare import check_same_run
-from dsft.checkpoint.export import export_checkpoint, write_model_folder
+from dsft.checkpoint.export import export_checkpoint, write_beside, write_model_folder
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
 from dsft.checkpoint.retain import Retention, best_checkpoint
@@ -45,6 +45,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
@@ -396,6 +397,7 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
         return policy
 
     policy = world.each(part)
+    world.first(lambda: write_beside(job.model_folder, kept_beside(policy.causal_lm)))
     return policy, build_engine(policy, spec, job.config, world, OBJECTIVE)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -37,7 +39,10 @@ SHARD = 4 * 2**30
 ORIGIN = "dsft_export.json"
 """Says which checkpoint an export is of, and lists its files."""
 
-NOT_AN_ADAPTERS = ("config.json", "generation_config.json")
+BESIDE = "beside.safetensors"
+"""In a checkpoint's model folder: what a model's file holds beside the parameters. Most have nothing."""
+
+NOT_AN_ADAPTERS = ("config.json", "generation_config.json", BESIDE)
 """Of the base alone: an adapter's folder that has them is taken for a model's."""
 
 
@@ -47,6 +52,24 @@ class Values(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor: ...
+
+
+class WithBeside:
+    """`values`, and what a model's file holds beside the parameters."""
+
+    def __init__(self, values: Values, model_folder: Path) -> None:
+        path = model_folder / BESIDE
+        self._values = values
+        self._beside = load_file(path) if path.exists() else {}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            **values.shapes,
+            **{name: tuple(tensor.shape) for name, tensor in self._beside.items()},
+        }
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        if name in self._beside:
+            return self._beside[name].flatten()[start:stop]
+        return self._values.read(name, kind, start, stop)
 
 
 def write_model_folder(
@@ -66,6 +89,16 @@ def write_model_folder(
         generation_config.save_pretrained(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
+
+
+def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """What a model's file holds beside the parameters (`kept_beside`), into the model folder."""
+    if not tensors:
+        return
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / BESIDE)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder / BESIDE} cannot be written ({error}).") from None
 
 
 def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
@@ -119,10 +152,12 @@ def export(
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     values = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
     _check_names(values, checkpoint.path, model)
+    whole = WithBeside(values, checkpoint.model_folder)
 
     def write(aside: Path) -> None:
+        (aside / BESIDE).unlink(missing_ok=True)
         _write_config(aside, model, dtype)
-        _write_weights(values, aside, file_names(model, values.shapes), dtype, max_shard_bytes)
+        _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
 
     size = _write_folder(checkpoint, out, origin, write)
     return f"{out}: the model after step {checkpoint.step}, {size} bytes"

@@ -27,6 +27,9 @@ from dsft.spec.schema import Model
 
 WHOLE = Keep()
 
+MIXING = ("experts", "router", "router_gate")
+"""What transformers calls the parts of a mixture of experts."""
+
 
 def build_model(
     model: Model,
@@ -72,10 +75,6 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
     be refused after days of training."""
     if _is_mixture(causal_lm):
         reason = "is a mixture of experts, whose loss that balances its experts"
-    elif _kept_beside(causal_lm):
-        reason = (
-            f"keeps {_kept_beside(causal_lm)[0]} in its file beside the parameters, and an export with it"
-        )
     elif not has_file_names(causal_lm):
         reason = "has other tensors in files than in memory, and an export that turns them back"
     else:
@@ -87,13 +86,8 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
 
 def _is_mixture(causal_lm: PreTrainedModel) -> bool:
     """By its modules, since each architecture counts its experts under another key, and some can be dense."""
-    last = (name.rpartition(".")[2] for name, _ in causal_lm.named_modules())
-    return any("expert" in name or "router" in name for name in last)
-
-
-def _kept_beside(causal_lm: PreTrainedModel) -> list[str]:
-    """Buffers that stand in a model's file. A checkpoint holds parameters."""
-    return [name for name, _ in causal_lm.named_buffers() if name in causal_lm.state_dict()]
+    last = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()}
+    return not last.isdisjoint(MIXING)
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -41,9 +41,6 @@ DECODERS = (
 )
 """Shown to be trained right (tests/architectures), though they have no `base_model_pp_plan`."""
 
-SEGMENTED = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers in which tokens meet in nothing but the attention function."""
-
 FLASH = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
     "flash_attention_3": ("flash_attn_interface", is_flash_attn_3_available),
@@ -83,18 +80,6 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
         )
     config._attn_implementation = _attention(model, config)
     return config
-
-
-def has_only_attention(config: PreTrainedConfig) -> bool:
-    """Whether tokens of a row meet in nothing but the attention function that transformers lets one replace:
-    no recurrence, no convolution, no mask of the model's own. What packing needs."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    kinds = getattr(config, "layer_types", None) or ()
-    return (
-        bool(model_class._supports_attention_backend)
-        and config.model_type != "doge"
-        and not set(kinds) - set(SEGMENTED)
-    )
 
 
 def _check_kind(config: PreTrainedConfig) -> None:

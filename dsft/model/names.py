@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -29,6 +30,17 @@ def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Name in the module -> name in the file; of a model for which `has_file_names` holds."""
     _, renamings = _reversed(model)
     return {name: apply_renamings(name, renamings) for name in names}
+
+
+def kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a model's file that are no parameters, and that no training changes, by their names in
+    the module: the layer scalars of Gemma 4."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def _reversed(model: PreTrainedModel) -> tuple[list[WeightConverter], list[WeightRenaming]]:

@@ -15,15 +15,17 @@ from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma4UnifiedTextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
 )
 
-from dsft.checkpoint.export import export, export_checkpoint, write_model_folder
+from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.model.names import kept_beside
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
 
@@ -194,3 +196,27 @@ def test_memory_is_that_of_a_piece_not_of_a_tensor(maker: Any, tokenizer: Any, t
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 2**25
     assert int(done.stdout) < 2**24
+
+
+def test_what_a_file_holds_beside_the_parameters_comes_with_it(
+    maker: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A layer scalar of Gemma 4 is no parameter, and is not 1 in a pretrained model."""
+    config = Gemma4UnifiedTextConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, layer_types=["full_attention"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    scalars = kept_beside(model)
+    assert list(scalars) == ["model.layers.0.layer_scalar"]
+    scalars["model.layers.0.layer_scalar"].fill_(0.5)
+    write_model_folder(tmp_path / "gemma4", config, tokenizer)
+    write_beside(tmp_path / "gemma4", scalars)
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    export(saved(type(maker)(tmp_path / "other", tmp_path / "gemma4", tensors)), tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert kept_beside(loaded)["model.layers.0.layer_scalar"] == 0.5
+    assert not (tmp_path / "out" / "beside.safetensors").exists()
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model.eval()(TOKENS).logits)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import build_model
-from dsft.model.config import TokenFacts, has_only_attention, resolve_config
+from dsft.model.config import TokenFacts, resolve_config
 from dsft.spec.schema import Model
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
@@ -78,21 +77,6 @@ def test_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
     message = refused(keys)
     assert words in message
     assert "Traceback" not in message
-
-
-@pytest.mark.parametrize(
-    ("kind", "only"),
-    [
-        ("llama", True),
-        ("gemma2", True),
-        ("gpt2", True),
-        ("qwen3_5_text", False),  # a recurrence in most layers
-        ("olmo_hybrid", False),
-        ("doge", False),  # chooses its keys by their values over the whole row
-    ],
-)
-def test_where_tokens_meet_in_attention_alone(kind: str, only: bool) -> None:
-    assert has_only_attention(CONFIG_MAPPING[kind]()) is only
 
 
 def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
