@@ -1,0 +1,149 @@
+"""The proof of packing: passes what is exact, stops what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.batch import MicroBatch
+from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.pack import lay
+from dsft.engine import proof
+from dsft.engine.proof import every_second_changed, prove_packing, real_rows
+from dsft.errors import SpecError
+from dsft.model import policy as policies
+from dsft.model.attention import attend_per_segment
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.policy import Policy
+from dsft.spec.schema import Model
+
+FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+class Alone:
+    """A world of one rank."""
+
+    def each(self, work: Any) -> Any:
+        return work()
+
+
+class Scores:
+    """An engine without one."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.given: list[MicroBatch] = []
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        self.given += micro_batches
+        return tuple(self.policy(b.input_ids, b.position_ids, b.targets, b.lengths) for b in micro_batches)
+
+
+def rows(*lengths: int, segments: bool = False) -> Dataset:
+    draw = np.random.default_rng(5)
+    ids = [draw.integers(3, 128, length).astype(np.int32) for length in lengths]
+    examples = [Example(i, np.zeros(len(i), dtype=bool), "a:1") for i in ids]
+    if segments:
+        joined = np.concatenate(ids)
+        examples = [Example(joined, np.zeros(len(joined), dtype=bool), "a:1", lengths)]
+    return Dataset(tuple(examples), Ledger(len(examples), len(examples), 0, 0))
+
+
+def scores(precision: str = "fp32") -> Scores:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    policy = build_model(Model(from_config=LLAMA), FACTS, 3, dtype)
+    policy.eval()
+    attend_per_segment(policy.causal_lm, "auto", 64)
+    return Scores(policy)
+
+
+def prove(engine: Scores, data: Dataset, precision: Any = "fp32") -> None:
+    prove_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [(20, 30, 17, 25, 60), (3, 40), (2,), (1, 9, 9)])
+def test_what_is_exact_passes(lengths: tuple[int, ...], precision: str) -> None:
+    engine = scores(precision)
+    prove(engine, rows(*lengths), precision)
+    assert any(len(batch.lengths or ()) > 1 for batch in engine.given)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """The mutation: the row is attended as if it were one segment."""
+    of = policies.packed_keywords
+    monkeypatch.setattr(
+        policies,
+        "packed_keywords",
+        lambda kind, at, _: of(kind, at, (at.shape[1],) if len(at) == 1 else None),
+    )
+    with pytest.raises(SpecError, match="data.packing: a packed row's neighbour changes its loss"):
+        prove(scores(precision), rows(20, 30, 17, 25, 60), precision)
+
+
+def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last two segments are one."""
+    of = policies.packed_keywords
+
+    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None) -> Any:
+        return of(kind, at, (*lengths[:-2], sum(lengths[-2:])) if lengths and len(lengths) > 2 else lengths)
+
+    monkeypatch.setattr(policies, "packed_keywords", joined)
+    with pytest.raises(SpecError, match="neighbour changes its loss"):
+        prove(scores(), rows(20, 30, 17, 25, 60))
+
+
+def test_a_row_that_is_another_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No neighbour changes anything, but the packed rows are not what they are alone."""
+    monkeypatch.setattr(proof, "collate", lambda examples, pad: lay([shifted(e) for e in examples], pad))
+    with pytest.raises(SpecError, match="nats per token from what it is when alone"):
+        prove(scores(), rows(20, 30, 17, 25, 60))
+
+
+def shifted(example: Example) -> Example:
+    return Example(np.roll(example.input_ids, 1), example.trained, example.source)
+
+
+def test_the_rows_are_real_and_short() -> None:
+    data = rows(200, 20, 5, 18, 1500, 30)
+    chosen = real_rows(data)
+    assert [len(row.input_ids) for row in chosen] == [18, 1024, 20, 30]
+    assert all(row.trained[1:].all() and not row.trained[0] for row in chosen)
+    assert np.array_equal(chosen[2].input_ids, data.examples[1].input_ids)
+
+
+def test_pieces_of_full_rows_are_taken_apart() -> None:
+    assert [len(row.input_ids) for row in real_rows(rows(20, 30, 1, 17, 60, segments=True))] == [
+        17,
+        60,
+        20,
+        30,
+    ]
+
+
+def test_every_token_of_a_changed_row_is_another() -> None:
+    before = real_rows(rows(20, 30, 17, 25, 60))
+    after = every_second_changed(before)
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        same = old.input_ids == new.input_ids
+        assert same.all() if number % 2 else not same.any()
+    assert set(np.concatenate([row.input_ids for row in after])) <= set(
+        np.concatenate([row.input_ids for row in before])
+    )
