@@ -13,7 +13,8 @@ FAULTY_STEP = 1
 @dataclass(frozen=True)
 class Case:
     """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is
-    not finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it."""
+    not finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it;
+    `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -24,11 +25,13 @@ class Case:
     precision: Literal["fp32", "bf16"] = "fp32"
     fault: bool = False
     stages: int = 1
+    packed: bool = False
 
     @property
     def name(self) -> str:
         flags = [
             f"{self.stages}stages" * (self.stages > 2),
+            "packed" * self.packed,
             "clipped" * (self.max_norm > 0),
             "checkpointing" * self.checkpointing,
             "bf16" * (self.precision == "bf16"),
@@ -81,11 +84,16 @@ def _cases(ranks: int) -> Iterator[Case]:
     for mode, stages in modes:
         yield Case(mode, ranks, "sgd", "varying", max_norm=0.1, stages=stages)
         yield Case(mode, ranks, "adamw", "one", checkpointing=True, stages=stages)
+        if ranks == 2 or mode in ("zero2", "zero3", "pipeline_zero1"):
+            yield Case(mode, ranks, "adamw", "varying", 0.1, checkpointing=True, stages=stages, packed=True)
         if ranks == 2:
             yield Case(mode, ranks, "adamw", "four", max_norm=0.1, stages=stages)
             yield Case(mode, ranks, "adamw_default_eps", "varying", stages=stages)
             yield Case(mode, ranks, "adamw", "varying", max_norm=0.1, fault=True, stages=stages)
             yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", fault=True, stages=stages)
+    if ranks == 2:
+        yield Case("zero2", ranks, "adamw", "four", 0.1, precision="bf16", packed=True)
+        yield Case("zero1", ranks, "sgd", "varying", 0.1, packed=True)
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
 

@@ -27,16 +27,20 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.data.dataset import Dataset, Example, Ledger
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
+from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
+from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
@@ -107,6 +111,8 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     keep = keep_for(config, world)
     policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages, keep)
+    if case.packed:
+        attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
     if case.fault:
         break_gradient(policy, world)
     engine: Any = build_engine(policy, spec, config, world, next_token())
@@ -116,17 +122,19 @@ def compare(case: Case, world: World) -> dict[str, Any]:
 
     steps = plain.make_steps(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
     losses, norms = [], []
+    if case.packed:
+        prove_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
         counts = {"tokens": plain.count(plain.rows_of(step))}
-        result = engine.step(share(step, world), counts, RATES[case.optimizer])
+        result = engine.step(share(step, world, case), counts, RATES[case.optimizer])
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
         norms.append(float(result.grad_norm))
     BROKEN["now"] = False
     held_out = plain.make_steps(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
-    evaluation = float(world.sum(engine.evaluate(share(held_out, world)))[0])
+    evaluation = float(world.sum(engine.evaluate(share(held_out, world, case)))[0])
     evaluation /= plain.count(plain.rows_of(held_out))
     final = assemble(world, engine)
     gathered = [merge(world.gather(g)) for g in gradients]
@@ -193,8 +201,9 @@ def plain_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(plain.decayed_groups(model, DECAY), rate, eps=EPS[case.optimizer])
 
 
-def share(step: plain.Step, world: World) -> list[MicroBatch]:
-    return [micro_batch(ranks[world.data_rank]) for ranks in step]
+def share(step: plain.Step, world: World, case: Case) -> list[MicroBatch]:
+    made = packed_micro_batch if case.packed else micro_batch
+    return [made(ranks[world.data_rank]) for ranks in step]
 
 
 def micro_batch(rows: list[plain.Row]) -> MicroBatch:
@@ -210,6 +219,23 @@ def micro_batch(rows: list[plain.Row]) -> MicroBatch:
         wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
         batch.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
     return batch
+
+
+def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
+    """The same rows, one after the other; no row at all: the two tokens without a target."""
+    alone = [micro_batch([row]) for row in rows] or [micro_batch([])]
+    return MicroBatch(
+        torch.cat([batch.input_ids for batch in alone], 1),
+        torch.cat([batch.position_ids for batch in alone], 1),
+        torch.cat([batch.targets for batch in alone], 1),
+        tuple(batch.input_ids.shape[1] for batch in alone),
+    )
+
+
+def proof_rows(steps: list[plain.Step]) -> Dataset:
+    rows = [row for step in steps for row in plain.rows_of(step)]
+    examples = [Example(np.array(ids, np.int32), np.array(trained), "parity") for ids, trained in rows]
+    return Dataset(tuple(examples), Ledger(len(rows), len(rows), 0, 0))
 
 
 BROKEN = {"now": False}
