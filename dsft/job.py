@@ -311,7 +311,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
 
-    steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad_id(inputs.tokenizer))
+    pad, alpha = pad_id(inputs.tokenizer), spec.train.neftune_alpha
+    steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad, alpha)
     evaluate = held_out_evaluation(job, inputs, world, engine)
     hooks = Run(
         world.sum,
@@ -375,6 +376,8 @@ def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:
     """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
     pad = pad_id(inputs.tokenizer)
     trained = longest_micro_batch(inputs.train, job.batch, pad)
+    if job.spec.train.neftune_alpha is not None:
+        trained = replace(trained, noise_scale=torch.zeros(trained.input_ids.shape))
     as_one_step = [
         (rows.data, replace(job.batch, global_batch_size=len(rows.data))) for rows in inputs.held_out
     ]

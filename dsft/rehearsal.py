@@ -51,6 +51,7 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
         position_ids=micro_batch.position_ids[:, :length],
         targets=micro_batch.targets[:, :length],
         lengths=lengths,
+        noise_scale=None if micro_batch.noise_scale is None else micro_batch.noise_scale[:, :length],
     )
 
 

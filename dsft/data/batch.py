@@ -24,6 +24,7 @@ class MicroBatch:
     position_ids: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
     lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
+    noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
@@ -38,6 +39,7 @@ class MicroBatch:
             input_ids=moved(self.input_ids),
             position_ids=moved(self.position_ids),
             targets=moved(self.targets),
+            noise_scale=None if self.noise_scale is None else moved(self.noise_scale),
         )
 
 

@@ -7,6 +7,7 @@ step an example stands, so packed and padded runs learn the same.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,9 +55,9 @@ def _emptiest_first(
     return packs
 
 
-def lay(examples: Sequence[Example], pad_id: int) -> MicroBatch:
+def lay(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
     """One row of the examples' segments one after the other; without examples one of two tokens and no
-    target."""
+    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment."""
     if not examples:
         ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
         lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
@@ -68,7 +69,13 @@ def lay(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     input_ids, position_ids, target_ids = (
         torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
     )
-    return MicroBatch(input_ids, position_ids, target_ids, lengths)
+    noise_scale = None if neftune_alpha is None else noise_scales(lengths, neftune_alpha)[None]
+    return MicroBatch(input_ids, position_ids, target_ids, lengths, noise_scale)
+
+
+def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
+    """(sum of lengths,) float32: α ÷ √L on each token of a segment of L tokens."""
+    return torch.cat([torch.full((length,), alpha / math.sqrt(length)) for length in lengths])
 
 
 def targets_of(example: Example) -> NDArray[np.int64]:

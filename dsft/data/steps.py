@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.dataset import Dataset, Example
-from dsft.data.pack import EMPTY_ROW_LENGTH, lay, pack, targets_of
+from dsft.data.pack import EMPTY_ROW_LENGTH, lay, noise_scales, pack, targets_of
 
 
 class BatchSizes(Protocol):
@@ -40,7 +40,16 @@ class TrainSteps:
     shorter. Every rank has the same number of micro-batches in a step.
     """
 
-    def __init__(self, dataset: Dataset, batch: BatchSizes, data_rank: int, seed: int, pad_id: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch: BatchSizes,
+        data_rank: int,
+        seed: int,
+        pad_id: int,
+        neftune_alpha: float | None = None,
+    ) -> None:
+        self._neftune_alpha = neftune_alpha
         self._dataset, self._batch = dataset, batch
         self._data_rank, self._seed, self._pad_id = data_rank, seed, pad_id
         self.steps_per_epoch = -(-len(dataset) // batch.global_batch_size)
@@ -51,7 +60,9 @@ class TrainSteps:
         size, count = self._batch.global_batch_size, len(self._dataset)
         ids = epoch_order(count, self._seed, epoch)[position * size : (position + 1) * size]
         return GlobalStep(
-            micro_batches=_micro_batches(self._dataset, ids, self._batch, self._data_rank, self._pad_id),
+            micro_batches=_micro_batches(
+                self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
+            ),
             counts=_counts(self._dataset, ids),
             num_tokens=int(self._dataset.lengths[ids].sum()),
             epoch=epoch + min((position + 1) * size, count) / count,
@@ -109,32 +120,43 @@ def deal(
 
 
 def _micro_batches(
-    dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, data_rank: int, pad_id: int
+    dataset: Dataset,
+    ids: NDArray[np.int64],
+    batch: BatchSizes,
+    data_rank: int,
+    pad_id: int,
+    alpha: float | None = None,
 ) -> tuple[MicroBatch, ...]:
     lengths, budget = dataset.lengths[ids], batch.tokens_per_micro_batch
     if budget is not None:
         packs = pack(lengths, budget, batch.data_parallel, data_rank)
-        return tuple(lay([dataset.examples[ids[i]] for i in members], pad_id) for members in packs)
+        return tuple(lay([dataset.examples[ids[i]] for i in members], pad_id, alpha) for members in packs)
     hands = deal(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
-    return tuple(collate([dataset.examples[i] for i in ids[hand]], pad_id) for hand in hands)
+    return tuple(collate([dataset.examples[i] for i in ids[hand]], pad_id, alpha) for hand in hands)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
     return {"tokens": int(dataset.target_counts[ids].sum())}
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> MicroBatch:
-    """Rows of the longest example's length, padded on the right; without examples one row without targets."""
+def collate(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
+    """Rows of the longest example's length, padded on the right; without examples one row without targets.
+
+    neftune_alpha: with the scale of noise on the embeddings, by each segment's own length; 0 on padding."""
     rows = max(1, len(examples))
     length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
     input_ids = np.full((rows, length), pad_id, dtype=np.int64)
     targets = np.full((rows, length), NO_TARGET, dtype=np.int64)
+    noise_scale = None if neftune_alpha is None else torch.zeros(rows, length)
     for row, example in enumerate(examples):
         n = len(example.input_ids)
         input_ids[row, :n] = example.input_ids
         targets[row, :n] = targets_of(example)
+        if noise_scale is not None and neftune_alpha is not None:
+            noise_scale[row, :n] = noise_scales(example.segment_lengths, neftune_alpha)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.arange(length).repeat(rows, 1),
         targets=torch.from_numpy(targets),
+        noise_scale=noise_scale,
     )

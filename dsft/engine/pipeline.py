@@ -22,7 +22,7 @@ from dsft.model.policy import Policy
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # tokens or hidden states, position_ids, targets
+Inputs = tuple[Tensor, ...]  # tokens or hidden states, position_ids, targets; first: maybe noise_scale
 
 
 class PipelineEngine:
@@ -105,7 +105,8 @@ class PipelineEngine:
         through."""
         for micro_batch in micro_batches:
             batch = micro_batch.to(self._world.device)
-            yield (batch.input_ids, batch.position_ids, batch.targets), batch
+            noise = () if batch.noise_scale is None else (batch.noise_scale,)
+            yield (batch.input_ids, batch.position_ids, batch.targets, *noise), batch
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
@@ -119,7 +120,9 @@ class _Stage(nn.Module):
         self.policy = policy
 
     def forward(self, inputs: Inputs) -> Tensor | Inputs:
-        output: Tensor | Inputs = self.policy(*inputs)
+        tokens, position_ids, targets, *noise = inputs
+        scale = noise[0].detach() if noise else None  # DeepSpeed asks for its gradient, as a floating input
+        output: Tensor | Inputs = self.policy(tokens, position_ids, targets, noise_scale=scale)
         return output
 
 

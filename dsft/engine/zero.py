@@ -85,7 +85,9 @@ class ZeroEngine:
         return torch.stack(self._objective.sums(self._logps(batch), batch))
 
     def _logps(self, batch: MicroBatch) -> Tensor:
-        logps: Tensor = self._engine(batch.input_ids, batch.position_ids, batch.targets, batch.lengths)
+        logps: Tensor = self._engine(
+            batch.input_ids, batch.position_ids, batch.targets, batch.lengths, batch.noise_scale
+        )
         return logps
 
     def _zeros(self) -> Tensor:

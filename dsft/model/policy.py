@@ -5,8 +5,10 @@ A pipeline stage that is not the last gives hidden states instead, and one that 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,12 +28,20 @@ class Policy(nn.Module):
         self.is_last = is_last
 
     def forward(
-        self, inputs: Tensor, position_ids: Tensor, targets: Tensor, lengths: tuple[int, ...] | None = None
+        self,
+        inputs: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        lengths: tuple[int, ...] | None = None,
+        noise_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
-        (B, T) int64; lengths: of a packed row's segments. Gives (B, T) float32 log-probabilities, 0 where
-        there is no target; or, before the last stage, what the next one takes."""
+        (B, T) int64; lengths: of a packed row's segments; noise_scale (B, T): of the first stage's embeddings
+        in training. Gives (B, T) float32 log-probabilities, 0 where there is no target; or, before the last
+        stage, what the next one takes."""
         given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
+        if noise_scale is not None and self.training and self.is_first:
+            given = {"inputs_embeds": add_noise(self.causal_lm.get_input_embeddings()(inputs), noise_scale)}
         given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths)
         if self.is_last:
             logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
@@ -45,6 +55,13 @@ class Policy(nn.Module):
         """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
         an adapter's by their names in its file, without the prefix there."""
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
+
+
+def add_noise(embedded: Tensor, scale: Tensor) -> Tensor:
+    """NEFTune (Jain et al. 2023, algorithm 1): embedded (B, T, d) plus uniform noise in ±scale ÷ √d, with the
+    scale (B, T) = α ÷ √L of each token's own sequence of L tokens. Drawn from torch's generator."""
+    noise = torch.empty_like(embedded).uniform_(-1.0, 1.0)
+    return embedded + noise * (scale / math.sqrt(embedded.shape[-1])).unsqueeze(-1).to(embedded.dtype)
 
 
 def target_logps(logits: Tensor, targets: Tensor) -> Tensor:

@@ -261,7 +261,9 @@ class Train(Section):
         description="Steps in a row with an infinite or NaN gradient (never applied) that stop the run.",
     )
     neftune_alpha: float | None = Field(
-        default=None, gt=0, description="Scale of the noise added to embeddings in training."
+        default=None,
+        gt=0,
+        description="NEFTune: in training, noise in ±α ÷ √(tokens × width) on embeddings, such as 5.",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="Probability mass moved from the target to the other tokens."

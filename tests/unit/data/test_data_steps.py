@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.pack import lay
 from dsft.data.steps import TrainSteps, collate, deal, epoch_order, evaluation
 
 PAD = 7
@@ -154,6 +155,20 @@ def test_tensors_of_a_micro_batch() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
     assert all(t.is_contiguous() for t in (batch.input_ids, batch.targets, batch.position_ids))
+
+
+def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:
+    long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
+    short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
+    padded = collate([long, short], PAD, 6.0).noise_scale
+    packed = lay([long, short], PAD, 6.0).noise_scale
+    assert padded is not None and packed is not None
+    small = 6 / 2**0.5
+    torch.testing.assert_close(padded, torch.tensor([[3.0, 3, 3, 3], [small, small, 0, 0]]))
+    torch.testing.assert_close(packed, torch.tensor([[3.0, 3, 3, 3, small, small]]))
+    step = TrainSteps(dataset(5), Sizes(4, 2, 2), 0, 0, PAD, 6.0).step(0)
+    assert all(batch.noise_scale is not None for batch in step.micro_batches)
+    assert all(batch.noise_scale is None for batch in evaluation(dataset(5), Sizes(4, 2, 2), 0, PAD)[0])
 
 
 def test_an_empty_micro_batch_is_a_row_without_targets() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsft.data.batch import NO_TARGET
 from dsft.model.build import build_model
-from dsft.model.policy import Policy, target_logps
+from dsft.model.policy import Policy, add_noise, target_logps
 from dsft.spec.schema import Model
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
@@ -37,6 +37,51 @@ def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor
     logps = parts[-1](*carried)
     assert isinstance(logps, Tensor)
     return logps
+
+
+def test_noise_is_uniform_within_alpha_over_the_root_of_length_and_width() -> None:
+    torch.manual_seed(0)
+    scale = torch.zeros(2, 400)
+    scale[0, :300], scale[1, :100] = 5 / 300**0.5, 5 / 100**0.5
+    noise = add_noise(torch.zeros(2, 400, 64), scale)
+    for row, length in ((0, 300), (1, 100)):
+        bound = 5 / (length * 64) ** 0.5
+        own = noise[row, :length]
+        assert bound * 0.99 < own.abs().max() <= bound
+        assert own.std() == pytest.approx(bound / 3**0.5, rel=0.03)
+        assert own.mean().abs() < bound * 0.02
+        assert not noise[row, length:].any()
+
+
+def test_noise_of_one_whole_row_equals_that_of_transformers() -> None:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    embedding = torch.nn.Embedding(10, 16).train()
+    embedding.neftune_noise_alpha = torch.tensor(5.0)
+    ids = torch.randint(0, 10, (1, 40))
+    torch.manual_seed(1)
+    theirs = neftune_post_forward_hook(embedding, (ids,), embedding(ids))
+    torch.manual_seed(1)
+    ours = add_noise(embedding(ids), torch.full((1, 40), 5 / 40**0.5))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> None:
+    ids, positions, targets = batch()
+    (policy,) = stages(1)
+    scale = torch.full(ids.shape, 5 / 9**0.5)
+    quiet = policy(ids, positions, targets)
+    assert torch.equal(policy.eval()(ids, positions, targets, noise_scale=scale), quiet)
+    policy.train()
+    assert not torch.allclose(policy(ids, positions, targets, noise_scale=scale), quiet, atol=1e-3)
+    silent = policy(ids, positions, targets, noise_scale=0 * scale)
+    torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
+    first, last = stages(2)
+    torch.manual_seed(7)
+    whole = policy(ids, positions, targets, noise_scale=scale)
+    torch.manual_seed(7)
+    cut = last(*first.train()(ids, positions, targets, noise_scale=scale))
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
 
 
 def test_log_probabilities_by_hand() -> None:
