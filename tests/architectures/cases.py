@@ -1,0 +1,179 @@
+"""The architectures that are shown to work, and a small model of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dsft.model.names import kept_beside
+
+VOCABULARY = 128
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,  # shorter than most rows
+}
+"""For every architecture that has a key of that name."""
+
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {  # attention through low-rank projections
+    "num_key_value_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": ALTERNATING | {"logit_scale": 0.25},
+    "cohere_compass_text": ALTERNATING
+    | {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for kind in ALTERNATING["layer_types"]
+        }
+    },
+    "cwm": ALTERNATING,
+    "doge": {},
+    "ernie4_5": {},
+    "exaone4": ALTERNATING,
+    "falcon": {"new_decoder_architecture": False, "alibi": False},
+    "gemma": {},
+    "gemma2": ALTERNATING | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
+    "gemma3_text": ALTERNATING,
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ALTERNATING["layer_types"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [32] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 4,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ALTERNATING["layer_types"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "gemma4_unified_text": ALTERNATING,
+    "glm": {},
+    "glm4": {},
+    "gpt2": NO_DROPOUT,
+    "gpt_bigcode": NO_DROPOUT,
+    "gpt_neox": {},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "granite_swa": ALTERNATING | {"logits_scaling": 4.0},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {},
+    "internlm3": {},
+    "iquestcoder": {},
+    "jais2": {},
+    "llama": {},
+    "minicpm3": LATENT,
+    "ministral": ALTERNATING,
+    "ministral3": {},
+    "mistral": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": ALTERNATING,
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {"use_sliding_window": True} | ALTERNATING,
+    "qwen3": {},
+    "qwen3_5_text": RECURRENT,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "vaultgemma": ALTERNATING,
+    "youtu": LATENT,
+}
+
+MIXTURES: dict[str, dict[str, Any]] = dict.fromkeys(
+    """
+    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite
+    glm_moe_dsa gpt_oss hy_v3 hy_v4 inkling_text kimi_linear kolibri1 laguna longcat_flash mellum
+    mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mixtral qwen2_moe qwen3_5_moe_text qwen3_moe
+    qwen3_next solar_open
+    """.split(),
+    {},
+) | {"dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8}}
+"""Refused, with what their defaults leave open."""
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "hrm_text": (TINY, "other tensors in files"),
+    "olmo_hybrid": (TINY | RECURRENT | {"num_key_value_heads": 1}, "other tensors in files"),
+    "phi4_multimodal": ({}, "more than a text model"),
+}
+"""The others that `base_model_pp_plan` describes: a small config, and why they are refused."""
+
+PACKED = {
+    "doge": "eager",
+    "falcon": "refused",
+    "granite_swa": "eager",
+    "nemotron": "eager",
+    "qwen3_5_text": "refused",
+    "stablelm": "eager",
+}
+"""Where packed rows are not attended per segment: by the model's own attention, or not at all."""
+
+BOUND = 1e-6
+
+
+def keys_of(kind: str) -> dict[str, Any]:
+    """`model.from_config`, without its model_type, of the small model."""
+    config_class = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    return {name: value for name, value in SMALL.items() if name in known} | ARCHITECTURES[kind]
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](
+        vocab_size=VOCABULARY,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=None,
+        use_cache=False,
+        **keys_of(kind),
+    )
+    return config
+
+
+def small_model(kind: str, seed: int = 11) -> PreTrainedModel:
+    """Made by transformers alone. All parameters are moved from their first values, so that a bias of 0 or a
+    norm of 1 is not lost unseen."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(small_config(kind)).eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *kept_beside(model).values()):
+            tensor.add_(0.02 * torch.randn_like(tensor))
+    return model

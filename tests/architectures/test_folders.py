@@ -1,0 +1,122 @@
+"""A folder in, the same folder out: without a step of training an export has the names, types and values of
+the model that it came from, whatever the architecture. Fresh models, and all that is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+from dsft.checkpoint.export import export, write_beside
+from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.retain import Retention
+from dsft.checkpoint.save import Facts, save
+from dsft.engine.api import Fragment
+from dsft.errors import DsftError, SpecError
+from dsft.model.build import build_model, check_trainable
+from dsft.model.config import DECODERS, TokenFacts
+from dsft.model.names import kept_beside
+from dsft.model.policy import Policy
+from dsft.spec.schema import Model
+from tests.architectures.cases import ARCHITECTURES, MIXTURES, REFUSED, VOCABULARY, keys_of, small_model
+
+T = TypeVar("T")
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+
+
+class Alone:
+    """A `Group` of one rank."""
+
+    rank = 0
+
+    def gather(self, mine: T) -> list[T]:
+        return [mine]
+
+    def broadcast(self, mine: T) -> T:
+        return mine
+
+    def first(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    small_model(kind).bfloat16().save_pretrained(given, max_shard_size="8KB")
+    assert len(list(given.glob("*.safetensors"))) > 1
+    policy = build_model(Model(name_or_path=str(given)), FACTS, seed=0, dtype=torch.bfloat16)
+    check_trainable(policy.causal_lm)
+    out = exported(policy, tmp_path)
+    expected, found = tensors_of(given), tensors_of(out)
+    assert found.keys() == expected.keys()
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert json.loads((out / "config.json").read_text()) == json.loads((given / "config.json").read_text())
+
+
+def exported(policy: Policy, folder: Path) -> Path:
+    """What a run of no step would leave."""
+    causal_lm, model_folder = policy.causal_lm, folder / "model"
+    causal_lm.config.save_pretrained(model_folder)
+    write_beside(model_folder, kept_beside(causal_lm))
+    trained = policy.named_trained()
+    fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
+    facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, "", {}, {})
+    shapes = {name: tuple(p.shape) for name, p in trained.items()}
+    save(folder, fragments, shapes, facts, Alone(), model_folder=model_folder, retention=Retention(None))
+    export(Checkpoint.open(folder / "checkpoints" / "step-0"), folder / "out")
+    return folder / "out"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
+    model = Model.model_validate({"from_config": {"model_type": kind, **keys_of(kind)}})
+    if kind == "apertus":  # the parameters of its activation
+        with pytest.raises(DsftError, match="gives model.layers.0.mlp.act_fn.alpha_p no first value"):
+            build_model(model, FACTS, 3, torch.float32)
+        return
+    policy = build_model(model, FACTS, 3, torch.float32).eval()
+    ids, positions = torch.arange(3, 25).view(2, 11), torch.arange(11).repeat(2, 1)
+    targets = ids + 50
+    with torch.no_grad():
+        logps = policy(ids, positions, targets)
+        expected = policy.causal_lm(input_ids=ids).logits.log_softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(logps, expected[..., 0], rtol=0, atol=2e-6)
+    assert torch.isfinite(logps).all()
+
+
+def test_every_kind_that_transformers_describes_is_shown_or_refused() -> None:
+    kinds = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
+    described = {kind for kind in kinds if CONFIG_MAPPING[kind].base_model_pp_plan}
+    assert described | set(DECODERS) == ARCHITECTURES.keys() | MIXTURES.keys() | REFUSED.keys()
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_of_experts_are_refused(kind: str) -> None:
+    config = CONFIG_MAPPING[kind](num_hidden_layers=4, **MIXTURES[kind])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(SpecError, match=f"a {kind} model is a mixture of experts"):
+        check_trainable(model)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_others_are_refused_by_name(kind: str) -> None:
+    keys: dict[str, Any] = {"model_type": kind, **REFUSED[kind][0]}
+    with pytest.raises(SpecError, match=f"a {kind} model .*{REFUSED[kind][1]}"):
+        policy = build_model(Model(from_config=keys), FACTS, 3, torch.float32)
+        check_trainable(policy.causal_lm)
