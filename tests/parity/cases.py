@@ -26,6 +26,7 @@ class Case:
     fault: bool = False
     stages: int = 1
     packed: bool = False
+    trains: Literal["all", "lora", "dora", "trainable", "groups"] = "all"
 
     @property
     def name(self) -> str:
@@ -36,6 +37,7 @@ class Case:
             "checkpointing" * self.checkpointing,
             "bf16" * (self.precision == "bf16"),
             "fault" * self.fault,
+            self.trains * (self.trains != "all"),
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
@@ -60,11 +62,20 @@ FP32_BOUNDS = {
     "weights": 1e-6,
     "change": 1e-5,
     "evaluation": 1e-6,
+    "frozen": 0.0,
 }
 # Under so small an eps an element whose gradient is near 0 moves by rounding noise.
 DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}
 # Against the plain loop in fp32: what bf16 costs, with fp32 master weights.
-BF16_BOUNDS = {"fresh": 0.0, "loss": 1e-3, "gradient": 5e-2, "norm": 5e-3, "change": 3e-2, "evaluation": 1e-3}
+BF16_BOUNDS = {
+    "fresh": 0.0,
+    "loss": 1e-3,
+    "gradient": 5e-2,
+    "norm": 5e-3,
+    "change": 3e-2,
+    "evaluation": 1e-3,
+    "frozen": 0.0,
+}
 
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("zero1_offload", "zero2_offload")  # on two ranks only, where the pipeline is tried with it too
@@ -96,6 +107,23 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield Case("zero1", ranks, "sgd", "varying", 0.1, packed=True)
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
+    yield from _partly_trained(ranks)
+
+
+def _partly_trained(ranks: int) -> Iterator[Case]:
+    """Adapters, frozen parameters, and groups with settings of their own."""
+    if ranks != 2:
+        for mode in ("zero2", "zero3") if ranks < 4 else ():
+            yield Case(mode, ranks, "adamw", "varying", 0.1, trains="lora")
+        return
+    modes = [(mode, 1) for mode in (*MODES, *OFFLOADS)] + [(mode, 2) for mode in PIPELINES]
+    for mode, stages in modes:
+        yield Case(mode, ranks, "adamw", "varying", 0.1, checkpointing=True, stages=stages, trains="lora")
+        yield Case(mode, ranks, "adamw", "varying", stages=stages, trains="groups")
+        yield Case(mode, ranks, "adamw", "one", 0.1, precision="bf16", stages=stages, trains="lora")
+        if not mode.endswith("offload"):
+            yield Case(mode, ranks, "adamw", "one", checkpointing=True, stages=stages, trains="dora")
+            yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
 
 
 def rehearsals() -> list[Case]:

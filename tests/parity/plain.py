@@ -21,6 +21,39 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter, from the papers: W·x + s·B·A·x (https://arxiv.org/abs/2106.09685);
+    with a magnitude m, each output of it times m ÷ ‖its row of W + s·B·A‖, which counts as a constant
+    (https://arxiv.org/abs/2402.09353, 4.3)."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, has_magnitude: bool) -> None:
+        super().__init__()
+        self.weight, self.scale = linear.weight, scale
+        self.lora_A = nn.Linear(linear.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, linear.out_features, bias=False)
+        self.lora_magnitude_vector = nn.Parameter(torch.ones(linear.out_features)) if has_magnitude else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.lora_B.weight @ self.lora_A.weight
+        weight = self.weight + self.scale * product
+        if self.lora_magnitude_vector is not None:
+            weight = weight * (self.lora_magnitude_vector / weight.detach().norm(dim=1))[:, None]
+        return F.linear(x, weight)
+
+
+def adapt(model: nn.Module, names: Iterable[str], rank: int, scale: float, has_magnitude: bool) -> None:
+    """Adapters in the linears of these last names, and everything else frozen."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in names and isinstance(child, nn.Linear):
+                setattr(parent, name, Adapted(child, rank, scale, has_magnitude))
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def rows_of(step: Step) -> list[Row]:
     return [row for micro_batch in step for rank in micro_batch for row in rank]
 
@@ -45,7 +78,7 @@ def train(
     skipped: Sequence[int] = (),
 ) -> Outcome:
     """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied."""
-    outcome, names = Outcome(), dict(model.named_parameters())
+    outcome, names = Outcome(), trained(model)
     for number, step in enumerate(steps):
         outcome.losses.append(backward(model, step))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
@@ -73,10 +106,10 @@ def backward(model: nn.Module, step: Step) -> float:
 
 def gradient(model: nn.Module, weights: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
     """At `weights`, before any clipping."""
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=False)
     model.zero_grad()
     backward(model, step)
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in trained(model).items() if p.grad is not None}
 
 
 @torch.no_grad()
@@ -85,8 +118,8 @@ def evaluate(model: nn.Module, step: Step) -> float:
 
 
 def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    matrices = [p for p in trained(model).values() if p.ndim > 1]
+    vectors = [p for p in trained(model).values() if p.ndim <= 1]
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 

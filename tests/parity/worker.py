@@ -23,13 +23,16 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups, safe_get_full_grad
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -40,9 +43,11 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
+from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
@@ -68,6 +73,34 @@ RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
 DECAY = 0.1
 BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
+PARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "groups": {},
+    "trainable": {"trainable": ["model.layers.1.*", "model.layers.2.mlp.*", "*norm.weight"]},
+    "lora": {
+        "lora": {
+            "rank": 3,
+            "alpha": 5.0,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "modules_to_save": ["lm_head"],
+        }
+    },
+    "dora": {
+        "lora": {
+            "rank": 2,
+            "alpha": 3.0,
+            "target_modules": ["k_proj", "up_proj"],
+            "use_rslora": True,
+            "use_dora": True,
+        }
+    },
+}
+GROUPS = [
+    {"parameters": "*.mlp.*", "learning_rate": 3.0, "weight_decay": 0.0},
+    {"parameters": "*norm.weight", "weight_decay": 0.3},
+    {"parameters": "lm_head.*", "learning_rate": 0.5},
+]
+"""Beside a learning rate of 1, so that they are multiples of each step's."""
 
 
 def main(output: Path, words: list[str]) -> None:
@@ -101,7 +134,7 @@ def run(case: Case, world: World) -> dict[str, Any]:
 
 
 def compare(case: Case, world: World) -> dict[str, Any]:
-    spec = make_spec(case)
+    spec = with_adapter(case, make_spec(case), world)
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
     whole = build_model(spec.model, FACTS, SEED, dtype)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
@@ -137,15 +170,16 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     evaluation = float(world.sum(engine.evaluate(share(held_out, world, case)))[0])
     evaluation /= plain.count(plain.rows_of(held_out))
     final = assemble(world, engine)
+    changed = changed_while_frozen(world, policy, whole)
     gathered = [merge(world.gather(g)) for g in gradients]
     engine._engine.destroy()
     if world.rank:
         return {}
 
-    start = {name: p.detach().float() for name, p in whole.causal_lm.named_parameters()}
+    start = {name: p.detach().float() for name, p in whole.named_trained().items()}
     skipped = (FAULTY_STEP,) if case.fault else ()
     applied = [i for i in range(len(steps)) if i not in skipped]
-    model = plain_model(start)
+    model = plain_model(whole, case)
     expected = plain.train(model, steps, plain_optimizer(case, model), case.max_norm, skipped)
     expected_evaluation = plain.evaluate(model, held_out)
     return {
@@ -156,6 +190,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "weights": relative(final, expected.weights),
         "change": distance(final, expected.weights) / distance(expected.weights, start),
         "evaluation": abs(evaluation - expected_evaluation),
+        "frozen": changed,
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
 
@@ -166,7 +201,11 @@ def make_spec(case: Case) -> Spec:
         {
             "name": "parity",
             "task": "pretrain",
-            "model": {"from_config": LLAMA, "gradient_checkpointing": case.checkpointing},
+            "model": {
+                "from_config": LLAMA,
+                "gradient_checkpointing": case.checkpointing,
+                **PARTS[case.trains],
+            },
             "data": {"train": [{"path": "builtin:quickstart"}]},
             "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages, **offload},
             "train": {
@@ -181,16 +220,54 @@ def make_spec(case: Case) -> Spec:
                 "weight_decay": 0.0 if case.optimizer == "sgd" else DECAY,
                 "momentum": 0.9 if case.optimizer == "sgd" else 0.0,
                 "eps": EPS[case.optimizer],
+                "groups": GROUPS if case.trains == "groups" else [],
             },
         }
     )
 
 
-def plain_model(start: dict[str, Tensor]) -> nn.Module:
+def with_adapter(case: Case, spec: Spec, world: World) -> Spec:
+    """Where there are adapters, they start from a saved one, none of whose values is 0 or 1."""
+    if spec.model.lora is None:
+        return spec
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    if world.rank == 0:
+        trained = build_model(spec.model, FACTS, SEED, torch.float32).named_trained()
+        draw = torch.Generator().manual_seed(SEED)
+        values = {
+            f"{PREFIX}{name}": p.detach() + 0.05 * torch.randn(p.shape, generator=draw)
+            for name, p in trained.items()
+        }
+        save_file(values, folder / WEIGHTS)
+    world.broadcast(None)
+    lora = spec.model.lora.model_copy(update={"path": str(folder)})
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})})
+
+
+def changed_while_frozen(world: World, policy: Policy, whole: Policy) -> int:
+    """Elements of frozen parameters that are other than at the start, over all ranks."""
+    start = dict(whole.causal_lm.named_parameters())
+    changed = 0
+    for name, parameter in policy.causal_lm.named_parameters():
+        if not parameter.requires_grad:
+            with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
+                changed += int((parameter.detach() != start[name]).sum())
+    return sum(world.gather(changed))
+
+
+def plain_model(whole: Policy, case: Case) -> nn.Module:
     keys = {name: value for name, value in LLAMA.items() if name != "model_type"}
     config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **keys)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(start)
+    if case.trains in ("lora", "dora"):
+        lora = PARTS[case.trains]["lora"]
+        scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
+        plain.adapt(model, lora["target_modules"], lora["rank"], scale, "use_dora" in lora)
+        model.get_output_embeddings().requires_grad_("modules_to_save" in lora)
+    for name, parameter in model.named_parameters():
+        if case.trains == "trainable":
+            parameter.requires_grad_("layers.1." in name or "layers.2.mlp." in name or "norm.weight" in name)
+    model.load_state_dict({plain_name(n): p.float() for n, p in whole.causal_lm.named_parameters()})
     return model
 
 
@@ -198,7 +275,19 @@ def plain_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     rate = RATES[case.optimizer]
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), rate, momentum=0.9)
-    return torch.optim.AdamW(plain.decayed_groups(model, DECAY), rate, eps=EPS[case.optimizer])
+    groups = plain.decayed_groups(model, DECAY)
+    if case.trains == "groups":
+        groups = [{"params": [p], **plain_settings(name, rate)} for name, p in model.named_parameters()]
+    return torch.optim.AdamW(groups, rate, eps=EPS[case.optimizer])
+
+
+def plain_settings(name: str, rate: float) -> dict[str, float]:
+    """What GROUPS say, by hand."""
+    if ".mlp." in name:
+        return {"lr": 3 * rate, "weight_decay": 0.0}
+    if name.endswith("norm.weight"):
+        return {"lr": rate, "weight_decay": 0.3}
+    return {"lr": 0.5 * rate if name == "lm_head.weight" else rate, "weight_decay": DECAY}
 
 
 def share(step: plain.Step, world: World, case: Case) -> list[MicroBatch]:
