@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsft.engine.api import Engine
+from dsft.engine.optimizer import check_groups
 from dsft.engine.pipeline import PipelineEngine
 from dsft.engine.world import World
 from dsft.engine.zero import ZeroEngine
@@ -18,6 +19,8 @@ from dsft.spec.schema import Spec
 def build_engine(
     policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
 ) -> Engine:
-    """A collective. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`."""
+    """A collective; SpecError where its groups cannot be stepped. `policy` is the stage `world.stage`
+    of `world.layout.pipeline_stages`."""
+    check_groups(policy.named_trained(), spec, world)
     kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine
     return kind(policy, spec, config, world, objective)

@@ -15,7 +15,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from dsft.engine.partition import full_shape
-from dsft.spec.schema import Optim
+from dsft.engine.world import World
+from dsft.errors import Problem, SpecError
+from dsft.model.trainable import check_patterns
+from dsft.spec.schema import Optim, Spec
 
 
 def build_optimizer(
@@ -34,6 +37,34 @@ def build_optimizer(
         return optimizer
     return torch.optim.AdamW(groups, **settings, fused=True)
 
+
+def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) -> None:
+    """A collective. Raises SpecError for a group of optim.groups that fits no trained parameter of the whole
+    model, and in a pipeline for stages that DeepSpeed cannot step together."""
+    settings = {_settings(name, parameter, spec.optim) for name, parameter in trained.items()}
+    told = world.gather((list(trained), len(settings)))
+    names = list(dict.fromkeys(name for mine, _ in told for name in mine))
+    check_patterns("optim.groups.{}.parameters", [g.parameters for g in spec.optim.groups], names)
+    won = {_group(name, spec.optim) for name in names}
+    for index, group in enumerate(spec.optim.groups):
+        if index not in won:
+            message = f"{group.parameters!r} fits parameters of earlier groups only; put it before them"
+            raise SpecError(WRONG, [Problem(f"optim.groups.{index}.parameters", message)])
+    counts = [count for _, count in told]
+    if 0 in counts:
+        message = f"stage {world.layout.stage(counts.index(0))} has no parameter that is trained; set it to 1"
+        raise SpecError(WRONG, [Problem("parallel.pipeline_stages", message)])
+    if len(set(counts)) > 1 and spec.parallel.zero_stage > 0:
+        # DeepSpeed sums the norm of each group over the stages (stage_1_and_2.py, get_grad_norm_direct)
+        kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.data_parallel))
+        message = (
+            f"the stages have {kinds} kinds of learning rate and weight decay, and ZeRO 1 in a pipeline needs "
+            "as many in each; set parallel.zero_stage to 0, or give every stage parameters of each kind"
+        )
+        raise SpecError(WRONG, [Problem("parallel.zero_stage", message)])
+
+
+WRONG = "The parameters cannot be trained in these groups."
 
 RATE = "rate"
 """Key of an optimizer's group: its learning rate as a multiple of the step's."""
@@ -56,10 +87,16 @@ def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, 
     A decay that a group states holds for all of it. Otherwise matrices and embeddings decay; biases, norms
     and other vectors do not.
     """
-    group = next((g for g in optim.groups if fnmatchcase(name, g.parameters)), None)
+    index = _group(name, optim)
+    group = optim.groups[index] if index is not None else None
     rate, decay = 1.0, optim.weight_decay if len(full_shape(parameter)) > 1 else 0.0
     if group is not None and group.learning_rate is not None:
         rate = group.learning_rate / optim.learning_rate
     if group is not None and group.weight_decay is not None:
         decay = group.weight_decay
     return rate, decay
+
+
+def _group(name: str, optim: Optim) -> int | None:
+    """Number of the first group whose pattern fits."""
+    return next((i for i, group in enumerate(optim.groups) if fnmatchcase(name, group.parameters)), None)

@@ -51,7 +51,9 @@ class Case:
         """Largest differences allowed; what each figure means stands in worker.py."""
         if self.precision == "bf16":
             return BF16_BOUNDS
-        return DEFAULT_EPS_BOUNDS if self.optimizer == "adamw_default_eps" else FP32_BOUNDS
+        if self.optimizer == "adamw_default_eps":
+            return DEFAULT_EPS_BOUNDS
+        return FP32_BOUNDS | (ADAPTER_BOUNDS if self.trains in ("lora", "dora") else {})
 
 
 FP32_BOUNDS = {
@@ -76,6 +78,10 @@ BF16_BOUNDS = {
     "evaluation": 1e-3,
     "frozen": 0.0,
 }
+
+# Adapters begin at values of 0.1 to 1 and change by 1e-3, of which the last bit of a value is 3e-5;
+# DeepSpeed's CPU Adam rounds once more. The terms of peft's DoRA cancel, which costs a bit of the gradient.
+ADAPTER_BOUNDS = {"change": 5e-5, "gradient": 2e-6}
 
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("zero1_offload", "zero2_offload")  # on two ranks only, where the pipeline is tried with it too
@@ -119,10 +125,11 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
     modes = [(mode, 1) for mode in (*MODES, *OFFLOADS)] + [(mode, 2) for mode in PIPELINES]
     for mode, stages in modes:
         yield Case(mode, ranks, "adamw", "varying", 0.1, checkpointing=True, stages=stages, trains="lora")
-        yield Case(mode, ranks, "adamw", "varying", stages=stages, trains="groups")
+        if mode != "pipeline_zero1":  # which refuses stages with other numbers of groups
+            yield Case(mode, ranks, "adamw", "varying", stages=stages, trains="groups")
         yield Case(mode, ranks, "adamw", "one", 0.1, precision="bf16", stages=stages, trains="lora")
         if not mode.endswith("offload"):
-            yield Case(mode, ranks, "adamw", "one", checkpointing=True, stages=stages, trains="dora")
+            yield Case(mode, ranks, "adamw", "one", checkpointing=stages > 1, stages=stages, trains="dora")
             yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
 
 
