@@ -58,8 +58,8 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
         # DeepSpeed sums the norm of each group over the stages (stage_1_and_2.py, get_grad_norm_direct)
         kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.data_parallel))
         message = (
-            f"the stages have {kinds} kinds of learning rate and weight decay, and ZeRO 1 in a pipeline needs "
-            "as many in each; set parallel.zero_stage to 0, or give every stage parameters of each kind"
+            f"the stages have {kinds} kinds of learning rate and weight decay, ZeRO 1 in a pipeline needs as "
+            "many in each; set parallel.zero_stage to 0, or give every stage parameters of each kind"
         )
         raise SpecError(WRONG, [Problem("parallel.zero_stage", message)])
 

@@ -131,6 +131,7 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
         if not mode.endswith("offload"):
             yield Case(mode, ranks, "adamw", "one", checkpointing=stages > 1, stages=stages, trains="dora")
             yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
+    yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, trains="lora")
 
 
 def rehearsals() -> list[Case]:
