@@ -12,9 +12,9 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,6 +51,7 @@ from dsft.objective.next_token import next_token
 from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census_from
 from dsft.plan.ds_config import Elements, bucket_sizes, sized
+from dsft.plan.flops import peak_tflops, work
 from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
@@ -61,6 +62,7 @@ from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import read_metrics, storage_error
 from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
 from dsft.report.memory_file import MemoryFile
+from dsft.report.profile import StepTrace, traced_step
 from dsft.report.run import Report
 from dsft.spec.held_out import set_names
 from dsft.spec.load import dump_spec
@@ -69,6 +71,7 @@ from dsft.spec.schema import Source, Spec
 OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Say = Callable[[str], None]
+Trace = Callable[[int], AbstractContextManager[object]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -77,7 +80,7 @@ T = TypeVar("T")
 class Job:
     """What is known before torch is imported. notes: how the configuration came about, a line each;
     hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
-    that a DeepSpeed JSON of the user's decides."""
+    that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice."""
 
     spec: Spec
     batch: BatchSizes
@@ -88,6 +91,7 @@ class Job:
     hostfile: str | None
     command: Sequence[str]
     kept: frozenset[str] = frozenset()
+    profile: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -321,6 +325,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         during("save", keep, memory),
         world.world_size,
         world.rank,
+        mfu_of(job, inputs, counted, world),
+        trace_of(job, world, progress.step + 1, last_step, report.line),
     )
     memory.enter("steady")
     try:
@@ -370,6 +376,30 @@ def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase,
         else:
             figures[phase] = {"host_rss": max(rank.phase(phase) + rank.offloaded for rank in ranks)}
     return figures
+
+
+def mfu_of(
+    job: Job, inputs: Inputs, counted: Census, world: World
+) -> Callable[[int, int, float], float] | None:
+    """None on a CPU, in fp32 and on a GPU that is not in the table, unless the spec names the peak."""
+    accelerator = job.spec.cluster.accelerator if job.spec.cluster else None
+    peak = accelerator.peak_tflops if accelerator else None
+    if peak is None and world.device.type == "cuda" and job.spec.train.precision != "fp32":
+        peak = peak_tflops(torch.cuda.get_device_name(world.device))
+    if peak is None or world.device.type == "cpu":
+        return None
+    config: Any = inputs.config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return partial(work(counted, width).mfu, peak_tflops=peak * world.world_size)
+
+
+def trace_of(job: Job, world: World, first: int, last: int, say: Say) -> Trace:
+    """What `--profile` asks for, on rank 0. Raises SpecError for a step that this start does not train."""
+    if job.profile is None:
+        return lambda step: nullcontext()
+    step = traced_step(job.profile or None, first, last)
+    return StepTrace(job.folder, step, say) if world.rank == 0 else lambda step: nullcontext()
 
 
 def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,7 +74,8 @@ class Schedule:
 class Run:
     """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate:
     held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's eval/loss
-    (None: not evaluated), a collective."""
+    (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from seconds,
+    where the devices' peak is known; trace: step -> a context around it."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[], Record] | None
@@ -81,6 +83,8 @@ class Run:
     save: Callable[[Progress, float | None], None]
     world_size: int
     rank: int
+    mfu: Callable[[int, int, float], float] | None = None
+    trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Window:
     sums: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
+    squared: int = 0
     steps: int = 0
     data_wait: float = 0.0
     began: float = field(default_factory=time.perf_counter)
@@ -98,6 +103,7 @@ class Window:
         self.sums = result.sums if self.sums is None else self.sums + result.sums
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
+        self.squared += batch.squared
         self.steps += 1
         self.data_wait += waited
 
@@ -111,13 +117,14 @@ def fit(
     """
     window = Window()
     while progress.step < schedule.total_steps:
-        fetched = time.perf_counter()
-        batch = steps.step(progress.step)
-        waited = time.perf_counter() - fetched
-
-        seed_step(schedule.seed, progress.step, run.rank)
         learning_rate = schedule.learning_rate(progress.applied_steps)
-        result = engine.step(batch.micro_batches, batch.counts, learning_rate)
+        with run.trace(progress.step + 1):
+            fetched = time.perf_counter()
+            batch = steps.step(progress.step)
+            waited = time.perf_counter() - fetched
+
+            seed_step(schedule.seed, progress.step, run.rank)
+            result = engine.step(batch.micro_batches, batch.counts, learning_rate)
         progress = progress.after(batch, result.applied)
         window.add(batch, result, waited)
 
@@ -167,13 +174,18 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
     loss = mean_loss(objective, run.sum(window.sums), window.counts)
     seconds = time.perf_counter() - window.began
     tokens_per_second = window.num_tokens / seconds
-    return position(progress) | {
-        "train/loss": loss,
-        "perf/step_time": seconds / window.steps,
-        "perf/tokens_per_second": tokens_per_second,
-        "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
-        "perf/data_wait_fraction": window.data_wait / seconds,
-    }
+    mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}
+    return (
+        position(progress)
+        | (mfu or {})
+        | {
+            "train/loss": loss,
+            "perf/step_time": seconds / window.steps,
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
+            "perf/data_wait_fraction": window.data_wait / seconds,
+        }
+    )
 
 
 def evaluation_record(

@@ -61,6 +61,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--strict", action="store_true", help="refuse a DeepSpeed JSON that contradicts the spec"
     )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="STEP",
+        help="write one step's trace into the run's logs; by default the third of this start",
+    )
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
@@ -88,7 +96,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
     os.environ.update(environment(spec.cluster))  # whoever started this process
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept))
+    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept, options.profile))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class GlobalStep:
     micro_batches  this rank's; every rank has the same number of them, which may differ between steps
     counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n}
     num_tokens     global, non-padding input tokens
+    squared        global, Σ length² over the examples: what attention grows with
     epoch          how much of the data has been seen after this step, in epochs
     example_ids    global: indices into the dataset of the examples of this step
     """
@@ -59,3 +60,4 @@ class GlobalStep:
     num_tokens: int
     epoch: float
     example_ids: tuple[int, ...]
+    squared: int = 0

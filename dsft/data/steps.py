@@ -67,6 +67,7 @@ class TrainSteps:
             num_tokens=int(self._dataset.lengths[ids].sum()),
             epoch=epoch + min((position + 1) * size, count) / count,
             example_ids=tuple(ids.tolist()),
+            squared=int((self._dataset.lengths[ids] ** 2).sum()),
         )
 
 

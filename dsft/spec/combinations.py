@@ -79,6 +79,16 @@ def _model(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model", "from_config"), message)
 
 
+def _activations(spec: Spec) -> Iterator[Finding]:
+    if spec.model.activation_offload and not spec.model.gradient_checkpointing:
+        message = (
+            "true keeps what checkpointed layers save in host memory, and none is checkpointed; set "
+            "model.gradient_checkpointing: true"
+        )
+        reads = ("model.activation_offload", "model.gradient_checkpointing")
+        yield Finding(("model", "activation_offload"), message, reads)
+
+
 def _is_finite(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
@@ -334,6 +344,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _best,
     name_findings,
     _attention,
+    _activations,
     _offload,
     _hosts,
     _environment,

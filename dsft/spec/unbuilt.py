@@ -34,7 +34,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
     Unbuilt("model.compile", (False,), LEAVE_OUT),
-    Unbuilt("model.activation_offload", (False,), "use model.gradient_checkpointing to save memory"),
     Unbuilt(
         "data.eval_fraction",
         (None,),
@@ -69,7 +68,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),
-    Unbuilt("cluster.accelerator.peak_tflops", (None,), LEAVE_OUT),
     Unbuilt("cluster.hang_timeout", (None,), LEAVE_OUT),
     Unbuilt("cluster.time_limit", (None,), LEAVE_OUT),
     Unbuilt("cluster.min_hosts", (None,), LEAVE_OUT),

@@ -1,0 +1,54 @@
+"""One step's trace: takes the run's folder and a step, gives a context for each step that traces that one.
+
+The file is in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dsft.errors import Problem, SpecError
+from dsft.report.jsonl import storage_error
+
+DEFAULT = 3  # the first steps of a start build caches, allocate and trace
+
+
+def traced_step(asked: int | None, first: int, last: int) -> int:
+    """The step to trace of those from `first` to `last`: the one asked for; else the third, or the last."""
+    if asked is None:
+        return min(first + DEFAULT - 1, last)
+    if first <= asked <= last:
+        return asked
+    message = f"{asked} is not a step of this start, which trains steps {first} to {last}; name one of them"
+    raise SpecError("No step can be traced.", [Problem("--profile", message)])
+
+
+class StepTrace:
+    """Called with each step's number, from 1: a context that records `step` and leaves others alone. `path`
+    is where the trace will be; `say` is told when it is there."""
+
+    def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+        self._step, self._say = step, say
+        self.path = run_dir / "logs" / f"trace-step-{step}.json"
+
+    def __call__(self, step: int) -> AbstractContextManager[object]:
+        if step != self._step:
+            return nullcontext()
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        return profile(activities=activities, on_trace_ready=self._write, record_shapes=True)
+
+    def _write(self, trace: profile) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(self.path))
+        except (OSError, RuntimeError) as error:
+            failed = error if isinstance(error, OSError) else OSError(str(error))
+            raise storage_error(self.path, failed) from error
+        self._say(f"trace of step {self._step}: {self.path}")
