@@ -51,7 +51,9 @@ def build_model(
     causal_lm = _on_meta(config)
     weights = _weights(model, causal_lm, seed, dtype)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
-        causal_lm.activation_checkpointing_enable({"use_reentrant": False}, offload=model.activation_offload)
+        on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
+        offload = model.activation_offload and on_gpu
+        causal_lm.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if stages > 1:
         cut(causal_lm, stage, stages)

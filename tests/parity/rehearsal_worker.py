@@ -70,7 +70,7 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
     found: dict[str, torch.Tensor] = {"draw": torch.rand(3)}
     for number, step in enumerate(plain.make_steps(SEED, STEPS, world.layout.data_parallel, VOCABULARY)):
         counts = {"tokens": plain.count(plain.rows_of(step))}
-        result = engine.step(share(step, world), counts, RATES[case.optimizer])
+        result = engine.step(share(step, world, case), counts, RATES[case.optimizer])
         found[f"loss {number}"] = result.sums
         found[f"norm {number}"] = torch.as_tensor(float(result.grad_norm))
         for name in COUNTERS[:4]:

@@ -150,6 +150,9 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
             "=1",
         ],
     ),
+    "activations_of_no_checkpoint": spec(
+        model="model: {from_config: {model_type: llama}, activation_offload: true}\n"
+    ),
     # everything at once
     "several": spec(
         head="name: a b\ntask: sfft\n",
