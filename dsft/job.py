@@ -292,13 +292,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     else:
         say(f"starting at step 0: {folder} has no checkpoint")
     prove(job, inputs, world, policy, engine)
-    is_first, shown = world.rank == 0, shown_config(job)
-    report = world.each(
-        lambda: Report.open(folder, last_step, progress.step, spec.wandb, shown, enabled=is_first)
-    )
-    scaling = scaling_equation(spec.optim, job.batch.global_batch_size)
-    if scaling is not None:
-        report.line(scaling)
+    report = open_report(job, world, last_step, progress.step)
     latest: Record = {}
 
     def tell(record: Record) -> None:
@@ -335,6 +329,17 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     finally:
         report.close(latest | memory.record())
     return step_folder(folder, end.step)
+
+
+def open_report(job: Job, world: World, last_step: int, step: int) -> Report:
+    is_first, shown = world.rank == 0, shown_config(job)
+    report = world.each(
+        lambda: Report.open(job.folder, last_step, step, job.spec.wandb, shown, enabled=is_first)
+    )
+    scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
+    if scaling is not None:
+        report.line(scaling)
+    return report
 
 
 def counted_model(job: Job, inputs: Inputs) -> Census:
