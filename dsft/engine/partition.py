@@ -1,8 +1,8 @@
 """What a rank keeps of a model that is being filled: takes the DeepSpeed configuration, gives a `Keep`.
 
-Under ZeRO 3 it is this rank's partition, made by DeepSpeed's own code for one parameter after the other, so
-that no rank ever holds the model. Not by `zero.Init(module=…)`, which sends each whole parameter from rank 0
-to all: the ranks read their own ranges.
+Under ZeRO 3 it is this rank's partition of one parameter after the other, so that no rank ever holds the
+model. Not by `zero.Init(module=…)`, which sends each whole parameter from rank 0 to all: the ranks read their
+own ranges.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+import torch.nn.functional as F
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from torch import Tensor, nn
 
 from dsft.engine.world import World
 from dsft.model.weights import Keep
@@ -27,16 +29,40 @@ def keep_for(config: Mapping[str, Any], world: World) -> Keep:
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
 
     def span(numel: int) -> tuple[int, int]:
-        """As `Init._partition_param` (partition_parameters.py:1778): equal parts, the last ones short."""
+        """Equal parts, the last ones short, as in `Init._partition_param` (partition_parameters.py:1778)."""
         size = -(-numel // world.world_size)
         return min(size * world.rank, numel), min(size * (world.rank + 1), numel)
 
-    def take(parameter: Any) -> None:
-        parameter.data = parameter.data.to(init.local_device)
-        init._convert_to_deepspeed_param(parameter)
+    def take(parameter: Any, part: Tensor | None) -> None:
+        if part is None:
+            parameter.data = parameter.data.to(init.local_device)
+            init._convert_to_deepspeed_param(parameter)
+        else:
+            parameter.data = part.new_empty(1, device=init.local_device).expand(parameter.shape)
+            init._convert_to_deepspeed_param(parameter)
+            _set_partition(parameter, part.to(init.local_device))
         parameter.partition()
 
-    return Keep(span, take)
+    return Keep(span, take) if _is_plain(init) else Keep(take=take)
+
+
+def _is_plain(init: Any) -> bool:
+    """Whether a partition is nothing but a range of the parameter, on the device that computes."""
+    elsewhere = init.remote_device != init.local_device
+    quantized = init.quantized_weights or init.quantized_nontrainable_weights
+    return not elsewhere and not quantized and init.zero_param_process_group is None
+
+
+def _set_partition(parameter: Any, part: Tensor) -> None:
+    """What `Init._partition_param` would make of the whole parameter, of which there is none to copy from.
+    Every partition has the same size, so the last ones are padded."""
+    size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
+    tensor: Any = part if len(part) == size else F.pad(part, (0, size - len(part)))
+    tensor.ds_numel = size
+    tensor.status = PartitionedParamStatus.AVAILABLE
+    tensor.final_location = None
+    parameter.ds_tensor = tensor
+    parameter.ds_numel_aligned = size * parameter.ds_zero_partition_world_size
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:

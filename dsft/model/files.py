@@ -1,7 +1,7 @@
 """Safetensors files as a model's values: takes the files and the model on the meta device, reads ranges of
 tensors by the names that they have in the module.
 
-The files are read, not mapped: no page of theirs stays in a rank's memory. Which file tensor becomes which
+No page of the files stays in a rank's memory. Which file tensor becomes which
 parameter, and through which conversion (a fused one cut, parts fused), says transformers' own mapping.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of weights that can be trained; others are those of quantized models, and of buffers."""
 
+PIECE = 2**20  # elements that are copied at a time
+MAPPED = 2**21  # bytes of a file that may be mapped
+
 
 class NotUnderstood(Exception):
     """A conversion that cannot be told from shapes alone."""
@@ -59,6 +62,47 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+class File:
+    """One safetensors file. safetensors maps it, and what is touched of a map is resident until it is closed;
+    so it is closed, and opened again, each time that MAPPED bytes have been copied out."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises MissingInputError for a file that cannot be read."""
+        self._path = path
+        try:
+            self._handle = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise MissingInputError(f"{path} cannot be read ({error}); give the folder whole.") from None
+        self._touched = 0  # bytes since it was opened
+        self.keys = tuple(self._handle.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._handle.get_slice(key).get_shape())
+
+    def read(self, key: str, start: int, out: Tensor) -> None:
+        """Fill `out`, (n,) of any type, with the elements from `start` on of the flattened tensor. The rows
+        that hold them are touched, and no others."""
+        shape = self.shape(key)
+        if not shape:
+            out.copy_(self._handle.get_tensor(key))
+            return
+        row, stop = math.prod(shape[1:]), start + len(out)
+        for first, last in _pieces(start // row, -(-stop // row), row):
+            piece = self._handle.get_slice(key)[first:last].reshape(-1)
+            begin, end = max(start - first * row, 0), min(stop - first * row, len(piece))
+            out[first * row + begin - start : first * row + end - start] = piece[begin:end]
+            self._touched += piece.nbytes
+            del piece
+            if self._touched >= MAPPED:
+                self._handle, self._touched = safe_open(self._path, framework="pt"), 0
+
+
+def _pieces(first: int, last: int, row: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, of PIECE elements each where a row has no more."""
+    step = max(PIECE // max(row, 1), 1)
+    return ((begin, min(begin + step, last)) for begin in range(first, last, step))
+
+
 class FileValues:
     """What safetensors files hold for a model."""
 
@@ -66,8 +110,7 @@ class FileValues:
         """`model` is on the meta device, as transformers builds it. Raises MissingInputError for a file that
         cannot be read, NotUnderstood for a conversion that needs the values to be planned."""
         self.where = where
-        self._handles = {path: _open(path) for path in files}
-        self._file_of = {key: path for path, handle in self._handles.items() for key in handle.keys()}
+        self._file_of = {key: file for file in map(File, files) for key in file.keys}
         tensors = model.state_dict()
         self._model = SimpleNamespace(
             config=model.config,
@@ -83,36 +126,25 @@ class FileValues:
                 self.shapes[name] = shape
         self._converted: dict[str, Tensor] = {}
 
-    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """As `Values.read`."""
         if name in self._keys:
-            return self._range(self._keys[name], start, stop).to(dtype)
+            key = self._keys[name]
+            self._file_of[key].read(key, start, out)
+            return
         if name not in self._converted:
             conversion = self._conversions[name]
-            whole = (
-                self._range(key, 0, math.prod(self._shape(key))).view(self._shape(key)).to(dtype)
-                for _, key in conversion.parts
-            )
+            whole = (self._whole(key, out.dtype) for _, key in conversion.parts)
             self._converted |= conversion.apply(whole, self._model)
-        return self._converted.pop(name).reshape(-1)[start:stop]
-
-    def _slice(self, key: str) -> Any:
-        return self._handles[self._file_of[key]].get_slice(key)
+        out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._slice(key).get_shape())
+        return self._file_of[key].shape(key)
 
-    def _range(self, key: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor: the rows that hold them are read, and no others."""
-        shape = self._shape(key)
-        if not shape:
-            return self._handles[self._file_of[key]].get_tensor(key).view(-1)
-        row = math.prod(shape[1:])
-        if start >= stop:
-            return torch.empty(0)
-        first = start // row
-        rows = self._slice(key)[first : -(-stop // row)]
-        flat: Tensor = rows.reshape(-1)
-        return flat[start - first * row : stop - first * row]
+    def _whole(self, key: str, dtype: torch.dtype) -> Tensor:
+        value = torch.empty(self._shape(key), dtype=dtype)
+        self._file_of[key].read(key, 0, value.view(-1))
+        return value
 
     def _shapes_after(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
         """Found on the meta device, without reading anything."""
@@ -141,13 +173,6 @@ def weight_files(name_or_path: str) -> list[Path]:
             "folder whole."
         )
     return [folder / name for name in names]
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", backend="pread")
-    except (SafetensorError, OSError) as error:
-        raise MissingInputError(f"{path} cannot be read ({error}); give the folder whole.") from None
 
 
 def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:

@@ -73,7 +73,7 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
             waiting.append(layer)
     read = _reader(causal_lm, Path(lora.path)) if lora.path is not None else None
 
-    def take(parameter: nn.Parameter) -> None:
+    def take(parameter: nn.Parameter, part: Tensor | None) -> None:
         for layer in waiting:
             if layer.base_layer.weight is parameter:
                 norms = _row_norms(layer.base_layer).to(dtype)
@@ -82,9 +82,12 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
                 break
         if read is not None and parameter.requires_grad:
             read(parameter)
-        keep.take(parameter)
+        keep.take(parameter, part)
 
-    return Keep(take=take) if lora.use_dora else Keep(keep.span, take)  # a norm is of the whole row
+    needs_all = (
+        lora.use_dora or read is not None
+    )  # a norm is of whole rows, and the file replaces whole tensors
+    return Keep(take=take) if needs_all else Keep(keep.span, take)
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -39,8 +39,9 @@ class Values(Protocol):
         """Names of what is there besides."""
         ...
 
-    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """(stop - start,) elements of the flattened tensor, on the CPU, in `dtype`."""
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
+        tensor."""
         ...
 
 
@@ -65,30 +66,31 @@ class ReadWeights:
                     continue
                 for old in own_tensors(named.module):
                     if isinstance(old, nn.Parameter) and old.is_meta:
-                        places.take(places.put(old, self._share(old, dtype, keep)), keep)
+                        self._fill_parameter(old, dtype, places, keep)
                 self._fill_buffers(named, places)
         places.end(keep, self._kind)
 
-    def _share(self, old: Tensor, dtype: torch.dtype, keep: Keep) -> Tensor:
-        """A tensor shaped like `old`, of which only the range to keep has values."""
+    def _fill_parameter(self, old: Tensor, dtype: torch.dtype, places: Places, keep: Keep) -> None:
         start, stop = keep.span(old.numel())
-        part = self._read(old, start, stop, dtype)
+        part = torch.empty(stop - start, dtype=dtype)
+        self._read(old, start, part)
         if len(part) == old.numel():
-            return part.view(old.shape)
-        value = torch.empty(old.shape, dtype=dtype)  # what is never written takes no memory
-        value.view(-1)[start:stop] = part
-        return value
+            places.take(places.put(old, part.view(old.shape)), keep)
+        else:
+            without_memory = torch.empty(1, dtype=dtype).expand(old.shape)
+            places.take(places.put(old, without_memory), keep, part)
 
-    def _read(self, old: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def _read(self, old: Tensor, start: int, out: Tensor) -> None:
         first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)
-        part = self._values.read(first, start, stop, dtype)
+        self._values.read(first, start, out)
         for other in others:
-            if not torch.equal(part, self._values.read(other, start, stop, dtype)):
+            again = torch.empty_like(out)
+            self._values.read(other, start, again)
+            if not torch.equal(out, again):
                 raise MissingInputError(
                     f"{self._values.where}: {first} and {other} differ, but config.json says that they are "
                     "tied; set tie_word_embeddings to false there, or give the folder as it was saved."
                 )
-        return part
 
     def _fill_buffers(self, named: Named, places: Places) -> None:
         """What stands in the file is read whole, the rest is computed by transformers' own initialisation."""
@@ -101,7 +103,7 @@ class ReadWeights:
         initialise(named, frozenset())
         for old, new in zip(buffers, made, strict=True):
             if any(name in self._values.shapes for name in self._names.get(id(old), ())):
-                new.copy_(self._read(old, 0, old.numel(), new.dtype).view(new.shape))
+                self._read(old, 0, new.view(-1))
 
 
 class WholeValues:
@@ -113,8 +115,8 @@ class WholeValues:
         self._tensors = model.state_dict()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return self._tensors[name].view(-1)[start:stop].to(dtype)
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self._tensors[name].reshape(-1)[start : start + len(out)])
 
 
 def read_whole(model: PreTrainedModel, name_or_path: str, dtype: torch.dtype) -> WholeValues:

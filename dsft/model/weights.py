@@ -24,7 +24,7 @@ def _whole(numel: int) -> tuple[int, int]:
     return 0, numel
 
 
-def _nothing(parameter: nn.Parameter) -> None:
+def _nothing(parameter: nn.Parameter, part: Tensor | None) -> None:
     return None
 
 
@@ -33,11 +33,12 @@ class Keep:
     """What this rank keeps of the parameters; by default all of each.
 
     span  number of elements -> the range of the flattened parameter whose values are needed
-    take  called once with each parameter whose values in that range are final; may free the rest
+    take  called once with each parameter, when its values are final: it has them all, or they are in the
+          second argument, (n,), which has those of the range, while the parameter itself has memory for none
     """
 
     span: Callable[[int], tuple[int, int]] = _whole
-    take: Callable[[nn.Parameter], None] = _nothing
+    take: Callable[[nn.Parameter, Tensor | None], None] = _nothing
 
 
 class Weights(Protocol):
@@ -104,10 +105,10 @@ class Places:
         dtype, value = (torch.float32, math.nan) if floating else (old.dtype, 0)
         return self.put(old, torch.full(old.shape, value, dtype=dtype))
 
-    def take(self, parameter: Tensor, keep: Keep) -> None:
+    def take(self, parameter: Tensor, keep: Keep, part: Tensor | None = None) -> None:
         if isinstance(parameter, nn.Parameter) and id(parameter) not in self._taken:
             self._taken.add(id(parameter))
-            keep.take(parameter)
+            keep.take(parameter, part)
 
     def end(self, keep: Keep, kind: str) -> None:
         """Take what came from elsewhere (an adapter), and see that nothing was left without a value."""
