@@ -33,8 +33,8 @@ from transformers.core_model_loading import (
 from dsft.errors import MissingInputError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of weights that can be trained; others are those of quantized models, and of buffers."""
+TRAINABLE = ("F64", "F32", "F16", "BF16")
+"""safetensors' types of weights that can be trained; those of quantized models cannot."""
 
 PIECE = 2**20  # elements that are copied at a time
 MAPPED = 2**21  # bytes of a file that may be mapped
@@ -79,6 +79,10 @@ class File:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._handle.get_slice(key).get_shape())
 
+    def dtype(self, key: str) -> str:
+        found: str = self._handle.get_slice(key).get_dtype()
+        return found
+
     def read(self, key: str, start: int, out: Tensor) -> None:
         """Fill `out`, (n,) of any type, with the elements from `start` on of the flattened tensor. The rows
         that hold them are touched, and no others."""
@@ -118,6 +122,7 @@ class FileValues:
             get_parameter_or_buffer=tensors.__getitem__,
         )  # the model itself will be cut
         self._keys, conversions, self.unexpected = _plan(model, sorted(self._file_of, key=dot_natural_key))
+        self._check_types(name for name, _ in model.named_parameters(remove_duplicate=False))
         self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
         self._conversions: dict[str, Conversion] = {}
         for conversion in conversions:
@@ -137,6 +142,14 @@ class FileValues:
             whole = (self._whole(key, out.dtype) for _, key in conversion.parts)
             self._converted |= conversion.apply(whole, self._model)
         out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
+
+    def _check_types(self, parameters: Iterable[str]) -> None:
+        for key in (self._keys[name] for name in parameters if name in self._keys):
+            if (dtype := self._file_of[key].dtype(key)) not in TRAINABLE:
+                raise MissingInputError(
+                    f"{self.where}: {key} holds {dtype}, and a quantized model cannot be trained; give the "
+                    "folder that it was made of."
+                )
 
     def _shape(self, key: str) -> tuple[int, ...]:
         return self._file_of[key].shape(key)

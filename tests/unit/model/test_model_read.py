@@ -1,0 +1,261 @@
+"""Weights from files: as by transformers' own loader, in ranges too; what does not fit is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from dsft.errors import MissingInputError
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.policy import Policy
+from dsft.model.weights import Keep
+from dsft.spec.schema import Model
+
+FACTS = TokenFacts(96, 1, 2, None)
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+KINDS = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "cohere",
+    "granite", "olmo2", "gpt_neox", "gpt2", "starcoder2", "stablelm", "mixtral", "qwen3_moe",
+)  # fmt: skip
+
+
+def save(
+    folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **keys: object
+) -> PreTrainedModel:
+    """A model whose every tensor is random, biases and norms too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | keys))).to(dtype)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, keep: Keep | None = None) -> Policy:
+    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, keep=keep or Keep())
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = tensors(found), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_transformers_own_loader_reads_it(kind: str, tmp_path: Path) -> None:
+    save(tmp_path, kind)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = read(tmp_path).causal_lm
+    assert_equal(found, expected)
+    ids = torch.arange(24).view(2, 12)
+    assert torch.equal(found.eval()(ids).logits, expected.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranges_together_are_the_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of three ranks, in another type than the files have; each parameter is given once."""
+    save(tmp_path, kind, torch.bfloat16)
+    whole = {name: p.flatten() for name, p in read(tmp_path, dtype).causal_lm.named_parameters()}
+    parts = [shares(tmp_path, dtype, rank) for rank in range(3)]
+    for name, expected in whole.items():
+        assert expected.dtype == dtype
+        assert torch.equal(torch.cat([part[name] for part in parts]), expected), name
+
+
+def shares(folder: Path, dtype: torch.dtype, rank: int, ranks: int = 3) -> dict[str, Tensor]:
+    taken: dict[int, Tensor] = {}
+
+    def span(numel: int) -> tuple[int, int]:
+        return numel * rank // ranks, numel * (rank + 1) // ranks
+
+    def take(parameter: nn.Parameter, part: Tensor | None) -> None:
+        assert part is not None and id(parameter) not in taken
+        assert parameter.untyped_storage().nbytes() <= 4, "of a share the rest takes no memory"
+        taken[id(parameter)] = part
+
+    policy = read(folder, dtype, Keep(span, take))
+    named = dict(policy.causal_lm.named_parameters())
+    assert taken.keys() == {id(p) for p in named.values()}
+    return {name: taken[id(p)] for name, p in named.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_of_the_base_model(tied: bool, tmp_path: Path) -> None:
+    """It has no head, and names without the prefix."""
+    whole = save(tmp_path / "whole", tie_word_embeddings=tied)
+    whole.base_model.save_pretrained(tmp_path / "base")
+    if tied:
+        assert_equal(read(tmp_path / "base").causal_lm, whole)
+    else:
+        with pytest.raises(MissingInputError, match=r"lm_head.weight is missing"):
+            read(tmp_path / "base")
+
+
+def test_names_that_transformers_does_not_know(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda held: {f"wrapped.{name}": value for name, value in held.items()})
+    with pytest.raises(MissingInputError, match="model.embed_tokens.weight is missing"):
+        read(tmp_path)
+
+
+def change(folder: Path, how: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """The folder's tensors, changed, in one file."""
+    held = {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(how(held), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda held: {n: t for n, t in held.items() if n != NORM}, f"{NORM} is missing"),
+        (lambda held: held | {"model.extra.weight": torch.ones(2)}, "model.extra.weight is not the model's"),
+        (lambda held: held | {NORM: torch.ones(33)}, rf"{NORM} has shape \[33\] instead of \[32\]"),
+        (lambda held: {}, "and 16 more"),
+        (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} holds I8"),
+    ],
+    ids=["missing", "left over", "shape", "nothing", "quantized"],
+)
+def test_what_is_not_this_model_is_an_error(
+    how: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    change(tmp_path, how)
+    with pytest.raises(MissingInputError, match=words):
+        read(tmp_path)
+
+
+def test_what_transformers_leaves_aside_is_no_error(tmp_path: Path) -> None:
+    """Old folders hold the rotary table of each layer."""
+    whole = save(tmp_path)
+    change(tmp_path, lambda held: held | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert_equal(read(tmp_path).causal_lm, whole)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) -> None:
+    whole = save(tmp_path, tie_word_embeddings=True)
+    embedding = whole.get_input_embeddings().weight.detach()
+    head = embedding.clone() if equal else embedding + 1
+    change(tmp_path, lambda held: held | {"lm_head.weight": head})
+    if equal:
+        assert_equal(read(tmp_path).causal_lm, whole)
+    else:
+        with pytest.raises(MissingInputError, match="differ, but config.json says that they are tied"):
+            read(tmp_path)
+
+
+def test_a_tied_head_alone_is_enough(tmp_path: Path) -> None:
+    whole = save(tmp_path, tie_word_embeddings=True)
+    name = "model.embed_tokens.weight"
+    change(tmp_path, lambda held: {"lm_head.weight" if n == name else n: t for n, t in held.items()})
+    assert_equal(read(tmp_path).causal_lm, whole)
+
+
+def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path)
+    first = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    first.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        MissingInputError, match=f"has no {first.name}, which model.safetensors.index.json names"
+    ):
+        read(tmp_path)
+
+
+def test_a_file_that_is_torn(tmp_path: Path) -> None:
+    save(tmp_path)
+    first = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-10])
+    with pytest.raises(MissingInputError, match=f"{first.name} cannot be read"):
+        read(tmp_path)
+
+
+def test_a_folder_without_safetensors_is_read_by_transformers(tmp_path: Path) -> None:
+    whole = save(tmp_path, tie_word_embeddings=True)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.warns(
+        UserWarning, match="every rank reads the whole model, since it has no safetensors files"
+    ):
+        assert_equal(read(tmp_path).causal_lm, whole)
+
+
+def test_a_conversion_that_is_not_understood_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import MergeModulelist
+
+    whole = save(tmp_path, "mixtral")
+    convert = MergeModulelist.convert
+
+    def needs_values(self: object, tensors: dict[str, list[Tensor]], *args: object, **keys: object) -> object:
+        if any(t.is_meta for group in tensors.values() for t in group):
+            raise RuntimeError("values are needed")
+        return convert(self, tensors, *args, **keys)
+
+    monkeypatch.setattr(MergeModulelist, "convert", needs_values)
+    with pytest.warns(UserWarning, match="is not understood"):
+        assert_equal(read(tmp_path).causal_lm, whole)
+
+
+def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path) -> None:
+    """A file that only the other stage needs may be lost."""
+    save(tmp_path, tie_word_embeddings=False)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    broken = tmp_path / index["lm_head.weight"]
+    size = broken.stat().st_size
+    with broken.open("r+b") as file:  # the header stays
+        file.seek(size - 96 * 32 * 4 // 2)
+        file.write(b"\xff" * 100)
+    model = Model(name_or_path=str(tmp_path))
+    first = build_model(model, FACTS, 7, torch.float32, 0, 2)
+    assert all(torch.isfinite(p).all() for p in first.parameters())
+    assert "lm_head.weight" not in first.named_trained()
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = save(tmp_path / "made")
+    folder, commit = tmp_path / "hub" / "models--someone--small", "0" * 40
+    shutil.copytree(tmp_path / "made", folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert_equal(build_model(Model(name_or_path="someone/small"), FACTS, 7, torch.float32).causal_lm, whole)
+    with pytest.raises(MissingInputError, match="someone/large"):
+        build_model(Model(name_or_path="someone/large"), FACTS, 7, torch.float32)
