@@ -25,6 +25,7 @@ class MicroBatch:
     targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
     lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
     noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
+    num_targets: int | None = None  # counted by `to`, while the targets are still on the host
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
@@ -40,6 +41,9 @@ class MicroBatch:
             position_ids=moved(self.position_ids),
             targets=moved(self.targets),
             noise_scale=None if self.noise_scale is None else moved(self.noise_scale),
+            num_targets=self.num_targets
+            if self.num_targets is not None
+            else int((self.targets != NO_TARGET).sum()),
         )
 
 

@@ -22,5 +22,6 @@ def build_engine(
     """A collective; SpecError where its groups cannot be stepped. `policy` is the stage `world.stage`
     of `world.layout.pipeline_stages`."""
     check_groups(policy.named_trained(), spec, world)
+    policy.set_loss(objective.uniform, spec.train.label_smoothing)
     kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine
     return kind(policy, spec, config, world, objective)

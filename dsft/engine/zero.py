@@ -86,7 +86,12 @@ class ZeroEngine:
 
     def _logps(self, batch: MicroBatch) -> Tensor:
         logps: Tensor = self._engine(
-            batch.input_ids, batch.position_ids, batch.targets, batch.lengths, batch.noise_scale
+            batch.input_ids,
+            batch.position_ids,
+            batch.targets,
+            batch.lengths,
+            batch.noise_scale,
+            batch.num_targets,
         )
         return logps
 

@@ -9,13 +9,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.batch import NO_TARGET
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import packed_keywords
+from dsft.model.head import install_head, plain_logps
 
 
 class Policy(nn.Module):
@@ -26,6 +25,17 @@ class Policy(nn.Module):
         self.causal_lm = causal_lm
         self.is_first = is_first
         self.is_last = is_last
+        head = install_head(causal_lm) if is_last else None
+        self.full_logits = is_last and head is None
+        self._head = (head,)  # in a tuple: a module has one place alone, or ZeRO 3 would gather it twice
+        self._label_smoothing = 0.0
+
+    def set_loss(self, uniform: bool, label_smoothing: float) -> None:
+        """What training does with the log-probabilities; the words are those of Head."""
+        self._label_smoothing = label_smoothing
+        (head,) = self._head
+        if head is not None:
+            head.uniform, head.label_smoothing = uniform, label_smoothing
 
     def forward(
         self,
@@ -34,22 +44,26 @@ class Policy(nn.Module):
         targets: Tensor,
         lengths: tuple[int, ...] | None = None,
         noise_scale: Tensor | None = None,
+        num_targets: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
         (B, T) int64; lengths: of a packed row's segments; noise_scale (B, T): of the first stage's embeddings
-        in training. Gives (B, T) float32 log-probabilities, 0 where there is no target; or, before the last
-        stage, what the next one takes."""
+        in training; num_targets: how many there are, where that is known. Gives (B, T) float32
+        log-probabilities, 0 where there is no target; or, before the last stage, what the next one takes."""
         given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
         if noise_scale is not None and self.training and self.is_first:
             given = {"inputs_embeds": add_noise(self.causal_lm.get_input_embeddings()(inputs), noise_scale)}
         given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths)
-        if self.is_last:
+        if self.full_logits:
             logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
-            return target_logps(logits, targets)
-        hidden = self.causal_lm.base_model(
+            return target_logps(logits, targets, self._label_smoothing if self.training else 0.0)
+        hidden: Tensor = self.causal_lm.base_model(
             **given, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return hidden, position_ids, targets
+        if not self.is_last:
+            return hidden, position_ids, targets
+        logps: Tensor = self.causal_lm.get_output_embeddings()(hidden, targets, num_targets)
+        return logps
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
@@ -64,9 +78,7 @@ def add_noise(embedded: Tensor, scale: Tensor) -> Tensor:
     return embedded + noise * (scale / math.sqrt(embedded.shape[-1])).unsqueeze(-1).to(embedded.dtype)
 
 
-def target_logps(logits: Tensor, targets: Tensor) -> Tensor:
+def target_logps(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """(B, T, V) logits of any type -> (B, T) float32 log-probability of each target, 0 where it is
     NO_TARGET."""
-    flat = logits.flatten(0, 1).float()
-    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
-    return -losses.view_as(targets)
+    return plain_logps(logits.flatten(0, 1).float(), targets.flatten(), smoothing).view_as(targets)

@@ -27,10 +27,12 @@ class Term:
 @dataclass(frozen=True)
 class Objective:
     """`sums(logps, micro_batch)` maps target log-probabilities (B, T) to one differentiable float64
-    scalar per term, in the order of `terms`."""
+    scalar per term, in the order of `terms`; uniform: their gradient by the log-probability of a target is
+    one number for all targets of a micro-batch, which spares the head a computation."""
 
     terms: tuple[Term, ...]
     sums: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
+    uniform: bool = False
 
     def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
         """weight ÷ global count, per term. A count of 0 has only zero sums: the scale is then 0."""

@@ -11,7 +11,7 @@ from dsft.objective.api import Objective, Term
 
 def next_token() -> Objective:
     """One term, counted in `tokens`: the targets of the step, over all ranks and micro-batches."""
-    return Objective(terms=(Term("tokens"),), sums=_sums)
+    return Objective(terms=(Term("tokens"),), sums=_sums, uniform=True)
 
 
 def _sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:

@@ -1,0 +1,336 @@
+"""A model's output layer: takes hidden states and targets, gives the targets' log-probabilities.
+
+It stands in the place and under the name of the model's own, and owns or shares its weight. The logits of all
+tokens never exist at once: rows of hidden states go through in chunks, inside one forward and one backward of
+one module, so that ZeRO 3 gathers the weight once for each. Statistics are float32, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.data.batch import NO_TARGET
+
+BYTES_PER_LOGIT = 8  # the product, its float32 copy and what is made of it, for weights of 2 or 4 bytes
+CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+"""What the logits of one chunk may take. Every chunk reads and writes the whole float32 gradient of the
+weight, so a chunk must have many rows to be worth it: 512 of a vocabulary of 65,536 on a CPU, and on a GPU,
+which computes more for each byte that it moves, 1,024 of 131,072."""
+PRODUCT_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a product that is then added to a wider sum
+PLAIN_BYTES = 1 << 24  # below this, what is saved is not worth computing anything twice
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What a model makes of its output layer's product: z = scale × product, then softcap × tanh(z ÷
+    softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """At least float32; differentiable."""
+        logits = product.to(torch.promote_types(product.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the shaped logits by the product."""
+        if self.softcap is None:
+            return self.scale
+        return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
+    """What transformers 5.23 does after the output layer. Of a class not listed the soft-cap of its config is
+    taken, and engine/proof.py finds out whether that is all."""
+    config: Any = causal_lm.config
+    scale = SCALES.get(config.model_type, lambda _: 1.0)(causal_lm)
+    softcap = next((cap for key in SOFTCAPS if (cap := getattr(config, key, None)) is not None), None)
+    return Shaping(float(scale), softcap and float(softcap))
+
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES: Mapping[str, Callable[[Any], float]] = {
+    "cohere": lambda model: model.logit_scale,
+    "cohere2": lambda model: model.logit_scale,
+    "granite": lambda model: 1 / model.config.logits_scaling,
+    "granite_swa": lambda model: 1 / model.config.logits_scaling,
+    "granitemoehybrid": lambda model: 1 / model.config.logits_scaling,
+    "hyperclovax": lambda model: model.config.logits_scaling,
+    "minicpm3": lambda model: 1 / model.config.logits_scaling,  # there of the hidden states
+    "falcon_h1": lambda model: model.model.lm_head_multiplier,
+}
+
+
+class Head(nn.Linear):
+    """A linear output layer that also scores targets.
+
+    shaping           what the model does with the layer's product
+    uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
+                      can then be made in the forward, without computing the logits twice
+    label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
+    chunk_bytes       what the logits of a chunk may take; None: CHUNK_BYTES of the device
+    """
+
+    shaping = Shaping()
+    uniform = False
+    label_smoothing = 0.0
+    chunk_bytes: int | None = None
+
+    def forward(self, input: Tensor, targets: Tensor | None = None, num_targets: int | None = None) -> Tensor:
+        """input (B, T, H). Without targets the product (B, T, V), as the model's own layer. With targets
+        (B, T) their log-probabilities (B, T), at least float32, 0 where there is NO_TARGET.
+
+        num_targets: how many there are, where that is known without asking the device."""
+        if targets is None:
+            return super().forward(input)
+        rows = target_rows(targets, num_targets)
+        hidden, chosen = input.flatten(0, 1).index_select(0, rows), targets.flatten().index_select(0, rows)
+        logps = self._logps(hidden, chosen)
+        return logps.new_zeros(targets.numel()).index_copy(0, rows, logps).view_as(targets)
+
+    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        smoothing = self.label_smoothing if self.training else 0.0
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
+        size = len(hidden) * self.out_features * BYTES_PER_LOGIT
+        if size <= min(PLAIN_BYTES, chunk_bytes):
+            return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
+        chunks = Chunks(self.shaping, smoothing, chunk_bytes)
+        if not torch.is_grad_enabled():
+            return chunks.score(hidden, self.weight, self.bias, targets)[0]
+        # float16 keeps too little of gradients that are not yet multiplied by the loss scale.
+        in_forward = self.uniform and hidden.dtype != torch.float16
+        function = GradientInForward if in_forward else Recomputed
+        logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
+        return logps
+
+
+def install_head(causal_lm: PreTrainedModel) -> Head | None:
+    """Makes a linear output layer a Head, in place: whoever holds the module or its parameters holds them
+    still. None where it is something else, such as a layer with an adapter."""
+    output: Any = causal_lm.get_output_embeddings()
+    copies = getattr(output, "modules_to_save", None)  # of peft's wrapper around a layer that trains whole
+    if isinstance(copies, nn.ModuleDict):
+        (output,) = copies.values()
+    if type(output) is not nn.Linear:
+        return None
+    head: Any = output
+    head.__class__ = Head
+    head.shaping = shaping_of(causal_lm)
+    return cast(Head, head)
+
+
+def target_rows(targets: Tensor, num_targets: int | None) -> Tensor:
+    """Indices of the targets in `targets.flatten()`. Without their number the device is waited for."""
+    flags = targets.flatten() != NO_TARGET
+    if num_targets is None:
+        return flags.nonzero().squeeze(1)
+    return flags.nonzero_static(size=num_targets).squeeze(1)
+
+
+def plain_logps(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """(n, V), (n,) -> (n,); 0 where there is NO_TARGET."""
+    return -F.cross_entropy(
+        logits, targets, ignore_index=NO_TARGET, reduction="none", label_smoothing=smoothing
+    )
+
+
+# --- in chunks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How log-probabilities are computed in pieces: what is done to the product, the label smoothing, and the
+    bytes of a piece.
+
+    With smoothing s, a row's value is (1 - s) × z_target + s × mean(z) - log Σ exp(z), whose gradient by z is
+    (1 - s) × one_hot + s ÷ V - softmax(z).
+    """
+
+    shaping: Shaping
+    smoothing: float
+    chunk_bytes: int
+
+    def score(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """hidden (n, H), weight (V, H), bias (V,), targets (n,) -> log-probabilities (n,), and what
+        `normalise` gives, (n, 2)."""
+        logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
+        for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
+            logits = self.shaping(product(hidden[rows], weight, bias))
+            values = self._values(logits, targets[rows])
+            sums[rows] = normalise(logits)
+            logps[rows] = values - log_sum(sums[rows])
+            del logits
+        return logps, sums
+
+    def score_with_gradients(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, ...]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Log-probabilities (n,), and the gradients of their sum by hidden, weight and bias, where needed:
+        that by hidden in its own type, the others at least float32, in which they are added up."""
+        logps = _wide(hidden, (len(hidden),))
+        by_hidden = torch.empty_like(hidden) if needed[0] else None
+        by_weight = _wide(weight, weight.shape) if needed[1] else None
+        by_bias = _wide(bias, bias.shape) if bias is not None and needed[2] else None
+        for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
+            logits = self.shaping(product(hidden[rows], weight, bias))
+            values, slope = self._values(logits, targets[rows]), self.shaping.slope(logits)
+            logps[rows] = values - log_sum(normalise(logits))
+            columns = targets[rows, None]
+            gradient = self._gradient(logits, columns, torch.ones_like(columns), len(weight)).mul_(slope)
+            if by_bias is not None:
+                by_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if by_hidden is not None:
+                torch.mm(gradient, weight, out=by_hidden[rows])
+            if by_weight is not None:
+                add_product(by_weight, gradient.t(), hidden[rows])
+            del logits, slope, gradient  # before the next chunk's are made
+        return logps, [by_hidden, by_weight, by_bias]
+
+    def gradients(
+        self,
+        upstream: Tensor,
+        sums: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
+        needed: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        """The same for any upstream gradient (n,), from inputs = (hidden, weight, bias, targets). Pieces are
+        of the vocabulary here: each row of the weight's gradient is then written once, in its own type."""
+        hidden, weight, bias, targets = inputs
+        top, total = sums.split(1, dim=1)
+        by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
+        by_weight = torch.empty_like(weight) if needed[1] else None
+        by_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
+        for tokens in pieces(weight.shape[0], len(hidden), self.chunk_bytes):
+            part = weight[tokens]
+            logits = self.shaping(product(hidden, part, None if bias is None else bias[tokens]))
+            slope = self.shaping.slope(logits)
+            here = targets[:, None] - tokens.start
+            inside = (here >= 0) & (here < len(part))
+            logits.sub_(top).exp_().div_(total)
+            gradient = self._gradient(logits, here.clamp(0, len(part) - 1), inside, len(weight))
+            gradient.mul_(slope).mul_(upstream[:, None])
+            if by_bias is not None:
+                by_bias[tokens] = gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if by_hidden is not None:
+                add_product(by_hidden, gradient, part)
+            if by_weight is not None:
+                torch.mm(gradient.t(), hidden, out=by_weight[tokens])
+            del logits, slope, gradient
+        return [None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias]
+
+    def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(1 - s) × z_target + s × mean(z), (n,)."""
+        chosen = logits.gather(1, targets[:, None]).squeeze(1)
+        return chosen if not self.smoothing else torch.lerp(chosen, logits.mean(1), self.smoothing)
+
+    def _gradient(self, probabilities: Tensor, columns: Tensor, shares: Tensor, vocabulary: int) -> Tensor:
+        """By z, in place of `probabilities` (n, v). columns, shares: (n, 1), where the target is and how much
+        of it is there."""
+        gradient = probabilities.neg_()
+        if self.smoothing:
+            gradient.add_(self.smoothing / vocabulary)
+        return gradient.scatter_add_(1, columns, shares.to(gradient.dtype) * (1.0 - self.smoothing))
+
+
+def pieces(rows: int, width: int, limit: int) -> Iterator[slice]:
+    """Even slices of `rows` rows of `width` logits, of at most `limit` bytes each where one row is not more
+    than that."""
+    at_most = max(1, limit // (BYTES_PER_LOGIT * max(1, width)))
+    count = -(-rows // at_most)
+    borders = [rows * number // count for number in range(count + 1)] if count else []
+    return (slice(start, stop) for start, stop in zip(borders, borders[1:], strict=False))
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+
+
+def normalise(logits: Tensor) -> Tensor:
+    """(n, V) logits become probabilities in place; gives their maximum and Σ exp(z - maximum), (n, 2), which
+    stay apart: their log-sum would round every probability by as much as it is large."""
+    top = logits.amax(1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    logits.div_(total)
+    return torch.cat((top, total), 1)
+
+
+def log_sum(sums: Tensor) -> Tensor:
+    """log Σ exp(z), (n,)."""
+    return sums[:, 0] + sums[:, 1].log()
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; a product of a narrower type is added in the type of `total`, so many rows at a
+    time that it stays in a processor's cache."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    at_once = max(1, PRODUCT_BYTES.get(total.device.type, PRODUCT_BYTES["cuda"]) // right[0].nbytes)
+    for some, part in zip(total.split(at_once), left.split(at_once), strict=True):
+        some.add_(torch.mm(part, right))
+
+
+def _wide(like: Tensor, shape: Any) -> Tensor:
+    """Zeros, at least float32."""
+    return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+class Recomputed(torch.autograd.Function):
+    """Log-probabilities under any upstream gradient; the backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
+    ) -> Tensor:
+        logps, sums = chunks.score(hidden, weight, bias, targets)
+        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        ctx.chunks = chunks
+        return logps
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        inputs = (hidden, weight, bias, targets)
+        return *ctx.chunks.gradients(upstream, sums, inputs, ctx.needs_input_grad), None, None
+
+
+class GradientInForward(torch.autograd.Function):
+    """Log-probabilities under an upstream gradient that is one number for all of them, for one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
+    ) -> Tensor:
+        logps, ctx.gradients = chunks.score_with_gradients(
+            hidden, weight, bias, targets, ctx.needs_input_grad
+        )
+        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
+        return logps
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the head's gradients are used up: it has one backward for each forward")
+        scale = upstream[0] if len(upstream) else upstream.new_zeros(())
+        found = [
+            None if gradient is None else gradient.mul_(scale).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *found, None, None
