@@ -64,6 +64,7 @@ from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
 from dsft.report.memory_file import MemoryFile
 from dsft.report.profile import StepTrace, traced_step
 from dsft.report.run import Report
+from dsft.report.sinks import check_installed
 from dsft.spec.held_out import set_names
 from dsft.spec.load import dump_spec
 from dsft.spec.schema import Source, Spec
@@ -135,6 +136,7 @@ def run(job: Job) -> None:
     say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
     with ExitStack() as held:
         prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
+        world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
@@ -333,9 +335,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
 
 def open_report(job: Job, world: World, last_step: int, step: int) -> Report:
     is_first, shown = world.rank == 0, shown_config(job)
-    report = world.each(
-        lambda: Report.open(job.folder, last_step, step, job.spec.wandb, shown, enabled=is_first)
-    )
+    report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
     scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
     if scaling is not None:
         report.line(scaling)

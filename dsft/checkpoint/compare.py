@@ -16,6 +16,8 @@ MAY_DIFFER = (
     "parallel",
     "cluster",
     "wandb",
+    "tensorboard",
+    "swanlab",
     "checkpoint",
     "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
     "data.max_tokens_per_micro_batch",

@@ -1,20 +1,22 @@
 """All that a run reports, behind one value: takes lines, records and a summary, gives them to the terminal,
-to metrics.jsonl and logs/train.log in the run's folder, and to Weights & Biases.
+to metrics.jsonl and logs/train.log in the run's folder, to Weights & Biases, and to TensorBoard and SwanLab
+where the spec asks for them.
 
 Only rank 0's report is enabled; the others' take the same calls and do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsft.report.console import Console
 from dsft.report.jsonl import MetricsFile, Record, storage_error
+from dsft.report.sinks import Aside, open_sinks
 from dsft.report.wandb_run import WandbRun
-from dsft.spec.schema import Wandb
+from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class _Outputs:
     console: Console
     file: MetricsFile
     wandb: WandbRun
+    sinks: Sequence[Aside]
 
 
 class Report:
@@ -36,7 +39,7 @@ class Report:
         run_dir: Path,
         total_steps: int,
         resume_step: int,
-        wandb: Wandb,
+        spec: Spec,
         config: Mapping[str, Any],
         *,
         enabled: bool,
@@ -53,7 +56,9 @@ class Report:
             raise storage_error(path, error) from error
         file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
         console = Console(total_steps, resume_step, log)
-        return cls(_Outputs(console, file, WandbRun(wandb, run_dir, config, console.line)))
+        wandb = WandbRun(spec.wandb, run_dir, config, console.line)
+        sinks = open_sinks(spec, run_dir, resume_step, config, console.line)
+        return cls(_Outputs(console, file, wandb, sinks))
 
     def line(self, text: str) -> None:
         """One decision or event, in a sentence."""
@@ -66,10 +71,14 @@ class Report:
             self._outputs.file.metrics(record)
             self._outputs.console.metrics(record)
             self._outputs.wandb.metrics(record)
+            for sink in self._outputs.sinks:
+                sink.metrics(record)
 
     def close(self, summary: Mapping[str, float]) -> None:
         """At the end, once, whether the run ended well or not; summary: W&B's last values."""
         if self._outputs is not None:
             self._outputs.file.close()
             self._outputs.wandb.close(summary)
+            for sink in self._outputs.sinks:
+                sink.close()
             self._outputs.console.close()

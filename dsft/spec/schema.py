@@ -421,6 +421,18 @@ class Wandb(Section):
     )
 
 
+class SwanLab(Section):
+    """SwanLab. The run's name is the spec's."""
+
+    project: str = Field(default="dsft", min_length=1, description="Project that the run is filed under.")
+    workspace: str | None = Field(
+        default=None, min_length=1, description="User or organisation that owns it; by default the key's."
+    )
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto", description="auto is online with SWANLAB_API_KEY and offline otherwise."
+    )
+
+
 class Spec(Section):
     """One experiment."""
 
@@ -446,6 +458,8 @@ class Spec(Section):
         default=None, description="The hosts; without it the run takes the world that it finds."
     )
     wandb: Wandb = Field(default=Wandb(), description="Weights & Biases.")
+    tensorboard: bool = Field(default=False, description="Also write runs/NAME/tensorboard.")
+    swanlab: SwanLab | None = Field(default=None, description="SwanLab; nothing is sent without the section.")
     output_dir: str = Field(
         default="runs", min_length=1, description="Folder of all runs, shared by all hosts."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console as Terminal
@@ -14,6 +16,13 @@ from dsft.report.run import Report
 from dsft.spec.schema import Wandb
 
 STEP = "train/global_step"
+
+
+def reported(mode: str) -> Any:
+    """What a report reads of a spec."""
+    return SimpleNamespace(wandb=Wandb(mode=mode), tensorboard=False, swanlab=None)
+
+
 TRAINING = {"train/loss": 2.34567, "train/learning_rate": 5e-5, "perf/tokens_per_second": 12345.6}
 
 
@@ -60,7 +69,7 @@ def test_the_log_file_has_plain_lines_in_either_case(is_terminal: bool, tmp_path
 
 
 def test_other_ranks_say_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report.open(tmp_path / "run", 10, 0, Wandb(mode="offline"), {}, enabled=False)
+    report = Report.open(tmp_path / "run", 10, 0, reported("offline"), {}, enabled=False)
     report.line("a line")
     report.metrics({STEP: 1} | TRAINING)
     report.close({})
@@ -69,7 +78,7 @@ def test_other_ranks_say_and_write_nothing(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_rank_0_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report.open(tmp_path / "run", 10, 0, Wandb(mode="disabled"), {}, enabled=True)
+    report = Report.open(tmp_path / "run", 10, 0, reported("disabled"), {}, enabled=True)
     report.line("a line")
     report.metrics({STEP: 1} | TRAINING)
     report.close({})

@@ -23,12 +23,14 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 WORKER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from dsft.report.run import Report
 from dsft.spec.schema import Wandb
 
 folder, mode, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = {"task": "sft", "cluster": {"env": {"HF_TOKEN": "canary-config"}}}
-report = Report.open(folder, 10, first, Wandb(mode=mode), config, enabled=True)
+asked = SimpleNamespace(wandb=Wandb(mode=mode), tensorboard=False, swanlab=None)
+report = Report.open(folder, 10, first, asked, config, enabled=True)
 longest = 0.0
 for step in range(first + 1, first + 6):
     began = time.perf_counter()

@@ -1,0 +1,112 @@
+"""TensorBoard and SwanLab: the same numbers by the same names, and never in the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.errors import MissingInputError
+from dsft.report.sinks import Aside, check_installed, open_sinks
+from dsft.spec.schema import Spec
+
+RECORDS: tuple[Mapping[str, float], ...] = (
+    {"train/global_step": 1, "train/loss": 2.5, "train/grad_norm": math.inf},
+    {"train/global_step": 2, "train/loss": 2.25, "eval/a/loss": 3.0},
+)
+SECRET = "sk-0123456789abcdef0123456789abcdef"
+
+
+def needs(package: str) -> Any:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package}, an extra, is not installed")
+
+
+def spec(**sections: Any) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "run",
+            "task": "sft",
+            "model": {"name_or_path": "m"},
+            "data": {"train": [{"path": "a.jsonl"}]},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+            "optim": {"learning_rate": 1e-3},
+            **sections,
+        }
+    )
+
+
+def report(asked: Spec, folder: Path, resume_step: int = 0, records: Any = RECORDS) -> list[str]:
+    said: list[str] = []
+    sinks = open_sinks(asked, folder, resume_step, {"name": "run", "api_key": SECRET}, said.append)
+    for sink in sinks:
+        for record in records:
+            sink.metrics(record)
+        sink.close()
+    return said
+
+
+def test_nothing_is_opened_that_was_not_asked_for(tmp_path: Path) -> None:
+    check_installed(spec())
+    assert open_sinks(spec(), tmp_path, 0, {}, print) == []
+
+
+@needs("tensorboard")
+def test_tensorboard_has_the_same_names_and_a_resume_replaces_what_came_later(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    asked = spec(tensorboard=True)
+    assert report(asked, tmp_path) == []
+    assert report(asked, tmp_path, 1, [{"train/global_step": 2, "train/loss": 9.0}]) == []
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert set(read.Tags()["scalars"]) == {"train/loss", "train/grad_norm", "eval/a/loss"}
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 2.5), (2, 9.0)]
+
+
+@needs("swanlab")
+def test_swanlab_records_offline_and_keeps_no_secret(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = spec(swanlab={"project": "p", "mode": "offline"})
+    assert report(asked, tmp_path) == []
+    files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
+    content = b"".join(path.read_bytes() for path in files)
+    assert b"train/loss" in content and b"eval/a/loss" in content
+    assert SECRET.encode() not in content
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingInputError, match=r"pip install 'dsft\[tensorboard\]'"):
+        check_installed(spec(tensorboard=True))
+    with pytest.raises(MissingInputError, match=r"pip install 'dsft\[swanlab\]'"):
+        check_installed(spec(swanlab={}))
+
+
+def test_a_sink_that_fails_is_told_once_and_takes_what_comes() -> None:
+    class Broken:
+        def write(self, record: Any) -> None:
+            raise OSError("disk gone")
+
+        def close(self) -> None: ...
+
+    said: list[str] = []
+    sink = Aside("Sink", Broken, said.append)
+    for record in RECORDS:
+        sink.metrics(record)
+    sink.close()
+    assert said == ["Sink: stopped, disk gone; metrics.jsonl has everything."]
+
+
+def test_a_sink_that_hangs_is_left_behind(monkeypatch: Any) -> None:
+    monkeypatch.setattr("dsft.report.sinks.FINISH_SECONDS", 0.1)
+    said: list[str] = []
+    sink = Aside("Sink", lambda: time.sleep(60), said.append)  # type: ignore[arg-type, return-value]
+    sink.close()
+    assert said == ["Sink: not done after 0 s, left behind."]
