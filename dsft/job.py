@@ -526,4 +526,15 @@ def finish(job: Job, checkpoint: Path, say: Say) -> None:
         say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
     say(f"metrics: {job.folder / 'metrics.jsonl'}")
     say(write_curves(job.folder / "curves.png", job.spec.name, records))
-    say(f"model: {job.export_folder}, for transformers' from_pretrained")
+    say(how_to_load(job, checkpoint))
+
+
+def how_to_load(job: Job, checkpoint: Path) -> str:
+    model = job.spec.model
+    if model.lora is None:
+        return f"model: {job.export_folder}, for transformers' from_pretrained"
+    base = model.name_or_path or "the fresh model, which no folder holds"
+    return (
+        f"adapter: {job.export_folder}, for peft's PeftModel.from_pretrained over {base}; the whole model: "
+        f"dsft export {checkpoint} OUT --merged"
+    )

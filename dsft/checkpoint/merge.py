@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
-from dsft.model.build import build_model
-from dsft.model.config import token_facts
+from dsft.model.build import first_values
 from dsft.model.lora import PREFIX, inject, scale
 from dsft.spec.schema import Lora, Model
 
@@ -72,7 +71,8 @@ class WholeModel:
         self._checkpoint = checkpoint
         self._meta = meta
         self._lora = model_of(checkpoint).lora
-        self._base = _base(checkpoint, dtype)
+        seed = checkpoint.state["spec"]["train"]["seed"]
+        self._base = first_values(model_of(checkpoint), meta, seed, dtype)
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
@@ -85,7 +85,7 @@ class WholeModel:
         module = name.removesuffix(".weight")
         if name in self._checkpoint.shapes:
             return self._trained(name)
-        base = self._base[name].float()
+        base = self._base(name).float()
         if self._lora is None or f"{module}.lora_A.weight" not in self._checkpoint.shapes:
             return base
         is_turned = isinstance(self._meta.get_submodule(module), Conv1D)  # (in, out)
@@ -117,11 +117,3 @@ def is_partial(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds a part of the model's parameters, or adapters."""
     model = model_of(checkpoint)
     return model.lora is not None or model.trainable is not None
-
-
-def _base(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model as it was before training."""
-    model, seed = model_of(checkpoint), checkpoint.state["spec"]["train"]["seed"]
-    facts = token_facts(AutoTokenizer.from_pretrained(checkpoint.model_folder))
-    causal_lm = build_model(model.model_copy(update={"lora": None}), facts, seed, dtype).causal_lm
-    return {name: parameter.detach() for name, parameter in causal_lm.named_parameters()}

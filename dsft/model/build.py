@@ -8,8 +8,10 @@ only its own parameters, and an engine that keeps a share of each never holds th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import MissingInputError, Problem, SpecError
@@ -62,6 +64,18 @@ def build_model(
         keep = with_adapters(causal_lm, model.lora, seed, dtype, keep)
     weights.fill(policy, dtype, keep)
     return policy
+
+
+def first_values(
+    model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype
+) -> Callable[[str], Tensor]:
+    """Parameter's name -> its value before any training, on the CPU. `causal_lm` stands on the meta device;
+    a fresh one is filled by this, one of files is read a tensor at a time. Raises as `build_model` does."""
+    weights = _weights(model, causal_lm, seed, dtype)
+    if isinstance(weights, ReadWeights):
+        return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
+    weights.fill(causal_lm, dtype, WHOLE)
+    return lambda name: causal_lm.get_parameter(name).detach()
 
 
 def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:

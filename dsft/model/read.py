@@ -70,6 +70,12 @@ class ReadWeights:
                 self._fill_buffers(named, places)
         places.end(keep, self._kind)
 
+    def tensor(self, old: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole value of one of the model's tensors."""
+        value = torch.empty(old.numel(), dtype=dtype)
+        self._read(old, 0, value)
+        return value.view(old.shape)
+
     def _fill_parameter(self, old: Tensor, dtype: torch.dtype, places: Places, keep: Keep) -> None:
         start, stop = keep.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
