@@ -7,7 +7,6 @@ It stands here and not in the DeepSpeed JSON, since the right class depends on w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from dsft.engine.partition import full_shape
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
-from dsft.model.trainable import check_patterns
+from dsft.spec.patterns import group_of, group_problems
 from dsft.spec.schema import Optim, Spec
 
 
@@ -44,12 +43,9 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
     settings = {_settings(name, parameter, spec.optim) for name, parameter in trained.items()}
     told = world.gather((list(trained), len(settings)))
     names = list(dict.fromkeys(name for mine, _ in told for name in mine))
-    check_patterns("optim.groups.{}.parameters", [g.parameters for g in spec.optim.groups], names)
-    won = {_group(name, spec.optim) for name in names}
-    for index, group in enumerate(spec.optim.groups):
-        if index not in won:
-            message = f"{group.parameters!r} fits parameters of earlier groups only; put it before them"
-            raise SpecError(WRONG, [Problem(f"optim.groups.{index}.parameters", message)])
+    problems = group_problems(spec.optim, names)
+    if problems:
+        raise SpecError(WRONG, problems)
     counts = [count for _, count in told]
     if 0 in counts:
         message = f"stage {world.layout.stage(counts.index(0))} has no parameter that is trained; set it to 1"
@@ -87,7 +83,7 @@ def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, 
     A decay that a group states holds for all of it. Otherwise matrices and embeddings decay; biases, norms
     and other vectors do not.
     """
-    index = _group(name, optim)
+    index = group_of(name, optim)
     group = optim.groups[index] if index is not None else None
     rate, decay = 1.0, optim.weight_decay if len(full_shape(parameter)) > 1 else 0.0
     if group is not None and group.learning_rate is not None:
@@ -95,8 +91,3 @@ def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, 
     if group is not None and group.weight_decay is not None:
         decay = group.weight_decay
     return rate, decay
-
-
-def _group(name: str, optim: Optim) -> int | None:
-    """Number of the first group whose pattern fits."""
-    return next((i for i, group in enumerate(optim.groups) if fnmatchcase(name, group.parameters)), None)

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.adapter_names import ADAPTER, plain_name
 from dsft.model.init import module_seed
-from dsft.model.trainable import no_match
 from dsft.model.weights import Keep
+from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
 PREFIX = "base_model.model."

@@ -11,6 +11,7 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import Memory, memory
+from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 
@@ -51,6 +52,9 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     batch = batch_sizes(spec.train, places.data_parallel, spec.data)
     counted = census(spec.model, spec.parallel.pipeline_stages, cache)
     _check_length(spec, counted)
+    problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
+    if problems:
+        raise SpecError("The plan cannot be made.", problems)
     sizes = memory(counted, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
     told = (*warnings(spec), *_memory_warnings(spec, sizes))

@@ -21,6 +21,7 @@ from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries
 from dsft.plan.promised import load
 from dsft.plan.schedule import batch_scale, scaling_equation
+from dsft.spec.patterns import group_of
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
@@ -91,6 +92,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     if plan.census.trained < plan.census.numel:
         share = plan.census.trained / plan.census.numel
         yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
+    yield from map(Text, _groups(plan))
     if plan.assumed:
         processes = plan.layout.world_size
         yield Text(
@@ -114,6 +116,19 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield _heading("Warnings")
         for warning in plan.warnings:
             yield Text(warning)
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    """A line for each of optim.groups, with what it is the first to fit."""
+    optim = plan.spec.optim
+    for index, group in enumerate(optim.groups):
+        found = [p for p in plan.census.parameters if p.trained and group_of(p.name, optim) == index]
+        rate = optim.learning_rate if group.learning_rate is None else group.learning_rate
+        decay = "its kind's" if group.weight_decay is None else f"{group.weight_decay:g}"
+        yield (
+            f"{group.parameters}: learning rate {rate:g}, weight decay {decay}, for {len(found)} tensors of "
+            f"{sum(p.numel for p in found):,} elements"
+        )
 
 
 def _known_batch(plan: Plan) -> BatchSizes | None:

@@ -101,7 +101,7 @@ def _trained(spec: Spec) -> Iterator[Finding]:
     lora, trainable = spec.model.lora, spec.model.trainable
     if lora is not None and trainable is not None:
         message = "patterns stand beside model.lora, which freezes all but its adapters; keep one of the two"
-        way_out = f"{message}, model.lora.modules_to_save trains whole modules beside adapters"
+        way_out = f"{message}: model.lora.modules_to_save trains whole modules beside adapters"
         yield Finding(("model", "trainable"), way_out, ("model.trainable", "model.lora"))
     if trainable == ():
         message = "no pattern is given, so nothing would be trained; write some, such as 'model.layers.3.*'"

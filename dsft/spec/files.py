@@ -51,6 +51,9 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
         value = getattr(spec.model, key)
         if value is not None:
             yield from _folder(("model", key), value, one_of)
+    lora = spec.model.lora
+    if lora is not None and lora.path is not None:
+        yield from _folder(("model", "lora", "path"), lora.path, ("adapter_config.json",), hub=False)
     if spec.checkpoint.resume not in ("auto", "never"):
         yield from _folder(("checkpoint", "resume"), spec.checkpoint.resume, ("MANIFEST.json",), hub=False)
 

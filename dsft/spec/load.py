@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.spec.adapter import with_saved_adapter
 from dsft.spec.aliases import descriptions, meant
 from dsft.spec.combinations import combinations, model_findings
 from dsft.spec.document import Document, Path, Writer, read_document, shown
@@ -110,9 +111,10 @@ def _validate(document: Document, more: Check, *, check_files: bool) -> Spec | N
         spec, broken = None, refused_keys | meant_keys
         stand_in = _stand_in(document.data)
     if stand_in is not None:
-        found = _findings(stand_in, more, check_files=check_files)
+        stand_in, adapters = with_saved_adapter(stand_in)
+        found = (*adapters, *_findings(stand_in, more, check_files=check_files))
         document.problems += [document.problem(f.path, f.message) for f in _trusted(found, broken)]
-    return spec
+    return stand_in if spec is not None else None
 
 
 def _findings(spec: Spec, more: Check, *, check_files: bool) -> Iterator[Finding]:

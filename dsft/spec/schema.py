@@ -45,7 +45,11 @@ class Lora(Section):
     modules_to_save: Annotated[tuple[str, ...], Listed] = Field(
         default=(), description="Modules trained in full beside the adapters, such as lm_head."
     )
-    path: str | None = Field(default=None, description="Folder of a saved adapter to start from.")
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a saved adapter to start from; keys that are left out are taken from it.",
+    )
 
 
 class Model(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsft.spec.schema import Source, Spec
+from dsft.spec.schema import Lora, Model, Source, Spec
 
 
 def summary(spec: Spec) -> str:
@@ -21,7 +21,7 @@ def summary(spec: Spec) -> str:
     evaluation = f"; evaluated on {_names(spec.data.eval)}" if spec.data.eval else ""
     packed = ", packed" if spec.data.packing else ""
     lines = (
-        ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}"),
+        ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}{_part(model)}"),
         (
             "data",
             f"{_names(spec.data.train)}{evaluation}; rows of at most {spec.data.max_length} tokens{packed}",
@@ -34,6 +34,16 @@ def summary(spec: Spec) -> str:
         ("output", f"{spec.output_dir}/{spec.name}"),
     )
     return "\n".join(f"  {name:<10}{text}" for name, text in lines)
+
+
+def _part(model: Model) -> str:
+    if model.lora is not None:
+        return f", adapters of rank {model.lora.rank} on {_targets(model.lora)}"
+    return f", training {', '.join(model.trainable)} alone" if model.trainable is not None else ""
+
+
+def _targets(lora: Lora) -> str:
+    return lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
 
 
 def _offloads(spec: Spec) -> bool:

@@ -1,0 +1,106 @@
+"""The saved adapter that `model.lora.path` names: what the spec leaves out is taken from its config.
+
+Takes a spec as it was read, and adapter_config.json; gives the spec with the adapter's own settings, and a
+finding for each that the two tell differently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from dsft.spec.document import shown
+from dsft.spec.finding import Finding
+from dsft.spec.schema import Lora, Spec
+
+FILE = "adapter_config.json"
+PATH = ("model", "lora", "path")
+
+THEIRS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "target_modules",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "modules_to_save": "modules_to_save",
+}
+"""Our key -> peft's. dropout may differ: it belongs to the training."""
+
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "exclude_modules": (None, []),
+    "lora_bias": (False, None),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "use_bdlora": (None, False),
+}
+"""peft's keys that dsft has no word for, with the values under which an adapter is what dsft makes."""
+
+
+def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
+    """`spec` itself where it names no adapter, or one that is not there, which `files` tells."""
+    lora = spec.model.lora
+    if lora is None or lora.path is None:
+        return spec, []
+    file = FilePath(lora.path) / FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        saved = _saved(config)
+    except (FileNotFoundError, NotADirectoryError):
+        return spec, []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        message = f"{shown(str(file))} is no config of a saved adapter ({shown(str(error))})"
+        return spec, [Finding(PATH, f"{message}; name another folder")]
+    findings = [Finding(PATH, message) for message in _foreign(config)]
+    findings += [
+        Finding(("model", "lora", key), _differs(key, getattr(lora, key), value), (f"model.lora.{key}",))
+        for key, value in saved.items()
+        if key in lora.model_fields_set and key != "dropout" and not _same(getattr(lora, key), value)
+    ]
+    taken = {key: value for key, value in saved.items() if key not in lora.model_fields_set}
+    model = spec.model.model_copy(update={"lora": lora.model_copy(update=taken)})
+    return spec.model_copy(update={"model": model}), findings
+
+
+def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter's settings by our keys, checked by the schema."""
+    told = {ours: config[theirs] for ours, theirs in THEIRS.items() if config.get(theirs) is not None}
+    if isinstance(told.get("target_modules"), list):
+        told["target_modules"] = sorted(told["target_modules"])
+    if "alpha" in told:
+        told["alpha"] = float(told["alpha"])
+    lora = Lora.model_validate(told)
+    return {key: getattr(lora, key) for key in THEIRS}
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Names stand in any order; all-linear is compared once the model is there."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return set(ours) == set(theirs)
+    return bool(ours == theirs) or (ours == "all-linear" and isinstance(theirs, tuple))
+
+
+def _differs(key: str, ours: Any, theirs: Any) -> str:
+    what = f"{_written(ours)} is not the saved adapter's {_written(theirs)}"
+    return f"{what} ({THEIRS[key]} in its {FILE}); leave the key out to take it from there"
+
+
+def _written(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else shown(value)
+
+
+def _foreign(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{FILE} has {key} {shown(config[key])}, and dsft continues plain LoRA only; name another adapter"
+        for key, plain in PLAIN.items()
+        if key in config and config[key] not in plain
+    ]

@@ -1,0 +1,55 @@
+"""Patterns of parameter names, as model.trainable and optim.groups have them. Pure.
+
+A pattern is a shell pattern over the whole Hugging Face name (`fnmatch`): `*` stands for any characters, dots
+among them, `?` for one, `[ab]` for one of several: `model.layers.3.*`, `*.bias`, `*norm.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from dsft.errors import Problem
+from dsft.spec.schema import Optim
+
+SHOWN = 3
+"""Near names in a message."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern)
+
+
+def group_of(name: str, optim: Optim) -> int | None:
+    """Number of the first of optim.groups whose pattern fits; None where none does."""
+    return next((i for i, group in enumerate(optim.groups) if matches(name, group.parameters)), None)
+
+
+def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
+    """`names`: all that is trained. Each group must have parameters that no earlier one has."""
+    patterns = [group.parameters for group in optim.groups]
+    problems = list(unmatched("optim.groups.{}.parameters", patterns, names))
+    won = {group_of(name, optim) for name in names}
+    told = {problem.where for problem in problems}
+    for index, pattern in enumerate(patterns):
+        where = f"optim.groups.{index}.parameters"
+        if index not in won and where not in told:
+            message = f"{pattern!r} fits parameters of earlier groups only; put it before them"
+            problems.append(Problem(where, message))
+    return problems
+
+
+def unmatched(where: str, patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
+    """One for each pattern that fits none of `names`; `where`: its key, {} being its number."""
+    for index, pattern in enumerate(patterns):
+        if not any(matches(name, pattern) for name in names):
+            yield Problem(where.format(index), no_match(pattern, names))
+
+
+def no_match(pattern: str, names: Collection[str]) -> str:
+    """The sentence for a pattern, or a module's name, that fits none of `names`."""
+    literal = pattern.strip("*.")
+    near = [name for name in sorted(names) if literal and literal in name]
+    near = near or get_close_matches(pattern, sorted(names), n=SHOWN, cutoff=0.4) or sorted(names)
+    return f"{pattern!r} fits no name here; write one that does, such as {', '.join(near[:SHOWN])}"
