@@ -67,7 +67,9 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
     waiting = []  # for the weights that they adapt
     for name, layer in _adapted(causal_lm):
         a_shape, b_shape = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
-        layer.lora_A[ADAPTER].weight = nn.Parameter(_fresh(a_shape, module_seed(seed, name)).to(dtype))
+        layer.lora_A[ADAPTER].weight = nn.Parameter(
+            _fresh(a_shape, module_seed(seed, f"{name}.lora_A")).to(dtype)
+        )
         layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(b_shape, dtype=dtype))
         if lora.use_dora:
             waiting.append(layer)
