@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
@@ -59,6 +60,8 @@ def build_model(
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if stages > 1:
         cut(causal_lm, stage, stages)
+    if model.compile:
+        compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
     if model.lora is not None:
         keep = with_adapters(causal_lm, model.lora, seed, dtype, keep)

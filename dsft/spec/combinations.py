@@ -79,6 +79,33 @@ def _model(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model", "from_config"), message)
 
 
+def _compiled(spec: Spec) -> Iterator[Finding]:
+    """Where a compiled layer would be compiled anew again and again, or was never tried."""
+    parallel, data = spec.parallel, spec.data
+    refusals = (
+        (
+            parallel.zero_stage == 3,
+            "parallel.zero_stage",
+            "ZeRO 3 gathers parameters in hooks at which torch.compile stops; use zero_stage 2 or",
+        ),
+        (
+            parallel.pipeline_stages > 1,
+            "parallel.pipeline_stages",
+            "a pipeline's stages are not compiled yet; set pipeline_stages 1 or",
+        ),
+        (
+            data.packing and not spec.model.attention.startswith("flash"),
+            "data.packing",
+            "attention per segment would be compiled anew for each row; "
+            "use flash_attention_2, packing false or",
+        ),
+    )
+    for wrong, key, reason in refusals:
+        if spec.model.compile and wrong:
+            reads = ("model.compile", "model.attention", key)
+            yield Finding(("model", "compile"), f"true, but {reason} compile false", reads)
+
+
 def _activations(spec: Spec) -> Iterator[Finding]:
     if spec.model.activation_offload and not spec.model.gradient_checkpointing:
         message = (
@@ -344,6 +371,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _best,
     name_findings,
     _attention,
+    _compiled,
     _activations,
     _offload,
     _hosts,

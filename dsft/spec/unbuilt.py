@@ -33,7 +33,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "use auto, which attends per segment when rows are packed",
     ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
-    Unbuilt("model.compile", (False,), LEAVE_OUT),
     Unbuilt(
         "data.eval_fraction",
         (None,),

@@ -150,6 +150,11 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
             "=1",
         ],
     ),
+    "compiled": spec(
+        model="model: {from_config: {model_type: llama}, compile: true}\n",
+        data="data: {train: [{path: rows.jsonl}], packing: true}\n",
+    )
+    + "parallel: {zero_stage: 3}\n",
     "activations_of_no_checkpoint": spec(
         model="model: {from_config: {model_type: llama}, activation_offload: true}\n"
     ),

@@ -1,0 +1,61 @@
+"""Compiled layers against the same layers as they are: log-probabilities and gradients, for several lengths.
+
+Traced and differentiated as torch.compile does, run by torch's own kernels (aot_eager): what a C++ compiler
+or a GPU adds is torch's part, and takes minutes here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.batch import NO_TARGET
+from dsft.model import compiled
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.spec.schema import Model
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+
+
+def trained(compile: bool, checkpointing: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = Model(from_config=LLAMA, compile=compile, gradient_checkpointing=checkpointing)
+    policy = build_model(model, FACTS, 3, torch.float32).train()
+    found = []
+    for rows, length in ((2, 9), (3, 17), (1, 30), (2, 12)):
+        ids = torch.arange(rows * length).view(rows, length) % 96
+        targets = ids.roll(-1, dims=1)
+        targets[:, -1] = NO_TARGET
+        found.append(policy(ids, torch.arange(length).repeat(rows, 1), targets))
+        found[-1].sum().backward()
+    gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
+    return [logps.detach() for logps in found], gradients
+
+
+@pytest.mark.parametrize("checkpointing", [True])  # False was tried too, and costs half a minute more
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_give_the_same(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    import torch._dynamo
+
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, found = trained(False, checkpointing), trained(True, checkpointing)
+    for one, other in zip(expected[0], found[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert expected[1].keys() == found[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= 4, "two layers and four lengths share their graphs"
+    assert not torch._dynamo.utils.counters["graph_break"]
