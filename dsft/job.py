@@ -41,7 +41,7 @@ from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
-from dsft.model.attention import attend_per_segment
+from dsft.model.attention import attend_per_segment, check_can_pack
 from dsft.model.build import build_model, check_trainable
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
@@ -212,6 +212,8 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
     if spec.data.chat_template is not None:
         tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
     config = resolve_config(spec.model, token_facts(tokenizer))
+    if spec.data.packing:
+        check_can_pack(config, spec.data.max_length)
 
     def read(what: str, sources: Sequence[Source]) -> Dataset:
         data = spec.data

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from dsft.errors import DsftError, Problem, SpecError
 
@@ -38,33 +44,32 @@ def attend_per_segment(causal_lm: PreTrainedModel, attention: str, max_length: i
 
     Raises SpecError for an architecture that cannot be packed.
     """
-    check_can_pack(causal_lm, max_length)
+    check_can_pack(causal_lm.config, max_length)
     if attention in ("auto", "sdpa"):
         AttentionInterface.register(SEGMENTS, segment_attention)
         AttentionMaskInterface.register(SEGMENTS, _no_mask)
         causal_lm.set_attn_implementation(SEGMENTS)
 
 
-def check_can_pack(causal_lm: PreTrainedModel, max_length: int) -> None:
-    """Raises SpecError for a model whose tokens would see the segment before their own."""
-    config = causal_lm.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ()) - SEEN_BY_LAYERS
-    forward = inspect.signature(type(causal_lm.base_model).forward).parameters
-    if causal_lm._is_stateful:
+def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
+    """Raises SpecError for an architecture whose tokens would see the segment before their own."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ()) - SEEN_BY_LAYERS
+    one_rope = _one_rope_up_to(text)
+    if kind._is_stateful:
         reason = "has recurrent layers, which carry a state over the border"
     elif layers:
         reason = f"has layers of {' and '.join(sorted(layers))}, which look over the border"
-    elif "position_ids" not in forward:
+    elif "position_ids" not in inspect.signature(kind.forward).parameters:
         reason = "takes no positions, which begin again with each row that is packed"
-    elif not causal_lm._can_set_attn_implementation():
+    elif not kind._can_set_attn_implementation():
         reason = "has an attention of its own, which knows no border"
-    elif max_length > _one_rope_up_to(config):
-        reason = (
-            f"turns all tokens of a row by its longest segment where one is over {_one_rope_up_to(config)}"
-        )
+    elif max_length > one_rope:
+        reason = f"turns all tokens of a row by its longest segment where one is over {one_rope}"
     else:
         return
-    message = f"a {causal_lm.config.model_type} model cannot be packed: it {reason}; set it to false"
+    message = f"a {config.model_type} model cannot be packed: it {reason}; set it to false"
     raise SpecError("The model cannot be trained on packed rows.", [Problem("data.packing", message)])
 
 

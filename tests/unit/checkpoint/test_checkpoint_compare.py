@@ -59,6 +59,7 @@ SAME = BatchSizes(8, 2, 2, 2)
         {"checkpoint__every": 5},
         {"train__global_batch_size": None, "train__accumulation_steps": 2},
         {"train__micro_batch_size": 1},
+        {"data__packing": True, "data__max_tokens_per_micro_batch": 4096},
         {"train__max_steps": 50},
         {"train__num_train_epochs": 9.0},
         {"train__log_every": 3, "train__eval_every": 4},
