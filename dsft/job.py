@@ -33,10 +33,11 @@ from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.longest import longest_micro_batch
 from dsft.data.steps import TrainSteps, evaluation
 from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
-from dsft.engine.api import Engine
+from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
+from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.launch.environment import Launched
@@ -70,7 +71,7 @@ from dsft.spec.load import dump_spec
 from dsft.spec.schema import Source, Spec
 
 OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Say = Callable[[str], None]
 Trace = Callable[[int], AbstractContextManager[object]]
 P = ParamSpec("P")
@@ -136,6 +137,7 @@ def run(job: Job) -> None:
     say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
     with ExitStack() as held:
         prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
+        world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
@@ -292,6 +294,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     memory.enter("load")
     if start is not None:
         world.each(lambda: engine.load(start.read, progress.applied_steps))
+        if progress.loss_scale is not None:
+            engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
         say(f"going on from step {progress.step}: {start.path}")
     else:
         say(f"starting at step 0: {folder} has no checkpoint")

@@ -37,7 +37,8 @@ class Progress:
     """Where a run stands, and all that a resume needs to know of the loop.
 
     step counts planned steps done, applied_steps those whose gradient was finite, num_tokens the
-    input tokens seen, nonfinite_in_a_row the steps skipped since the last applied one.
+    input tokens seen, nonfinite_in_a_row the steps skipped since the last applied one (in fp16: those at the
+    lowest loss scale), loss_scale and loss_scale_steps the next step's LossScale in fp16.
     """
 
     step: int = 0
@@ -45,14 +46,22 @@ class Progress:
     num_tokens: int = 0
     epoch: float = 0.0
     nonfinite_in_a_row: int = 0
+    loss_scale: float | None = None
+    loss_scale_steps: int = 0
 
-    def after(self, batch: GlobalStep, applied: bool) -> Progress:
+    def after(self, batch: GlobalStep, result: StepResult) -> Progress:
+        applied, used = result.applied, result.loss_scale
+        # In fp16 an overflow is answered by a lower loss scale, as long as there is one.
+        counts = not applied and (used is None or not used.can_fall)
+        scale = used.after(applied) if used is not None else None
         return Progress(
             step=self.step + 1,
             applied_steps=self.applied_steps + applied,
             num_tokens=self.num_tokens + batch.num_tokens,
             epoch=batch.epoch,
-            nonfinite_in_a_row=0 if applied else self.nonfinite_in_a_row + 1,
+            nonfinite_in_a_row=0 if applied else self.nonfinite_in_a_row + counts,
+            loss_scale=None if scale is None else scale.scale,
+            loss_scale_steps=0 if scale is None else scale.good_steps,
         )
 
 
@@ -125,7 +134,7 @@ def fit(
 
             seed_step(schedule.seed, progress.step, run.rank)
             result = engine.step(batch.micro_batches, batch.counts, learning_rate)
-        progress = progress.after(batch, result.applied)
+        progress = progress.after(batch, result)
         window.add(batch, result, waited)
 
         last = progress.step == schedule.total_steps
@@ -134,7 +143,7 @@ def fit(
         if saves or due(progress.step, schedule.log_every) or not result.applied:
             record = training_record(window, objective, run, progress)
             norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
-            run.report(record | norm)
+            run.report(record | norm | loss_scale_record(result))
             window = Window()
         if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
             raise NonFiniteError(
@@ -154,6 +163,10 @@ def fit(
             run.save(progress, held_out_loss)
         window.began += time.perf_counter() - paused  # neither belongs to a step's time
     return progress
+
+
+def loss_scale_record(result: StepResult) -> Record:
+    return {} if result.loss_scale is None else {"train/loss_scale": result.loss_scale.scale}
 
 
 def due(step: int, every: int | None) -> bool:

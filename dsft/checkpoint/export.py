@@ -32,7 +32,7 @@ from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""
 

@@ -21,7 +21,11 @@ from torch import Tensor
 CHUNK = 16 * 2**20
 """Elements of a tensor that are in host memory at a time."""
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # https://github.com/huggingface/safetensors#format
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}  # https://github.com/huggingface/safetensors#format
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dsft.data.batch import MicroBatch
 
+INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
+
 Kind = Literal["value", "exp_avg", "exp_avg_sq", "momentum_buffer"]  # fp32 value and the optimizer's moments
 
 
@@ -33,14 +35,39 @@ ReadRange = Callable[[str, Kind, int, int], Tensor]
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """fp16: what the loss is multiplied by before the backward, so that small gradients do not become 0.
+
+    Halved by a step whose gradient overflowed, doubled after `GROWTH_STEPS` steps without one (Micikevicius
+    et al. 2018). good_steps: since it last changed.
+    """
+
+    scale: float = INITIAL_SCALE
+    good_steps: int = 0
+
+    def after(self, applied: bool) -> LossScale:
+        if not applied:
+            return LossScale(max(self.scale / 2, LOWEST_SCALE))
+        if self.good_steps + 1 == GROWTH_STEPS:
+            return LossScale(self.scale * 2)
+        return LossScale(self.scale, self.good_steps + 1)
+
+    @property
+    def can_fall(self) -> bool:
+        return self.scale > LOWEST_SCALE
+
+
+@dataclass(frozen=True)
 class StepResult:
     """sums (n_terms,) float64 on the device, this rank's share, detached and not divided by any count:
     summed over all ranks of the world they are the step's; grad_norm: the 2-norm of the averaged,
-    unscaled gradient before clipping (may be a device scalar); applied: False where it was not finite."""
+    unscaled gradient before clipping (may be a device scalar); applied: False where it was not finite;
+    loss_scale: that of this step, in fp16 alone."""
 
     sums: Tensor
     grad_norm: float | Tensor
     applied: bool
+    loss_scale: LossScale | None = None
 
 
 class Engine(Protocol):
@@ -71,6 +98,10 @@ class Engine(Protocol):
 
     def owned(self) -> Iterator[Fragment]:
         """The state that this rank owns; over all ranks each element stands exactly once."""
+        ...
+
+    def set_loss_scale(self, loss_scale: LossScale) -> None:
+        """fp16: that of the next step."""
         ...
 
     def load(self, read: ReadRange, applied_steps: int) -> None:

@@ -18,12 +18,12 @@ from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
 from dsft.model.policy import Policy
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 # The same kernels run on the same shapes, so a neighbour's tokens change nothing but by a border crossed.
-NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3}  # nats, of any one token
+NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
 # Alone a row is computed by other kernels: what their rounding may come to.
-ALONE = {"fp32": 1e-4, "bf16": 3e-2}  # nats per token, of a row's mean loss
+ALONE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 3e-2}  # nats per token, of a row's mean loss
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
 LOOKED_AT = 1000  # examples
 

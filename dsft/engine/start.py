@@ -15,38 +15,44 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.engine import state
+from dsft.engine.api import LossScale
 from dsft.engine.clip import StepClip
 from dsft.engine.optimizer import RATE, build_optimizer
+from dsft.engine.scaler import Scaler, install_scaler
+from dsft.errors import WorldError
 from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
 class Started:
     """engine: DeepSpeed's; optimizer: the one that it drives; clip: only where DeepSpeed's clipping is
-    replaced."""
+    replaced; scaler: of fp16 alone."""
 
     engine: Any
     optimizer: torch.optim.Optimizer
     clip: StepClip | None
+    scaler: Scaler | None = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """That of the step; a group of optim.groups has its own multiple of it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group[RATE]
 
-    def outcome(self) -> tuple[float | Tensor, bool]:
-        """The last step's gradient norm before clipping, and whether it was applied; the same on all
-        ranks."""
+    def outcome(self) -> tuple[float | Tensor, bool, LossScale | None]:
+        """The last step's gradient norm before clipping, whether it was applied, and its loss scale; the same
+        on all ranks."""
         if self.clip is not None:
-            return self.clip.norm, self.clip.applied
+            return self.clip.norm, self.clip.applied, None
         applied = self.engine.was_step_applied()
         if not applied:
             _drop_gradient(self.engine.optimizer)
-        return self.engine.get_global_grad_norm(), applied
+        loss_scale = self.scaler.step(applied) if self.scaler is not None else None
+        return self.engine.get_global_grad_norm(), applied, loss_scale
 
 
 def start(
@@ -68,7 +74,17 @@ def start(
         stages = engine.grid.get_pipe_parallel_group() if engine.pipeline_parallelism else None
         clip = StepClip(tuple(trained.values()), spec.train.max_grad_norm, stages)
         optimizer.register_step_pre_hook(clip)
-    return Started(engine, optimizer, clip)
+    scaler = install_scaler(engine.optimizer) if spec.train.precision == "fp16" else None
+    return Started(engine, optimizer, clip, scaler)
+
+
+def check_precision(precision: str) -> None:
+    """Raises WorldError for fp16 where DeepSpeed says that the device cannot compute in it."""
+    if precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise WorldError(
+            f"train.precision: fp16 cannot be computed on this {get_accelerator().device_name()}; use bf16 "
+            "or fp32."
+        )
 
 
 def _drop_gradient(optimizer: Any) -> None:

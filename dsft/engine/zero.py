@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsft.data.batch import MicroBatch
 from dsft.engine import state
-from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
 from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
@@ -75,6 +75,10 @@ class ZeroEngine:
     def owned(self) -> Iterator[Fragment]:
         layout = self._world.layout
         return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+
+    def set_loss_scale(self, loss_scale: LossScale) -> None:
+        if self._started.scaler is not None:
+            self._started.scaler.state = loss_scale
 
     def load(self, read: ReadRange, applied_steps: int) -> None:
         state.load(self._engine, self._trained, read, applied_steps)

@@ -82,7 +82,7 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     that cannot be used and, with `strict`, for each that the spec overrules."""
     file = read_config_file(path)
     name = path.name
-    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file)])
+    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file, spec)])
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
     decided, decisions = _decided(spec, file)
@@ -160,16 +160,17 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _unusable(file: Mapping[str, Any]) -> Iterator[Problem]:
+def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
     for key in NOT_BUILT:
         value = _lookup(file, key)
         off = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
         if not off:
             yield Problem(key, "dsft does not have this feature of DeepSpeed; leave it out")
-    for key, wanted in FIXED.items():
+    for key, fixed in FIXED.items():
         value = _lookup(file, key)
+        wanted = spec.train.precision == "fp16" if key == "fp16.enabled" else fixed
         if value is not None and value not in (wanted, "auto"):
-            way_out = "use bf16" if key == "fp16.enabled" else "leave it out"
+            way_out = "set train.precision" if key == "fp16.enabled" else "leave it out"
             yield Problem(
                 key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}"
             )
@@ -191,7 +192,8 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
             found[f"parallel.{ours}.nvme_path"] = _lookup(file, f"zero_optimization.{theirs}.nvme_path")
     bf16 = _lookup(file, "bf16.enabled")
     if isinstance(bf16, bool):
-        found["train.precision"] = "bf16" if bf16 else "fp32"
+        without = "fp16" if spec.train.precision == "fp16" else "fp32"
+        found["train.precision"] = "bf16" if bf16 else without
     found["train.reduce_dtype"] = _lookup(file, "communication_data_type")
     values = spec.model_dump()
     lines = []

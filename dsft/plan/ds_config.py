@@ -171,7 +171,7 @@ def _precision(spec: Spec) -> Iterator[Row]:
         )
         yield "bf16.bf16_master_weights_and_grads", False, "master weights stay fp32"
         yield "bf16.bf16_optimizer_states", False, "the optimizer's moments stay fp32"
-    yield "fp16.enabled", False, "dsft trains in bf16 or fp32: no loss scale, no skipped first steps"
+    yield from _fp16(spec)
     yield "torch_autocast.enabled", False, "weights already have the type of train.precision"
     if not bf16:
         yield "data_types.grad_accum_dtype", "fp32", "gradients are added up in the type of the weights"
@@ -184,6 +184,20 @@ def _precision(spec: Spec) -> Iterator[Row]:
             "fp32",
             "micro-batches add up in fp32 (the default would be bf16)",
         )
+
+
+def _fp16(spec: Spec) -> Iterator[Row]:
+    fp16 = spec.train.precision == "fp16"
+    yield "fp16.enabled", fp16, f"train.precision is {spec.train.precision}"
+    if fp16:
+        yield "fp16.auto_cast", False, "the model's inputs are token ids"
+        yield "fp16.loss_scale", 0, "a scale that follows the gradients; dsft's own scaler moves it"
+        yield "fp16.initial_scale_power", 16, "the first loss scale is 2^16, as dsft's"
+        yield "fp16.loss_scale_window", 1000, "steps without an overflow before it doubles, as dsft's"
+        yield "fp16.hysteresis", 1, "every overflow halves it, as dsft's"
+        yield "fp16.consecutive_hysteresis", False, "without effect at hysteresis 1"
+        yield "fp16.min_loss_scale", 1, "the lowest loss scale, as dsft's"
+        yield "fp16.fp16_master_weights_and_grads", False, "master weights stay fp32"
 
 
 def _reduction(spec: Spec) -> Iterator[Row]:

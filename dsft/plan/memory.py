@@ -178,7 +178,7 @@ def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow)
 
 
 def _weight_bytes(spec: Spec) -> int:
-    return 2 if spec.train.precision == "bf16" else FP32
+    return FP32 if spec.train.precision == "fp32" else 2
 
 
 def _moment_bytes(spec: Spec) -> int:
@@ -203,8 +203,8 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
     if zero == 0:
         return whole * (2 + FP32) if bf16 else whole * FP32  # bf16: and their fp32 copy in the update
     if zero == 1 and not offloaded:
-        # bf16: BF16_Optimizer's fp32 buffer is whole. fp32: whole until reduced into the rank's share.
-        return whole * (2 + FP32) if bf16 else (whole + share) * FP32
+        # bf16: BF16_Optimizer's fp32 buffer is whole. Else whole until reduced into the rank's share.
+        return whole * (2 + FP32) if bf16 else whole * _weight_bytes(spec) + share * FP32
     if not offloaded:
         return share * FP32
     return {1: whole, 2: share, 3: 0}[zero] * _weight_bytes(spec)

@@ -80,7 +80,7 @@ ALIASES: dict[str, str] = {
     "dtype": "train.precision",
     "torch_dtype": "train.precision",
     "mixed_precision": "train.precision",
-    "fp16": "train.precision: bf16 (fp16 is not offered)",
+    "fp16": "train.precision: fp16",
     "gradient_clipping": "train.max_grad_norm",
     "clip_grad_norm": "train.max_grad_norm",
     "max_norm": "train.max_grad_norm",

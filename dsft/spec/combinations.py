@@ -245,6 +245,25 @@ def _batch_scale(spec: Spec) -> Iterator[Finding]:
         yield Finding(("optim", "base_batch_size"), message, reads)
 
 
+def _fp16(spec: Spec) -> Iterator[Finding]:
+    """What fp16 is not built for yet, and where it cannot run."""
+    if spec.train.precision != "fp16":
+        return
+    path, way_out = ("train", "precision"), "use bf16"
+    accelerator = spec.cluster.accelerator if spec.cluster else None
+    if accelerator is not None and accelerator.name.lower() == "cpu":
+        yield Finding(path, f"'fp16' is not offered on a CPU; {way_out}", ("train.precision",))
+    for key, value, built in (
+        ("parallel.zero_stage", spec.parallel.zero_stage, (1, 2, 3)),
+        ("parallel.pipeline_stages", spec.parallel.pipeline_stages, (1,)),
+        ("parallel.offload_optimizer.device", spec.parallel.offload_optimizer.device, ("none",)),
+        ("train.reduce_dtype", spec.train.reduce_dtype, (None, "fp32")),
+    ):
+        if value not in built:
+            message = f"'fp16' with {key} {shown(value)} is not built yet; {way_out}"
+            yield Finding(path, message, ("train.precision", key))
+
+
 def _optimizer(spec: Spec) -> Iterator[Finding]:
     if spec.optim.name == "adamw" and spec.optim.momentum:
         message = (
@@ -365,6 +384,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _warmup,
     _schedule,
     _batch_scale,
+    _fp16,
     _optimizer,
     _groups,
     _data,

@@ -244,6 +244,15 @@ RULES: tuple[Rule, ...] = (
         "engine.py:2639",
     ),
     Rule(
+        "the loss scale of fp16 in a step in which it grows",
+        "mended",
+        (PRECISION,),
+        None,
+        "the scale doubles before the gradient is divided by it, which comes out at half its size",
+        "dsft's own scaler changes after the step, and a scale at its lowest value stops no step by itself",
+        "stage_1_and_2.py:3047 and 3198, stage3.py:2826 and 2981",
+    ),
+    Rule(
         "a skipped step under bf16 and offload at ZeRO 1 or 2",
         "mended",
         (OFFLOAD, ZERO, "train.precision"),

@@ -246,9 +246,9 @@ class Train(Section):
         description="Optimizer steps between evaluations of data.eval; by default only one, at the end.",
     )
     log_every: int = Field(default=1, ge=1, description="Optimizer steps between lines of metrics.")
-    precision: Literal["bf16", "fp32"] = Field(
+    precision: Literal["bf16", "fp32", "fp16"] = Field(
         default="bf16",
-        description="Type of weights in forward and backward; bf16 keeps fp32 master weights and moments.",
+        description="Type of weights in forward and backward; with fp32 master weights and moments.",
     )
     reduce_dtype: Literal["fp32", "bf16"] | None = Field(
         default=None, description="Type in which gradients are summed over ranks; by default fp32."

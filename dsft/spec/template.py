@@ -55,7 +55,7 @@ train:                               # two of the three batch keys; the third fo
   num_train_epochs: 1
   max_steps: 100                     # optimizer steps; null for num_train_epochs
   log_every: 1                       # optimizer steps
-  precision: bf16                    # bf16 | fp32
+  precision: bf16                    # bf16 | fp32 | fp16
   max_grad_norm: 1.0                 # 0 switches clipping off
   seed: 42
 

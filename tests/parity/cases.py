@@ -22,7 +22,7 @@ class Case:
     micro_batches: Literal["varying", "one", "four"]
     max_norm: float = 0.0
     checkpointing: bool = False
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     fault: bool = False
     stages: int = 1
     packed: bool = False
@@ -35,7 +35,7 @@ class Case:
             "packed" * self.packed,
             "clipped" * (self.max_norm > 0),
             "checkpointing" * self.checkpointing,
-            "bf16" * (self.precision == "bf16"),
+            self.precision * (self.precision != "fp32"),
             "fault" * self.fault,
             self.trains * (self.trains != "all"),
         ]
@@ -49,7 +49,7 @@ class Case:
 
     def bounds(self) -> dict[str, float]:
         """Largest differences allowed; what each figure means stands in worker.py."""
-        if self.precision == "bf16":
+        if self.precision != "fp32":
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
@@ -111,6 +111,8 @@ def _cases(ranks: int) -> Iterator[Case]:
     if ranks == 2:
         yield Case("zero2", ranks, "adamw", "four", 0.1, precision="bf16", packed=True)
         yield Case("zero1", ranks, "sgd", "varying", 0.1, packed=True)
+        for mode in ("zero1", "zero2", "zero3"):
+            yield Case(mode, ranks, "adamw", "four", 0.1, precision="fp16", fault=True)
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
     yield from _partly_trained(ranks)

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups, safe_get_full_grad
 from safetensors.torch import save_file
@@ -69,6 +70,7 @@ LLAMA = {
     "max_position_embeddings": 64,
     "initializer_range": 0.02,
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
 DECAY = 0.1
@@ -106,6 +108,8 @@ GROUPS = [
 def main(output: Path, words: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    # DeepSpeed takes CPUs without fp16 instructions for unable; torch computes it there too, slowly.
+    type(get_accelerator()).is_fp16_supported = lambda self: True
     ranks = int(os.environ["WORLD_SIZE"])
     world = join(detect(os.environ), Layout(ranks, 1, ranks))
     results: dict[str, Any] = {}
@@ -135,7 +139,7 @@ def run(case: Case, world: World) -> dict[str, Any]:
 
 def compare(case: Case, world: World) -> dict[str, Any]:
     spec = with_adapter(case, make_spec(case), world)
-    dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    dtype = DTYPES[case.precision]
     whole = build_model(spec.model, FACTS, SEED, dtype)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     for key in BUCKETS & config["zero_optimization"].keys():  # several, and one tensor larger than any
@@ -350,7 +354,9 @@ def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
 
     @functools.wraps(step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        kept.append({name: full_gradient(p).detach().float().clone() for name, p in trained.items()})
+        scaler = engine._started.scaler  # of fp16
+        scale = 1.0 if scaler is None else scaler.loss_scale
+        kept.append({name: full_gradient(p).detach().float() / scale for name, p in trained.items()})
         return step(*args, **kwargs)
 
     optimizer.step = wrapped

@@ -167,7 +167,10 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
             "zero_optimisation: DeepSpeed does not know this key; did you mean",
         ),
         ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed removed elastic training"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled: true, but dsft trains with false only; use bf16"),
+        (
+            {"fp16": {"enabled": True}},
+            "fp16.enabled: true, but dsft trains with false only; set train.precision",
+        ),
         ({"prescale_gradients": True}, "prescale_gradients: true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not have this feature"),
         *(

@@ -19,7 +19,7 @@ from dsft.plan.ds_config import (
 
 CASES = [
     (precision, stage, offload)
-    for precision in ("fp32", "bf16")
+    for precision in ("fp32", "bf16", "fp16")
     for stage in range(4)
     for offload in (False, True)
 ]
@@ -40,6 +40,8 @@ def test_deepspeed_takes_the_configuration(make_spec: Any, precision: str, stage
     assert parsed.train_batch_size == 6
     assert parsed.zero_optimization_stage == stage
     assert parsed.bfloat16_config.enabled == (precision == "bf16")
+    assert parsed.float16_config.enabled == (precision == "fp16")
+    assert parsed.float16_config.hysteresis == (1 if precision == "fp16" else 2)  # 2: DeepSpeed's default
     assert (parsed.zero_config.offload_optimizer is not None) == (device == "cpu")
     for key, value in config["zero_optimization"].items():
         if not isinstance(value, dict):

@@ -91,6 +91,10 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     ),
     "scaled_from_nothing": spec(optim="optim: {learning_rate: 1, scale_with_batch: sqrt}\n"),
     "base_without_scale": spec(optim="optim: {learning_rate: 1, base_batch_size: 64}\n"),
+    "fp16_that_is_not_built": spec(
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp16, reduce_dtype: bf16}\n"
+    )
+    + "parallel: {zero_stage: 0, pipeline_stages: 2}\ncluster: {hosts: {a: 2}, accelerator: {name: cpu}}\n",
     "keep_best_of_nothing": GOOD + "checkpoint: {every: null, keep_best: 2}\n",
     "evaluation_sets_of_one_name": spec(
         data="data: {train: [{path: rows.jsonl}], eval: [{path: a/rows.jsonl}, {path: b/rows.json}, {path: c.jsonl, name: rows}], max_length: 9}\n"
@@ -162,7 +166,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "several": spec(
         head="name: a b\ntask: sfft\n",
         data="data: {train: [{path: gone.jsonl, weigth: 1}], max_length: 4k}\n",
-        train='train: {global_batch_size: "8", eval_every: 5, precision: fp16}\n',
+        train='train: {global_batch_size: "8", eval_every: 5, precision: fp8}\n',
     )
     + "parallel: {zero_stage: 2, pipeline_stages: 2}\nname: again\ncluster: {hosts: {x_y: 0, z_z: 1}}\n",
 }
