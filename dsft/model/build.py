@@ -19,7 +19,7 @@ from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
-from dsft.model.lora import inject, with_adapters
+from dsft.model.lora import fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
@@ -64,8 +64,9 @@ def build_model(
         compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
     if model.lora is not None:
-        keep = with_adapters(causal_lm, model.lora, seed, dtype, keep)
-    weights.fill(policy, dtype, keep)
+        fill_adapted(weights, policy, dtype, with_adapters(causal_lm, model.lora, seed, dtype, keep))
+    else:
+        weights.fill(policy, dtype, keep)
     return policy
 
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
-from dsft.model.adapter_names import ADAPTER, plain_name
+from dsft.model.adapter_names import ADAPTER, is_adapter, plain_name
 from dsft.model.init import module_seed
-from dsft.model.weights import Keep
+from dsft.model.weights import Keep, Weights
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
@@ -86,10 +86,31 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
             read(parameter)
         keep.take(parameter, part)
 
-    needs_all = (
-        lora.use_dora or read is not None
-    )  # a norm is of whole rows, and the file replaces whole tensors
-    return Keep(take=take) if needs_all else Keep(keep.span, take)
+    # a norm is of whole rows, and the file replaces whole tensors
+    return Keep(take=take) if lora.use_dora or read is not None else Keep(keep.span, take)
+
+
+def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+    """`Weights.fill`, where there are adapters: they stand aside meanwhile, since some models initialise what
+    is below a module by its name (GPT-2's attention). Then `keep` takes them."""
+    from peft.tuners.lora import LoraLayer
+
+    places = [
+        (parent, name, child)
+        for parent in root.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, LoraLayer)
+    ]
+    for parent, name, layer in places:
+        setattr(parent, name, layer.base_layer)
+    try:
+        weights.fill(root, dtype, keep)
+    finally:
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+    for name, parameter in root.named_parameters():
+        if is_adapter(name):
+            keep.take(parameter, None)
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -137,10 +158,15 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
             f"{where}: {WEIGHTS} cannot be read ({error}); name the folder of an adapter."
         ) from None
 
+    places = {
+        name: (causal_lm.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2])
+        for name, n in trained.items()
+    }
+
     def read(parameter: nn.Parameter) -> None:
-        name = next(name for name, ours in trained.items() if causal_lm.get_parameter(ours) is parameter)
+        name = next(n for n, (module, local) in places.items() if getattr(module, local) is parameter)
         parameter.data.copy_(file.get_tensor(name))
-        del trained[name]
+        del places[name]
 
     return read
 

@@ -1,0 +1,143 @@
+"""Runs that train a part of a model: stopped, gone on with, exported, and loaded by peft and transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dsft.checkpoint.export import export_checkpoint
+from dsft.checkpoint.read import Checkpoint
+from dsft.data.tokenizer import tokenizer_of
+from dsft.model.build import build_model
+from dsft.model.config import token_facts
+from dsft.spec.schema import Model
+from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
+
+pytestmark = pytest.mark.timeout(400)
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+LORA = "model.lora={rank: 4, alpha: 8, use_dora: true, modules_to_save: [lm_head]}"
+METRICS = ("train/loss", "train/grad_norm", "eval/loss")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    folder = tmp_path_factory.mktemp("base")
+    model = Model(from_config=LLAMA)
+    tokenizer = tokenizer_of(model)
+    build_model(model, token_facts(tokenizer), 5, torch.float32).causal_lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def of(base: Path) -> str:
+    return f"model={{name_or_path: {base}}}"
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with adapters under ZeRO 2 on two ranks; it saved at steps 4, 8 and 10."""
+    folder = tmp_path_factory.mktemp("adapted")
+    said = trained(write_spec(folder), of(base), LORA, "parallel.zero_stage=2", "checkpoint.keep_last=null")
+    assert f"for peft's PeftModel.from_pretrained over {base}" in said and "--merged" in said
+    return folder
+
+
+def run_of(folder: Path) -> Path:
+    return folder / "runs" / "small"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout"),
+    [(2, "parallel.zero_stage=2"), (1, "parallel.zero_stage=3")],
+    ids=["the same", "zero3 on 1"],
+)
+def test_a_run_with_adapters_goes_on_where_it_stopped(
+    adapted: Path, base: Path, tmp_path: Path, nproc: int, layout: str
+) -> None:
+    shutil.copytree(run_of(adapted), run_of(tmp_path))
+    for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
+        shutil.rmtree(run_of(tmp_path) / later)
+    said = trained(write_spec(tmp_path), of(base), LORA, layout, nproc=nproc)
+    assert "going on from step 4" in said
+    for key in METRICS:
+        assert records(run_of(tmp_path), key) == pytest.approx(records(run_of(adapted), key), rel=1e-6), key
+    if layout == "parallel.zero_stage=2":
+        whole, resumed = (Checkpoint.open(run_of(f) / "checkpoints" / "step-10") for f in (adapted, tmp_path))
+        for name, shape in whole.shapes.items():
+            for kind in ("value", "exp_avg", "exp_avg_sq"):
+                numel = torch.Size(shape).numel()
+                assert torch.equal(whole.read(name, kind, 0, numel), resumed.read(name, kind, 0, numel)), name
+
+
+def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
+    adapted: Path, base: Path, tmp_path: Path
+) -> None:
+    path = run_of(adapted) / "checkpoints" / "step-10"
+    names = set(Checkpoint.open(path).shapes)
+    assert all(".lora_" in name for name in names - {"lm_head.weight"}) and len(names) == 4 * 7 * 3 + 1
+
+    adapter = run_of(adapted) / "export"
+    with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    export_checkpoint(path, tmp_path / "merged", merged=True)
+    merged, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told.values()), told
+    before = logits(AutoModelForCausalLM.from_pretrained(base))
+    assert (logits(with_adapter) - before).abs().max() > 0.1
+    torch.testing.assert_close(logits(merged), logits(with_adapter), rtol=0, atol=1e-5)
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and config["use_dora"] and config["r"] == 4
+    assert not (adapter / "config.json").exists()  # with it transformers takes the folder for a model's
+    assert AutoTokenizer.from_pretrained(adapter).chat_template
+    assert set(load_file(adapter / "adapter_model.safetensors")) == {f"base_model.model.{n}" for n in names}
+
+
+def test_held_out_loss_of_a_run_that_continues_the_adapter(adapted: Path, base: Path, tmp_path: Path) -> None:
+    """Its first step has rate 0 (warmup), so that it is evaluated as it was saved."""
+    spec = write_spec(tmp_path)
+    said = trained(
+        spec, of(base), f"model.lora={{path: {run_of(adapted) / 'export'}}}", "train.max_steps=1",
+        "parallel.zero_stage=3",
+    )  # fmt: skip
+    assert "starting at step 0" in said
+    last = records(run_of(adapted), "eval/loss")[10]
+    assert records(run_of(tmp_path), "eval/loss")[1] == pytest.approx(last, rel=1e-6)
+
+
+def test_a_checkpoint_of_adapters_is_refused_for_a_run_without(
+    adapted: Path, base: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_of(adapted), run_of(tmp_path))
+    result = command(["python", str(TRAIN), str(write_spec(tmp_path)), of(base), "train.max_steps=11"])
+    assert result.returncode == 76 and not shows_traceback(result.stderr)
+    assert "model.lora.rank was 4, now '(absent)'" in " ".join(result.stderr.split())
+
+
+def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path, tmp_path: Path) -> None:
+    patterns = "model.trainable=['model.layers.1.*', '*norm.weight']"
+    groups = "optim.groups=[{parameters: '*norm.weight', learning_rate: 0.02}]"
+    trained(write_spec(tmp_path), of(base), patterns, groups, "parallel.zero_stage=1")
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run_of(tmp_path) / "export").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    held = set(Checkpoint.open(run_of(tmp_path) / "checkpoints" / "step-10").shapes)
+    assert changed == held == {n for n in before if "layers.1." in n or n.endswith("norm.weight")}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel | PeftModel) -> Tensor:
+    found: Tensor = model.eval()(torch.arange(40)[None]).logits
+    return found
