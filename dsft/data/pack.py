@@ -23,20 +23,37 @@ EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is lef
 def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank: int) -> list[list[int]]:
     """The positions in a step that each micro-batch of one rank holds; some may be empty.
 
-    All ranks together have `data_parallel` × K micro-batches of at most `budget` tokens, with the smallest K
-    for which the longest example first into the emptiest micro-batch fits. Ranks differ by at most the
-    longest example's tokens: no two micro-batches differ by more, and they are dealt by size.
+    All ranks together have `data_parallel` × K micro-batches of at most `budget` tokens, with a K that is the
+    smallest, or near it, for which the longest example first into the emptiest micro-batch fits. Ranks differ
+    by at most the longest example's tokens: no two micro-batches differ by more, and they are dealt by size.
 
     Raises ValueError for an example over the budget.
     """
     if lengths.max(initial=0) > budget:
         raise ValueError(f"an example of {lengths.max()} tokens is over the budget of {budget}")
     order = np.argsort(-lengths, kind="stable").tolist()
-    number = max(1, -(-int(lengths.sum()) // (budget * data_parallel)))
-    while (packs := _emptiest_first(lengths, order, budget, number * data_parallel)) is None:
-        number += 1
+    packs = _fewest(lengths, order, budget, data_parallel)
     by_size = sorted(packs, key=lambda members: -int(lengths[members].sum()))
     return by_size[data_rank::data_parallel]
+
+
+def _fewest(lengths: NDArray[np.int64], order: Sequence[int], budget: int, together: int) -> list[list[int]]:
+    """Packs, a multiple of `together` of them: from the least that could do in doubling steps to a number
+    that does, then by halves back. One by one, ten thousand long rows would take thousands of tries."""
+    least = max(1, -(-int(lengths.sum()) // budget), int(np.count_nonzero(lengths > budget // 2)))
+    too_few = -(-least // together) - 1
+    step = 1
+    while (packs := _emptiest_first(lengths, order, budget, (too_few + step) * together)) is None:
+        too_few, step = too_few + step, 2 * step
+    enough = too_few + step
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        fewer = _emptiest_first(lengths, order, budget, middle * together)
+        if fewer is None:
+            too_few = middle
+        else:
+            packs, enough = fewer, middle
+    return packs
 
 
 def _emptiest_first(

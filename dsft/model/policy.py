@@ -6,6 +6,8 @@ A pipeline stage that is not the last gives hidden states instead, and one that 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,15 +53,13 @@ class Policy(nn.Module):
         in training; num_targets: how many there are, where that is known. Gives (B, T) float32
         log-probabilities, 0 where there is no target; or, before the last stage, what the next one takes."""
         given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
-        if noise_scale is not None and self.training and self.is_first:
-            given = {"inputs_embeds": add_noise(self.causal_lm.get_input_embeddings()(inputs), noise_scale)}
         given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths)
+        given |= {"position_ids": position_ids, "use_cache": False}
+        with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
+            output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
-            logits = self.causal_lm(**given, position_ids=position_ids, use_cache=False).logits
-            return target_logps(logits, targets, self._label_smoothing if self.training else 0.0)
-        hidden: Tensor = self.causal_lm.base_model(
-            **given, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
+            return target_logps(output.logits, targets, self._label_smoothing if self.training else 0.0)
+        hidden: Tensor = output.last_hidden_state
         if not self.is_last:
             return hidden, position_ids, targets
         logps: Tensor = self.causal_lm.get_output_embeddings()(hidden, targets, num_targets)
@@ -69,6 +69,21 @@ class Policy(nn.Module):
         """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
         an adapter's by their names in its file, without the prefix there."""
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def with_noise(causal_lm: PreTrainedModel, scale: Tensor | None) -> Iterator[None]:
+    """Noise on what the input embedding gives meanwhile. Not by handing embeddings to the model instead of
+    tokens: Gemma 3n and 4 look the tokens up a second time, in each layer."""
+    if scale is None:
+        yield
+        return
+    embedding = causal_lm.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, inputs, output: add_noise(output, scale))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def add_noise(embedded: Tensor, scale: Tensor) -> Tensor:

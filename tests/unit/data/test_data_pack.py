@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data import pack as packing
 from dsft.data.batch import NO_TARGET
 from dsft.data.dataset import Dataset, Example, Ledger, full_rows
 from dsft.data.longest import longest_micro_batch
@@ -63,6 +66,17 @@ def test_no_more_micro_batches_than_needed() -> None:
     # 40 + 40 + 20 tokens fit into two packs by their sum alone
     assert [len(pack(np.array([40, 40, 20]), 50, 2, rank)) for rank in (0, 1)] == [2, 2]
     assert pack(np.array([5]), 50, 2, 1) == [[]]  # nothing is left for the second rank
+
+
+@pytest.mark.parametrize("longest", [50, 20])
+def test_few_tries_where_the_sum_of_tokens_says_little(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which one or two fit where the sum of tokens says more: a held-out set of thousands of them is
+    packed at each evaluation."""
+    one_try = Mock(side_effect=packing._emptiest_first)
+    monkeypatch.setattr(packing, "_emptiest_first", one_try)
+    lengths = np.random.default_rng(0).integers(longest - 2, longest, 2000)
+    assert len(pack(lengths, 60, 2, 0)) == -(-1000 // (60 // (longest - 1)))
+    assert one_try.call_count < 25
 
 
 def test_an_example_over_the_budget_is_an_error() -> None:

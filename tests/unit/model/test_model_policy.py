@@ -11,6 +11,7 @@ from dsft.data.batch import NO_TARGET
 from dsft.model.build import build_model
 from dsft.model.policy import Policy, add_noise, target_logps
 from dsft.spec.schema import Model
+from tests.architectures.cases import small_model
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
 
@@ -82,6 +83,16 @@ def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> No
     torch.manual_seed(7)
     cut = last(*first.train()(ids, positions, targets, noise_scale=scale))
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "gpt2", "opt"])
+def test_noise_leaves_what_else_a_model_makes_of_its_tokens(kind: str) -> None:
+    """Noise of 0 changes nothing, where layers look tokens up a second time too."""
+    policy = Policy(small_model(kind)).train()
+    ids, positions, targets = batch()
+    quiet = policy(ids, positions, targets)
+    silent = policy(ids, positions, targets, noise_scale=torch.zeros(ids.shape))
+    torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
 
 
 def test_log_probabilities_by_hand() -> None:
