@@ -21,7 +21,7 @@ from dsft.model.config import token_facts
 from dsft.spec.schema import Model
 from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

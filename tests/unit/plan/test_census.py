@@ -10,7 +10,7 @@ import pytest
 from dsft.errors import MissingInputError, SpecError
 from dsft.plan import census as module
 from dsft.plan.census import Census, census
-from dsft.spec.schema import Model
+from dsft.spec.schema import Lora, Model
 
 pytest.importorskip("transformers")
 
@@ -49,6 +49,16 @@ def test_stages_share_the_parameters_as_the_engine_cuts_them(llama: Census) -> N
     assert {p.layer for p in first} == {None, 0} and {p.layer for p in last} == {None, 1, 2}
     assert [p.name for p in first if p.layer is None] == ["model.embed_tokens.weight"]
     assert [p.name for p in last if p.layer is None] == ["model.norm.weight", "lm_head.weight"]
+
+
+def test_what_is_trained_is_counted_with_adapters_and_by_patterns() -> None:
+    lora = Lora(rank=2, target_modules=("q_proj", "up_proj"), use_dora=True)
+    adapted = module.census_from(take_census(Model(from_config=LLAMA, lora=lora), 1))
+    adapters = 3 * (2 * (64 + 64) + 64 + 2 * (64 + 128) + 128)  # A, B and magnitude of each of 3 layers
+    assert (adapted.trained, adapted.numel) == (adapters, numel_by_hand(259) + adapters)
+    assert {p.layer for p in adapted.parameters if p.trained} == {0, 1, 2}
+    norms = module.census_from(take_census(Model(from_config=LLAMA, trainable=("*norm.weight",)), 1))
+    assert (norms.trained, norms.numel) == (7 * 64, numel_by_hand(259))
 
 
 def test_a_tied_tensor_counts_once() -> None:

@@ -133,6 +133,9 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         "{path: rows.jsonl}", '{path: "data/*.jsonl"}, {path: rows.parquet}, {path: "."}'
     ),
     "model_folder": spec(model="model: {name_or_path: ./nowhere, tokenizer: rows.jsonl}\n"),
+    "a_part_of_the_model": spec(
+        model="model: {from_config: {model_type: llama}, lora: {target_modules: q_proj}, trainable: []}\n"
+    ).replace("optim: {", "optim: {groups: [{parameters: '*'}], "),
     # not built
     "not_built": spec(
         head="name: small\ntask: dpo\n",

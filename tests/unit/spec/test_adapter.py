@@ -1,0 +1,63 @@
+"""A saved adapter's config against the spec that continues it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.spec.load import load_spec
+from tests.unit.spec.conftest import Write
+from tests.unit.spec.test_load import messages
+
+SAVED: dict[str, Any] = {
+    "peft_type": "LORA", "r": 8, "lora_alpha": 12, "lora_dropout": 0.1,
+    "target_modules": ["v_proj", "q_proj"], "use_rslora": True, "use_dora": False, "modules_to_save": None, "bias": "none", "rank_pattern": {},
+}  # fmt: skip
+
+
+def save(**changed: Any) -> str:
+    Path("saved").mkdir(exist_ok=True)
+    Path("saved/adapter_config.json").write_text(json.dumps(SAVED | changed), encoding="utf-8")
+    return "saved"
+
+
+def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
+    spec = load_spec(
+        write(), [f"model.lora={{path: {save()}, dropout: 0.5, target_modules: [q_proj, v_proj]}}"]
+    )
+    lora = spec.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.use_rslora, lora.modules_to_save) == (8, 12.0, True, ())
+    assert (lora.dropout, lora.target_modules) == (0.5, ("q_proj", "v_proj"))  # of the training; in any order
+
+
+def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
+    lora = f"model.lora={{path: {save()}, rank: 16, target_modules: [q_proj], use_dora: true}}"
+    found = " ".join(messages(write(), lora))
+    assert "model.lora.rank: 16 is not the saved adapter's 8 (r in its adapter_config.json)" in found
+    assert "[q_proj] is not the saved adapter's [q_proj, v_proj]" in found
+    assert "model.lora.use_dora: true is not the saved adapter's false" in found
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type 'IA3', and dsft continues plain LoRA only"),
+        ({"bias": "all"}, "has bias 'all'"),
+        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}"),
+        ({"r": "eight"}, "is no config of a saved adapter"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(write: Write, changed: Any, message: str) -> None:
+    assert message in " ".join(messages(write(), f"model.lora={{path: {save(**changed)}}}"))
+
+
+def test_a_folder_that_is_none_is_told(write: Write) -> None:
+    assert "'nowhere' is not a folder" in messages(write(), "model.lora={path: nowhere}")[0]
+    Path("empty").mkdir()
+    assert (
+        "'empty' is a folder without adapter_config.json" in messages(write(), "model.lora={path: empty}")[0]
+    )
