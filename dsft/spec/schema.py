@@ -124,11 +124,13 @@ class Data(Section):
     max_length: int = Field(default=2048, ge=2, description="Longest row, in tokens.")
     on_too_long: Literal["error", "drop", "truncate", "split"] = Field(
         default="error",
-        description="What happens to a row over max_length; split makes several rows of it (pretraining).",
+        description="What happens to a row over max_length; split makes several rows of it (pretraining, "
+        "where packing does so anyway).",
     )
     packing: bool = Field(
         default=False,
-        description="Lay several rows into one without padding; what is learned does not change.",
+        description="Lay several rows into one without padding; what is learned does not change. In "
+        "pretraining: rows of exactly max_length tokens.",
     )
     max_tokens_per_micro_batch: int | None = Field(
         default=None,

@@ -20,12 +20,13 @@ _SFT_DATA = """\
   eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
   max_length: 256                    # tokens
   on_too_long: error                 # error | drop | truncate
+  packing: true                      # rows without padding; what is learned does not change
 """
 
 _PRETRAIN_DATA = """\
   train: [{{path: {text_file}}}]     # yours: a JSONL or JSON file of {{"text": ...}} rows
   max_length: 256                    # tokens
-  on_too_long: split                 # error | drop | truncate | split
+  packing: true                      # rows of exactly max_length; false: a row per document
 """
 
 _TEMPLATE = """\

@@ -38,10 +38,10 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
     ("nproc", "layout"),
     [
         (4, ("parallel.zero_stage=3", "train.micro_batch_size=1")),
-        (1, ("parallel.zero_stage=0",)),
-        (4, (*PIPELINE[:2], "train.micro_batch_size=2")),
+        (1, ("parallel.zero_stage=0", "data.packing=true")),
+        (4, (*PIPELINE[:2], "train.micro_batch_size=2", "data.packing=true")),
     ],
-    ids=["zero3-on-4", "zero0-on-1", "pipeline-on-4"],
+    ids=["zero3-on-4", "zero0-packed-on-1", "pipeline-packed-on-4"],
 )
 def test_a_pipelined_run_goes_on_in_another_layout(
     stopped: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]

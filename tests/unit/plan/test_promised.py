@@ -25,7 +25,7 @@ def test_the_batch_on_the_clusters_processes() -> None:
 
 def test_sizes_that_do_not_fit_the_cluster_are_told_with_all_other_mistakes_and_their_line() -> None:
     batch, learning_rate = problems("cluster.hosts.node2=4", "optim.learning_rate=-1")
-    assert batch.startswith("line 21, train.global_batch_size: global_batch_size 128 = micro_batch_size 8")
+    assert batch.startswith("line 22, train.global_batch_size: global_batch_size 128 = micro_batch_size 8")
     assert "data-parallel ranks 12 does not hold" in batch
     assert "optim.learning_rate: -1 is out of range" in learning_rate
 
