@@ -1,0 +1,95 @@
+"""Every architecture of the table under ZeRO 2 and 3 against a plain PyTorch loop, from a folder that
+transformers wrote to one that it reads; one launch. DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, small_model
+from tests.launching import ROOT, torchrun
+
+WORKER = Path(__file__).with_name("worker.py")
+SECONDS = 1800  # a launch takes two minutes where nothing else runs
+DOCS = ROOT / "docs" / "models.md"
+MODES, STEPS = ("zero2", "zero3"), ("padded", "packed")
+FIGURES = ("loss", "gradient", "weights")
+
+
+@functools.cache
+def launch() -> tuple[dict[str, Any], str]:
+    """Results by architecture, and what the processes wrote."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in ARCHITECTURES:
+            model = small_model(kind)
+            model.save_pretrained(folder / kind)
+            model.config.save_pretrained(folder / f"{kind}-model")
+        done = torchrun(WORKER, 2, [name], timeout=SECONDS)
+        found: dict[str, Any] = {}
+        for path in folder.glob("results.*.json"):
+            found |= json.loads(path.read_text())
+        errors = [error.read_text() for error in sorted(folder.glob("*.error"))]
+        return found, "\n".join(errors or (done.stdout + done.stderr).splitlines()[-60:])
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str) -> None:
+    results, log = launch()
+    assert kind in results, log
+    found = results[kind][mode]
+    assert found.get("attention") == PACKED.get(kind, "auto"), found
+    bounds = {(step, name): bound(results[kind], step, name) for step in STEPS for name in FIGURES}
+    assert {at: found[at[0]][at[1]] for at in bounds if not found[at[0]][at[1]] <= bounds[at]} == {}, bounds
+    assert found["export"] == 0.0, "logits of the export"
+    assert found["report"] == {}, "what transformers says of the export"
+    assert found["names"] == [], "names that stand in one of the two folders"
+
+
+def bound(results: dict[str, Any], step: str, figure: str) -> float:
+    """1e-6, or four times what the plain loop itself is off from float64."""
+    return max(BOUND, 4 * float(results["float64"][step][figure]))
+
+
+def test_the_table_in_the_docs_is_of_these_architectures() -> None:
+    text = DOCS.read_text()
+    if os.environ.get("DSFT_UPDATE_GOLDEN"):
+        results, _ = launch()
+        block = f"<!-- architectures: made by the tests, do not edit -->\n\n{table(results)}\n\n<!-- end -->"
+        text = re.sub(r"<!-- architectures.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
+        DOCS.write_text(text)
+    _, *listed = re.findall(r"^\| ([a-z0-9_]+) \|", text, flags=re.MULTILINE)  # after the heading
+    assert listed == list(ARCHITECTURES), "DSFT_UPDATE_GOLDEN=1 makes the table anew"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The largest of the three figures, rounded up to one digit."""
+    lines = [
+        "| architecture | ZeRO 2 | packed | ZeRO 3 | packed | export | pipeline |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in ARCHITECTURES:
+        cells = [worst(results[kind][mode], step) for mode in MODES for step in STEPS]
+        pipeline = "yes" if kind == "llama" else "not yet"
+        lines.append(f"| {kind} | {' | '.join(cells)} | equal | {pipeline} |")
+    return "\n".join(lines)
+
+
+def worst(found: dict[str, Any], step: str) -> str:
+    attention = found["attention"] if step == "packed" else "auto"
+    figure = rounded_up(max(found[step][name] for name in FIGURES))
+    return {"auto": figure, "eager": f"{figure} (eager)", "refused": "refused"}[attention]
+
+
+def rounded_up(value: float) -> str:
+    power = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / power) * power:.0e}"
