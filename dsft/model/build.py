@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -129,7 +130,7 @@ def _weights(model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.d
         reason = "it has no safetensors files"
     except NotUnderstood as error:
         reason = f"{error} is not understood"
-    except OSError as error:
+    except (OSError, HFValidationError) as error:  # a folder that is not there is no hub id either
         raise MissingInputError(
             f"model.name_or_path {name!r} has no readable weights: {str(error).splitlines()[0]} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."

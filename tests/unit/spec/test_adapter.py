@@ -14,7 +14,8 @@ from tests.unit.spec.test_load import messages
 
 SAVED: dict[str, Any] = {
     "peft_type": "LORA", "r": 8, "lora_alpha": 12, "lora_dropout": 0.1,
-    "target_modules": ["v_proj", "q_proj"], "use_rslora": True, "use_dora": False, "modules_to_save": None, "bias": "none", "rank_pattern": {},
+    "target_modules": ["v_proj", "q_proj"], "use_rslora": True,
+    "use_dora": False, "modules_to_save": None, "bias": "none", "rank_pattern": {},
 }  # fmt: skip
 
 
