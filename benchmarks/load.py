@@ -2,48 +2,39 @@
 
     python benchmarks/load.py [--rounds 5] [--ranks 2] [--out FILE]
 
-Makes a Llama of 277.9 million parameters in bf16 in four files, then loads it, in a fresh launch per sample:
+Makes a Llama of 277.9 million parameters in bf16, in four files, and loads it, in a fresh launch per sample:
 
-zero3              dsft, ZeRO 3: each rank reads and keeps its share
-pipeline           dsft, one stage per rank
-zero0              dsft, one copy per rank, as ZeRO 0 to 2 keep it
-from_pretrained    transformers, on every rank; the files stay mapped, and shared, until a weight is written
-from_pretrained, written   then every weight is written once, as training or flattening does
+zero3                      dsft, ZeRO 3: each rank reads its share of every tensor
+pipeline                   dsft, one stage per rank: each reads the tensors of its stage
+zero0                      dsft, ZeRO 0 to 2: each rank reads everything
+from_pretrained            transformers: the files stay mapped, and shared, until a weight is written
+from_pretrained, written   and every weight is then written once, as training or flattening does
 
-Counted on each rank from after the imports, a tiny model loaded the same way, to after the load: anonymous
-memory (RssAnon, what the rank holds), and the rise of the high-water mark (VmHWM: the peak on the way, mapped
-file pages included). Both are summed over the ranks and divided by the bytes of the model.
+Counted on each rank, from after the imports and a tiny model that is loaded the same way: `held`, anonymous
+memory (RssAnon) after the load; `peak`, the high-water mark of all resident memory (VmHWM), mapped pages of
+files included, above what was resident before. Both are summed over the ranks and divided by the bytes of the
+model. Seconds are those of the slowest rank, with the files in the page cache.
+
+    torchrun … benchmarks/load.py --rank VARIANT TINY_FOLDER FOLDER      one sample: a line of JSON
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
-from benchmarks.paired import (  # noqa: E402
-    Samples,
-    column,
-    forget_peak,
-    machine,
-    machine_line,
-    markdown,
-    measure,
-    peak_bytes,
-    ratio,
-    resident_bytes,
-    spread,
-)
+from benchmarks import paired  # noqa: E402
 
 LARGE = {
     "hidden_size": 1024,
@@ -59,39 +50,148 @@ SHARD = "150MB"
 VARIANTS = ("zero3", "pipeline", "zero0", "from_pretrained", "from_pretrained, written")
 
 
-def make_folder(folder: Path, keys: dict[str, Any]) -> None:
-    """A model with random bf16 weights, as transformers saves it."""
+def make_folder(folder: Path, keys: dict[str, Any], shard: str = SHARD) -> None:
+    """A Llama with random bf16 weights, as transformers saves it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**keys)).bfloat16()
-    model.to_empty(device="cpu")
+    model.to_empty(device="cpu").tie_weights()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.02)
-    model.save_pretrained(folder, max_shard_size=SHARD)
+    model.save_pretrained(folder, max_shard_size=shard)
 
 
-# --- one rank ---------------------------------------------------------------------------------------------
+def model_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def load_dsft(folder: Path, variant: str) -> object:
-    import torch
+# --- one rank -----------------------------------------------------------------------------------------------
 
-    from dsft.engine.partition import keep_for
+
+def rank(variant: str, tiny: Path, folder: Path) -> None:
+    """Rank 0 prints the sample."""
     from dsft.engine.world import join
     from dsft.launch.environment import detect
-    from dsft.model.build import build_model
-    from dsft.model.config import TokenFacts
     from dsft.plan.layout import Layout
-    from dsft.spec.schema import Model
 
     launched = detect(os.environ)
-    world = WORLD.setdefault("world", None) or join(launched, Layout(launched.world_size, 1, launched.world_size))
-    WORLD["world"] = world
-    config = {"zero_optimization": {"stage": 3 if variant == "zero3" else 0}, "bf16": {"enabled": True}}
-    config |= {"train_micro_batch_size_per_gpu": 1}
-    stage, stages = (world.rank, world.world_size) if variant == "pipeline" else (0, 1)
-    facts = TokenFacts(64, None, None, None)
-    model = Model(name_or_path=str(folder))
-    return build_model(model, facts, 0, torch.bfloat16, stage, stages, keep_for(config, world))
+    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    load = loader(variant, world)
+    load(tiny)
+    gc.collect()
+    world.gather(None)
+    paired.forget_peak()
+    held, resident, began = anonymous_bytes(), paired.resident_bytes(), time.perf_counter()
+    model = load(folder)
+    seconds = time.perf_counter() - began
+    mine = (anonymous_bytes() - held, paired.peak_bytes() - resident, seconds)
+    ranks = world.gather(mine)
+    if world.rank == 0:
+        size = model_bytes(folder)
+        sample = {
+            "held": sum(r[0] for r in ranks) / size,
+            "peak": sum(r[1] for r in ranks) / size,
+            "largest_rank": max(r[1] for r in ranks) / size,
+            "seconds": max(r[2] for r in ranks),
+        }
+        print(json.dumps(sample), flush=True)
+    del model
+    world.close()
+
+
+def loader(variant: str, world: Any) -> Callable[[Path], object]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dsft.engine.partition import keep_for
+    from dsft.model.build import build_model
+    from dsft.model.config import TokenFacts
+    from dsft.spec.schema import Model
+
+    def transformers_loads(folder: Path) -> object:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        if variant.endswith("written"):
+            for parameter in model.parameters():
+                parameter.data.mul_(1)
+        return model
+
+    def dsft_loads(folder: Path) -> object:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3 if variant == "zero3" else 0},
+            "bf16": {"enabled": True},
+        }
+        stage, stages = (world.rank, world.world_size) if variant == "pipeline" else (0, 1)
+        model, facts = Model(name_or_path=str(folder)), TokenFacts(TINY["vocab_size"], None, None, None)
+        return build_model(model, facts, 0, torch.bfloat16, stage, stages, keep_for(config, world))
+
+    return transformers_loads if variant.startswith("from_pretrained") else dsft_loads
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+# --- all samples --------------------------------------------------------------------------------------------
+
+
+def launch(variant: str, ranks: int, tiny: Path, folder: Path) -> list[str]:
+    words = ["--standalone", "--nproc_per_node", str(ranks), str(HERE), "--rank", variant, str(tiny)]
+    return [sys.executable, "-m", "torch.distributed.run", *words, str(folder)]
+
+
+def table(samples: paired.Samples) -> str:
+    rows = [
+        [
+            name,
+            paired.spread(paired.column(found, "held")),
+            paired.spread(paired.column(found, "peak")),
+            paired.spread(paired.column(found, "seconds")),
+        ]
+        for name, found in samples.items()
+    ]
+    header = ["how", "held by all ranks ÷ model", "peak of all ranks ÷ model", "seconds (min / median / max)"]
+    return paired.markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and seconds of loading a model on several ranks.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the table goes as well")
+    parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "TINY_FOLDER", "FOLDER"), help="one sample")
+    options = parser.parse_args()
+    if options.rank:
+        variant, tiny, folder = options.rank
+        rank(variant, Path(tiny), Path(folder))
+        return
+    with tempfile.TemporaryDirectory() as made:
+        tiny, folder = Path(made, "tiny"), Path(made, "large")
+        make_folder(tiny, TINY)
+        make_folder(folder, LARGE)
+        variants = {variant: launch(variant, options.ranks, tiny, folder) for variant in VARIANTS}
+        samples = paired.measure(variants, options.rounds)
+        size = model_bytes(folder)
+    faster = paired.ratio(samples, "seconds", "from_pretrained, written", "zero3")
+    text = "\n".join(
+        [
+            f"{size / 1e6:.0f} MB on {options.ranks} ranks, {options.rounds} rounds. "
+            f"{paired.machine_line(paired.machine())}",
+            "",
+            table(samples),
+            "",
+            f"Seconds of from_pretrained, written, to those of zero3: {faster}",
+        ]
+    )
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
