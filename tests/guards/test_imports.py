@@ -13,6 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "dsft").rglob("*.py"))
 HEAVY = {"torch", "transformers", "tokenizers", "deepspeed", "numpy", "safetensors", "wandb", "datasets"}
 LIGHT = ("errors", "spec", "plan", "launch")
+# Each takes seconds and tens of megabytes, on every rank, and training needs none of them.
+NEEDLESS = {
+    "transformers.trainer", "datasets", "pandas", "pyarrow", "scipy", "sklearn", "peft", "trl", "wandb",
+    "matplotlib", "tensorboard", "swanlab", "liger_kernel", "torchvision", "IPython",
+}  # fmt: skip
 
 
 def dotted(path: Path) -> str:
@@ -31,6 +36,17 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == []
     assert len(light) > 15
+
+
+def test_a_rank_imports_nothing_needless() -> None:
+    """In a fresh interpreter: what every run imports, with a model's own class."""
+    code = (
+        "import sys, dsft.job\nfrom transformers.models.llama.modeling_llama import LlamaForCausalLM\n"
+        f"print(*sorted({NEEDLESS!r} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == []
 
 
 def imported(tree: ast.AST) -> set[str]:
