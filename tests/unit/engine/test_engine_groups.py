@@ -1,0 +1,77 @@
+"""Groups of parameters: their rates and decay, and stages of a pipeline that cannot be stepped together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsft.engine.optimizer import check_groups, parameter_groups
+from dsft.errors import SpecError
+from dsft.plan.layout import Layout
+from dsft.spec.schema import Optim, OptimGroup, Spec
+
+TRAINED = {
+    "model.layers.0.up_proj.weight": nn.Parameter(torch.zeros(2, 2)),
+    "model.layers.0.norm.weight": nn.Parameter(torch.zeros(2)),
+}
+HEAD = {"lm_head.weight": nn.Parameter(torch.zeros(2, 2))}
+
+
+@dataclass(frozen=True)
+class TwoStages:
+    """This rank is the first stage; the other has told `other`."""
+
+    other: Any
+    layout: Layout = Layout(2, 2, 1)
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine, self.other]
+
+
+def spec(zero_stage: int, *groups: OptimGroup) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "x", "task": "pretrain", "model": {"from_config": {"model_type": "llama"}},
+            "data": {"train": [{"path": "a.jsonl"}]},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+            "parallel": {"zero_stage": zero_stage, "pipeline_stages": 2},
+            "optim": {"learning_rate": 2.0, "groups": [group.model_dump() for group in groups]},
+        }
+    )  # fmt: skip
+
+
+def test_the_first_group_decides_and_matrices_alone_decay_by_default() -> None:
+    groups = (
+        OptimGroup(parameters="lm_head.*", learning_rate=1.0),
+        OptimGroup(parameters="*norm.weight", weight_decay=0.5),
+        OptimGroup(parameters="*.weight", learning_rate=4.0, weight_decay=0.0),
+    )
+    made = list(parameter_groups(TRAINED | HEAD, Optim(learning_rate=2.0, weight_decay=0.1, groups=groups)))
+    found = {id(p): (g["lr"], g["rate"], g["weight_decay"]) for g in made for p in g["params"]}
+    assert [found[id(p)] for p in (TRAINED | HEAD).values()] == [
+        (4.0, 2.0, 0.0),
+        (2.0, 1.0, 0.5),
+        (1.0, 0.5, 0.1),
+    ]
+    assert len(list(parameter_groups(TRAINED | HEAD, Optim(learning_rate=2.0, weight_decay=0.1)))) == 2
+
+
+def test_stages_with_other_numbers_of_groups_are_refused_under_zero_1() -> None:
+    world: Any = TwoStages((["lm_head.weight"], 1))
+    check_groups(TRAINED, spec(0), world)
+    group = OptimGroup(parameters="*norm.weight", learning_rate=1.0)
+    check_groups(TRAINED, spec(0, group), world)
+    with pytest.raises(SpecError, match="the stages have 2, 1 kinds of learning rate and weight decay"):
+        check_groups(TRAINED, spec(1, group), world)
+
+
+def test_a_stage_that_trains_nothing_and_a_group_that_fits_nothing_are_refused() -> None:
+    with pytest.raises(SpecError, match="stage 1 has no parameter that is trained"):
+        check_groups(TRAINED, spec(0), TwoStages(([], 0)))  # type: ignore[arg-type]
+    nothing = OptimGroup(parameters="lm_hed.*", learning_rate=1.0)
+    with pytest.raises(SpecError, match=r"optim\.groups\.0\.parameters: 'lm_hed\.\*' fits no name"):
+        check_groups(TRAINED, spec(0, nothing), TwoStages((["lm_head.weight"], 1)))  # type: ignore[arg-type]
