@@ -46,6 +46,7 @@ from dsft.model.attention import attend_per_segment, check_can_pack
 from dsft.model.build import build_model, check_trainable
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.files import fingerprint
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
@@ -432,6 +433,8 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
     keep = keep_for(job.config, world)
+    if (name := spec.model.name_or_path) is not None:
+        prove_same(f"model.name_or_path {name!r}", world.each(lambda: fingerprint(name)), world)
 
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)

@@ -11,11 +11,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.errors import Problem, SpecError
 from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
@@ -130,11 +129,6 @@ def _weights(model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.d
         reason = "it has no safetensors files"
     except NotUnderstood as error:
         reason = f"{error} is not understood"
-    except (OSError, HFValidationError) as error:  # a folder that is not there is no hub id either
-        raise MissingInputError(
-            f"model.name_or_path {name!r} has no readable weights: {str(error).splitlines()[0]} "
-            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
-        ) from None
     weights = ReadWeights(causal_lm, read_whole(causal_lm, name, dtype))
     warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)
     return weights

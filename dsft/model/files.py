@@ -7,6 +7,7 @@ parameter, and through which conversion (a fused one cut, parts fused), says tra
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
 PIECE = 2**20  # elements that are copied at a time
+SAMPLES, SAMPLE = 64, 2**12  # number and bytes of what is compared between hosts
 MAPPED = 2**21  # bytes of a file that may be mapped
 
 
@@ -170,10 +172,17 @@ class FileValues:
 
 def weight_files(name_or_path: str) -> list[Path]:
     """The safetensors files of a folder, or of a hub id, which is looked up in the cache or downloaded; none
-    where there are none. Raises MissingInputError where the index names a file that is not there."""
+    where there are none. Raises MissingInputError where it is neither, or the index names a file that is not
+    there."""
     folder = Path(name_or_path)
     if not folder.is_dir():
-        folder = Path(snapshot_download(name_or_path, allow_patterns=["model*.safetensors", INDEX]))
+        try:
+            folder = Path(snapshot_download(name_or_path, allow_patterns=["model*.safetensors", INDEX]))
+        except (OSError, ValueError) as error:
+            raise MissingInputError(
+                f"model.name_or_path {name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
+                "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+            ) from None
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -186,6 +195,21 @@ def weight_files(name_or_path: str) -> list[Path]:
             "folder whole."
         )
     return [folder / name for name in names]
+
+
+def fingerprint(name_or_path: str) -> list[tuple[str, int, str]]:
+    """Name, size and a digest of samples of each file: equal where ranks of several hosts read the same."""
+    return [(path.name, path.stat().st_size, _sampled(path)) for path in weight_files(name_or_path)]
+
+
+def _sampled(path: Path) -> str:
+    """Of the first kilobytes, which list the tensors, and of others at equal distances."""
+    digest, distance = hashlib.sha256(), path.stat().st_size // SAMPLES + 1
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(number * distance)
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:

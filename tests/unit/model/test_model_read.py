@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from dsft.errors import MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
 from dsft.model.weights import Keep
 from dsft.spec.schema import Model
@@ -259,3 +260,12 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
     assert_equal(build_model(Model(name_or_path="someone/small"), FACTS, 7, torch.float32).causal_lm, whole)
     with pytest.raises(MissingInputError, match="someone/large"):
         build_model(Model(name_or_path="someone/large"), FACTS, 7, torch.float32)
+
+
+def test_a_fingerprint_sees_other_names_sizes_and_values(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    save(tmp_path / "same")
+    assert fingerprint(str(tmp_path / "one")) == fingerprint(str(tmp_path / "same"))
+    change(tmp_path / "same", lambda held: held | {NORM: torch.ones(32)})
+    change(tmp_path / "one", lambda held: held)
+    assert fingerprint(str(tmp_path / "one")) != fingerprint(str(tmp_path / "same"))
