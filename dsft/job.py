@@ -36,7 +36,7 @@ from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
-from dsft.engine.proof import prove_packing
+from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
@@ -300,7 +300,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         say(f"going on from step {progress.step}: {start.path}")
     else:
         say(f"starting at step 0: {folder} has no checkpoint")
-    prove(job, inputs, world, policy, engine)
+    prove(job, inputs, world, policy, engine, say)
     report = open_report(job, world, last_step, progress.step)
     latest: Record = {}
 
@@ -448,9 +448,10 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     return policy, build_engine(policy, spec, job.config, world, OBJECTIVE)
 
 
-def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine) -> None:
+def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine, say: Say) -> None:
     """What must hold on real rows before anything is trained."""
     spec = job.spec
+    say(prove_head(engine, policy, inputs.train, world, pad_id(inputs.tokenizer)))
     if spec.data.packing:
         prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad_id(inputs.tokenizer))
 

@@ -3,12 +3,15 @@ learn something else than it says."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dsft.data.batch import NO_TARGET
 from dsft.data.dataset import Dataset, Example
 from dsft.data.pack import lay
 from dsft.data.steps import collate
@@ -25,7 +28,11 @@ NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
 # Alone a row is computed by other kernels: what their rounding of one token's loss may come to. The mean of n
 # tokens is nearer, by the root of n, down to a tenth.
 ALONE = {"fp32": 1e-3, "bf16": 0.3, "fp16": 0.1}  # nats
+# The head and the model round the same product; where the model scales it in its own type, some ulps more.
+HEAD = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the log-probabilities' spread
+ROUNDING = 1e-5  # nats
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
+WIDE = 256  # tokens of a row whose logits are made whole
 LOOKED_AT = 1000  # examples
 
 
@@ -42,6 +49,44 @@ def prove_packing(
     with own_attention(policy.causal_lm):
         alone = engine.score([collate([row], pad_id) for row in rows])
     world.each(lambda: _compare(together, alone, rows, precision))
+
+
+def prove_head(engine: Engine, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+    """A collective. Scores two of the dataset's rows by the head and by the model's own logits. Where they
+    differ, every rank takes the model's logits from then on. Gives a line that says which it is."""
+    if any(world.gather(policy.full_logits)):
+        policy.full_logits = policy.is_last
+        return "head: the model's output layer is not a plain linear one; its logits are computed whole"
+    rows = [Example(e.input_ids[:WIDE], e.trained[:WIDE], e.source) for e in real_rows(dataset)[:2]]
+    batch = collate(rows, pad_id)
+    is_target = (batch.targets != NO_TARGET).to(world.device)
+    with own_attention(policy.causal_lm):
+        found = engine.score([batch])
+        policy.full_logits = policy.is_last
+        own = engine.score([batch])
+        policy.full_logits = False
+    dtype = next(policy.parameters()).dtype
+    compared = [_apart(a[is_target], b[is_target], dtype) for a, b in zip(found, own, strict=True)]
+    apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
+    if apart <= allowed:
+        return f"head: in chunks; within {apart:.1g} nats of the model's own logits"
+    policy.full_logits = policy.is_last
+    return (
+        f"head: its log-probabilities are up to {apart:.2g} nats from those of the model's own logits "
+        f"({allowed:.2g} is rounding), so the logits are computed whole from here on"
+    )
+
+
+def _apart(found: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest difference, and what rounding explains. A wrong scale or soft-cap shows in how far the
+    log-probabilities spread, however small the logits of a fresh model are."""
+    spread = float(own.max() - own.min())
+    return float((found - own).abs().max()), ROUNDING + HEAD[dtype] * spread
+
+
+def _excess(pair: tuple[float, float]) -> float:
+    apart, allowed = pair
+    return apart - allowed if math.isfinite(apart) else math.inf
 
 
 def real_rows(dataset: Dataset) -> list[Example]:

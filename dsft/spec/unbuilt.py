@@ -63,7 +63,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "parallel.offload_parameters.device", ("none",), "use none, and parallel.offload_optimizer for memory"
     ),
     Unbuilt("parallel.allow_torch_adam", (False,), LEAVE_OUT),
-    Unbuilt("train.label_smoothing", (0.0,), "use 0.0"),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),

@@ -1,4 +1,4 @@
-"""The proof of packing: passes what is exact, stops what is not."""
+"""The proofs of packing and of the head: what is exact passes; what is not stops the run, or is not used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, Example, Ledger
 from dsft.data.pack import lay
 from dsft.engine import proof
-from dsft.engine.proof import every_second_changed, prove_packing, real_rows
+from dsft.engine.proof import every_second_changed, prove_head, prove_packing, real_rows
 from dsft.errors import SpecError
 from dsft.model import policy as policies
-from dsft.model.attention import attend_per_segment
+from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
@@ -38,8 +38,13 @@ LLAMA = {
 class Alone:
     """A world of one rank."""
 
+    device = torch.device("cpu")
+
     def each(self, work: Any) -> Any:
         return work()
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
 
 
 class Scores:
@@ -147,3 +152,58 @@ def test_every_token_of_a_changed_row_is_another() -> None:
     assert set(np.concatenate([row.input_ids for row in after])) <= set(
         np.concatenate([row.input_ids for row in before])
     )
+
+
+# --- the head ---------------------------------------------------------------------------------------------
+
+
+def prove_the_head(engine: Scores) -> str:
+    return prove_head(engine, engine.policy, rows(20, 30, 17), Alone(), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_head_that_is_the_models_is_used(precision: str) -> None:
+    engine = scores(precision)
+    assert prove_the_head(engine).startswith("head: in chunks; within")
+    assert not engine.policy.full_logits
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("scale", [0.9, 1.2, 16.0])
+def test_an_unknown_scale_is_found_and_the_models_logits_are_taken(
+    monkeypatch: pytest.MonkeyPatch, precision: str, scale: float
+) -> None:
+    engine = scores(precision)
+    forward = engine.policy.causal_lm.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * scale
+        return output
+
+    monkeypatch.setattr(engine.policy.causal_lm, "forward", scaled)
+    assert "so the logits are computed whole" in prove_the_head(engine)
+    assert engine.policy.full_logits
+    ids = torch.arange(3, 12)[None]
+    with own_attention(engine.policy.causal_lm):
+        logits = scaled(input_ids=ids, use_cache=False).logits.float()
+    with own_attention(engine.policy.causal_lm):
+        found = engine.policy(ids, torch.arange(9)[None], ids)
+    expected = logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_head_that_is_not_a_number_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scores()
+    head = engine.policy.causal_lm.lm_head
+    monkeypatch.setattr(type(head), "_logps", lambda self, hidden, targets: hidden.sum(1) * float("nan"))
+    assert "so the logits are computed whole" in prove_the_head(engine)
+
+
+def test_another_output_layer_is_left_to_the_model() -> None:
+    engine = scores()
+    causal_lm = engine.policy.causal_lm
+    causal_lm.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 128, bias=False))
+    other = Scores(Policy(causal_lm).eval())
+    assert "its logits are computed whole" in prove_the_head(other)
+    assert other.policy.full_logits
