@@ -90,7 +90,8 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     overruled = list(_overruled(decided, base, file))
     if strict:
         _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in overruled])
-    how = {key: value for key, value in file.items() if key not in _LEFT_OUT}
+    left_out = {*_LEFT_OUT, *(["fp16"] if decided.train.precision == "fp16" else [])}
+    how = {key: value for key, value in file.items() if key not in left_out}
     problems: list[Problem] = []
     config = _laid_over(base, how, "", problems)
     _refuse(path, problems)
@@ -231,6 +232,8 @@ def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> 
     """Key, and the rest of the sentence, for each value of the file that is not used."""
     for key in SPEC_DECIDES:
         yield from _differing(key, file.get(key), base.get(key), spec)
+    if spec.train.precision == "fp16":  # the loss scale is dsft's own (engine/scaler.py)
+        yield from _differing("fp16", file.get("fp16"), base["fp16"], spec)
     for key, reason in WITHOUT_EFFECT.items():
         value = file.get(key)
         if value is not None and not (isinstance(value, Mapping) and value.get("enabled") is False):

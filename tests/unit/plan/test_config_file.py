@@ -85,6 +85,16 @@ def test_deepspeed_takes_what_comes_out(merge: Any) -> None:
     assert DeepSpeedConfig(config).zero_config.gather_16bit_weights_on_model_save is True
 
 
+def test_the_loss_scale_of_fp16_is_dsfts_own(make_spec: Any, tmp_path: Path) -> None:
+    """Its scaler stands in DeepSpeed's place: a fixed scale in the file would be silently another."""
+    path = tmp_path / "zero2.json"
+    path.write_text(json.dumps({"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 1}}))
+    spec = make_spec(train={"global_batch_size": 24, "micro_batch_size": 2, "precision": "fp16"})
+    merged = merge_config_file(spec, batch_sizes(spec.train, 4), path)
+    assert merged.config["fp16"] == deepspeed_config(spec, batch_sizes(spec.train, 4))["fp16"]
+    assert merged.notes == ("zero2.json: fp16.loss_scale 128, the spec's 0 is used",)
+
+
 def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
     file = {
         "train_batch_size": 16,
