@@ -19,7 +19,7 @@ from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
-from dsft.model.lora import fill_adapted, inject, with_adapters
+from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
@@ -86,6 +86,7 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
     """Adapters and frozen parameters, as the spec says. Raises SpecError for names that fit nothing."""
     if model.lora is not None:
         inject(causal_lm, model.lora)
+        check_saved(causal_lm, model.lora)
     elif model.trainable is not None:
         train_only(causal_lm, model.trainable)
 

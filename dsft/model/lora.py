@@ -137,26 +137,47 @@ def _row_norms(linear: nn.Module) -> Tensor:
     return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
 
 
+def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
+    """Raises MissingInputError where the adapter at `lora.path` has tensors that the whole model, with its
+    adapters, has no place for: it is of a deeper model or of other modules, and only a part would go on."""
+    if lora.path is None:
+        return
+    file = _open(Path(lora.path))
+    named = causal_lm.named_parameters(remove_duplicate=False)
+    extra = sorted(set(file.keys()) - {PREFIX + plain_name(n) for n, p in named if p.requires_grad})
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise MissingInputError(
+            f"model.lora.path {lora.path!r}: {WEIGHTS} has {extra[0]}{more}, and this model has no place for "
+            "it; name an adapter of this model."
+        )
+
+
+def _open(folder: Path) -> Any:
+    try:
+        return safe_open(folder / WEIGHTS, framework="pt", backend="pread")
+    except (OSError, SafetensorError) as error:
+        raise MissingInputError(
+            f"model.lora.path {str(folder)!r}: {WEIGHTS} cannot be read ({error}); name the folder of an "
+            "adapter."
+        ) from None
+
+
 def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter], None]:
     """Gives each trained parameter its value from an adapter's file, which must have all of them."""
     trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
-    try:
-        file = safe_open(folder / WEIGHTS, framework="pt", backend="pread")
-        held = set(file.keys())
-        for name, ours in trained.items():
-            if name not in held:
-                raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
-            found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
-            if found != shape:
-                raise MissingInputError(
-                    f"{where}: {name} has shape {found} where the model has {shape}; name an adapter of this "
-                    "model."
-                )
-    except (OSError, SafetensorError) as error:
-        raise MissingInputError(
-            f"{where}: {WEIGHTS} cannot be read ({error}); name the folder of an adapter."
-        ) from None
+    file = _open(folder)
+    held = set(file.keys())
+    for name, ours in trained.items():
+        if name not in held:
+            raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
+        found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
+        if found != shape:
+            raise MissingInputError(
+                f"{where}: {name} has shape {found} where the model has {shape}; name an adapter of this "
+                "model."
+            )
 
     places = {
         name: (causal_lm.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2])

@@ -133,6 +133,11 @@ def test_a_saved_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         MissingInputError, match=r"q_proj\.lora_A\.weight has shape \[2, .* the model has \[3, "
     ):
         policy(rank=3, path=save_adapter(tmp_path, values))
+    shallow = LLAMA | {"num_hidden_layers": 1}
+    with pytest.raises(
+        MissingInputError, match=r"has base.*layers\.1\..* and \d+ more, and this model has no"
+    ):
+        policy(shallow, rank=2, path=save_adapter(tmp_path, values))
     del values["model.layers.1.self_attn.q_proj.lora_A.weight"]
     with pytest.raises(MissingInputError, match=r"has no base_model\.model\.model\.layers\.1"):
         policy(rank=2, path=save_adapter(tmp_path, values))
