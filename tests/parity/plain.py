@@ -63,11 +63,11 @@ def count(rows: Iterable[Row]) -> int:
     return sum(sum(trained[1:]) for _, trained in rows)
 
 
-def summed_loss(model: nn.Module, row: Row) -> Tensor:
+def summed_loss(model: nn.Module, row: Row, smoothing: float = 0.0) -> Tensor:
     ids, trained = row
     labels = torch.tensor([i if is_target else -100 for i, is_target in zip(ids, trained, strict=True)])
     logits = model(input_ids=torch.tensor([ids])).logits[0]
-    return F.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+    return F.cross_entropy(logits[:-1], labels[1:], reduction="sum", label_smoothing=smoothing)
 
 
 def train(
@@ -76,11 +76,13 @@ def train(
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     skipped: Sequence[int] = (),
+    smoothing: float = 0.0,
 ) -> Outcome:
-    """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied."""
+    """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied. `smoothing`: of the
+    labels."""
     outcome, names = Outcome(), trained(model)
     for number, step in enumerate(steps):
-        outcome.losses.append(backward(model, step))
+        outcome.losses.append(backward(model, step, smoothing))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
         if number not in skipped:
             optimizer.step()
@@ -89,13 +91,13 @@ def train(
     return outcome
 
 
-def backward(model: nn.Module, step: Step) -> float:
+def backward(model: nn.Module, step: Step, smoothing: float = 0.0) -> float:
     """The step's loss, and its gradient in `.grad`. As in any data-parallel loop the loss is multiplied by
     the number of ranks and the gradient divided by it: with three, float32 rounds otherwise by up to
     1.6e-6, which is also what it is off from float64 either way."""
     rows, ranks, total = rows_of(step), len(step[0]), 0.0
     for row in rows:
-        loss = summed_loss(model, row)
+        loss = summed_loss(model, row, smoothing)
         (loss * (ranks / count(rows))).backward()
         total += loss.item()
     for p in model.parameters():
@@ -104,11 +106,13 @@ def backward(model: nn.Module, step: Step) -> float:
     return total / count(rows)
 
 
-def gradient(model: nn.Module, weights: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
+def gradient(
+    model: nn.Module, weights: dict[str, Tensor], step: Step, smoothing: float = 0.0
+) -> dict[str, Tensor]:
     """At `weights`, before any clipping."""
     model.load_state_dict(weights, strict=False)
     model.zero_grad()
-    backward(model, step)
+    backward(model, step, smoothing)
     return {name: p.grad.clone() for name, p in trained(model).items() if p.grad is not None}
 
 

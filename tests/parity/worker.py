@@ -48,6 +48,7 @@ from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.head import BYTES_PER_LOGIT, Head
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
@@ -56,7 +57,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 from tests.parity import plain
-from tests.parity.cases import ACCUMULATION, FAULTY_STEP, Case, cases
+from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, Case, cases
 
 VOCABULARY, SEED = 128, 11
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -150,6 +151,8 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages, keep)
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
+    if case.chunked:
+        cut_logits(policy)
     if case.fault:
         break_gradient(policy, world)
     engine: Any = build_engine(policy, spec, config, world, next_token())
@@ -183,13 +186,15 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     start = {name: p.detach().float() for name, p in whole.named_trained().items()}
     skipped = (FAULTY_STEP,) if case.fault else ()
     applied = [i for i in range(len(steps)) if i not in skipped]
-    model = plain_model(whole, case)
-    expected = plain.train(model, steps, plain_optimizer(case, model), case.max_norm, skipped)
+    model, smoothing = plain_model(whole, case), case.label_smoothing
+    expected = plain.train(model, steps, plain_optimizer(case, model), case.max_norm, skipped, smoothing)
     expected_evaluation = plain.evaluate(model, held_out)
     return {
         "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
         "loss": max(abs(a - b) for a, b in zip(losses, expected.losses, strict=True)),
-        "gradient": max(relative(gathered[i], plain.gradient(model, before[i], steps[i])) for i in applied),
+        "gradient": max(
+            relative(gathered[i], plain.gradient(model, before[i], steps[i], smoothing)) for i in applied
+        ),
         "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
         "weights": relative(final, expected.weights),
         "change": distance(final, expected.weights) / distance(expected.weights, start),
@@ -217,6 +222,7 @@ def make_spec(case: Case) -> Spec:
                 "accumulation_steps": 2,
                 "precision": case.precision,
                 "max_grad_norm": case.max_norm,
+                "label_smoothing": case.label_smoothing,
             },
             "optim": {
                 "name": case.optimizer.split("_")[0],
@@ -344,6 +350,12 @@ def break_gradient(policy: Policy, world: World) -> None:
             output.register_hook(lambda gradient: gradient * float("inf"))
 
     policy.causal_lm.model.layers[0].register_forward_hook(on_forward)
+
+
+def cut_logits(policy: Policy) -> None:
+    for module in policy.modules():
+        if isinstance(module, Head):
+            module.chunk_bytes = CHUNK_ROWS * VOCABULARY * BYTES_PER_LOGIT
 
 
 def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
