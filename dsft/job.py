@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from dsft.checkpoint.compare import check_same_run
+from dsft.checkpoint.compare import check_same_base, check_same_run
 from dsft.checkpoint.export import export_checkpoint, write_beside, write_model_folder
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
@@ -43,10 +43,10 @@ from dsft.errors import StorageError, WorldError
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
 from dsft.model.attention import attend_per_segment, check_can_pack
-from dsft.model.build import build_model, check_trainable
+from dsft.model.build import build_model, check_trainable, has_frozen
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
-from dsft.model.files import fingerprint
+from dsft.model.files import FileSample, fingerprint
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
@@ -119,10 +119,12 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is trained, and on what; the same on every rank."""
+    """What is trained, and on what; the same on every rank. files: the pretrained model's, as `fingerprint`
+    tells them; None for a fresh one."""
 
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
+    files: Sequence[FileSample] | None
     train: Dataset
     held_out: Sequence[HeldOut]
 
@@ -217,6 +219,7 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
     config = resolve_config(spec.model, token_facts(tokenizer))
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
+    files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
     def read(what: str, sources: Sequence[Source]) -> Dataset:
         data = spec.data
@@ -238,7 +241,7 @@ def read_inputs(spec: Spec, say: Say) -> Inputs:
         HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
         for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
     )
-    return Inputs(tokenizer, config, read("data.train", spec.data.train), held_out)
+    return Inputs(tokenizer, config, files, read("data.train", spec.data.train), held_out)
 
 
 def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -281,6 +284,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
         check_same_run(start, spec, job.batch, inputs.train.fingerprint)
+        check_same_base(start, inputs.files)
     if progress.step >= last_step:
         return None
     counted = world.first(lambda: counted_model(job, inputs))
@@ -433,8 +437,8 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
     keep = keep_for(job.config, world)
-    if (name := spec.model.name_or_path) is not None:
-        prove_same(f"model.name_or_path {name!r}", world.each(lambda: fingerprint(name)), world)
+    if inputs.files is not None:
+        prove_same(f"model.name_or_path {spec.model.name_or_path!r}", inputs.files, world)
 
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)
@@ -478,6 +482,7 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
         data=inputs.train.fingerprint,
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
+        base=inputs.files if has_frozen(job.spec.model) else None,
     )
 
 

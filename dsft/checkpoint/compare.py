@@ -57,6 +57,21 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
         )
 
 
+def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]] | None) -> None:
+    """`files`: of model.name_or_path, as `dsft.model.files.fingerprint` tells them now.
+
+    Raises CheckpointError where frozen parameters were read from others: what was trained would stand on
+    another base."""
+    held = checkpoint.state.get("base")
+    if held is None or [list(file) for file in held] == [list(file) for file in files or ()]:
+        return
+    name = checkpoint.state["spec"]["model"]["name_or_path"]
+    raise CheckpointError(
+        f"{checkpoint.path} holds what was trained over the weights in model.name_or_path {name!r}, and "
+        "these have changed since; put them back, or choose another name for a new run."
+    )
+
+
 def _equal(one: Any, other: Any) -> bool:
     """A key that is not there is one that is empty: as where a newer dsft has more keys."""
     empty: tuple[Any, ...] = (ABSENT, None, [], {})

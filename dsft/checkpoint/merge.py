@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
-from dsft.model.build import first_values
+from dsft.model.build import first_values, has_frozen
+from dsft.model.files import fingerprint
 from dsft.model.lora import PREFIX, inject, scale
 from dsft.spec.schema import Lora, Model
 
@@ -64,7 +66,9 @@ class WholeModel:
 
     def __init__(self, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> None:
         """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training.
-        Raises MissingInputError where the base is not there."""
+        Raises MissingInputError where the base is not there, CheckpointError where it is another one."""
+        if (name := model_of(checkpoint).name_or_path) is not None:
+            check_same_base(checkpoint, fingerprint(name))
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(parameter.shape) for name, parameter in meta.named_parameters()
         }
@@ -115,5 +119,4 @@ def model_of(checkpoint: Checkpoint) -> Model:
 
 def is_partial(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds a part of the model's parameters, or adapters."""
-    model = model_of(checkpoint)
-    return model.lora is not None or model.trainable is not None
+    return has_frozen(model_of(checkpoint))

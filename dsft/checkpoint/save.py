@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -64,6 +64,7 @@ class Facts:
     data      fingerprint of the training rows
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
+    base      where parameters are frozen: names, sizes and digests of the files that they were read from
     held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
@@ -74,6 +75,7 @@ class Facts:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     held_out_loss: float | None = None
+    base: Sequence[tuple[str, int, str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ def first_values(
     return lambda name: causal_lm.get_parameter(name).detach()
 
 
+def has_frozen(model: Model) -> bool:
+    """Whether only a part of the parameters, or adapters, are trained."""
+    return model.lora is not None or model.trainable is not None
+
+
 def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
     """Adapters and frozen parameters, as the spec says. Raises SpecError for names that fit nothing."""
     if model.lora is not None:

@@ -197,8 +197,13 @@ def weight_files(name_or_path: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def fingerprint(name_or_path: str) -> list[tuple[str, int, str]]:
-    """Name, size and a digest of samples of each file: equal where ranks of several hosts read the same."""
+FileSample = tuple[str, int, str]
+"""A file's name, its size in bytes, and a digest of samples of it."""
+
+
+def fingerprint(name_or_path: str) -> list[FileSample]:
+    """Of each file: equal where ranks of several hosts, or several starts of a run, read the same. Raises as
+    `weight_files` does."""
     return [(path.name, path.stat().st_size, _sampled(path)) for path in weight_files(name_or_path)]
 
 

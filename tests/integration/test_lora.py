@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.read import Checkpoint
 from dsft.data.tokenizer import tokenizer_of
+from dsft.errors import CheckpointError
 from dsft.model.build import build_model
 from dsft.model.config import token_facts
 from dsft.spec.schema import Model
@@ -28,6 +29,7 @@ LLAMA = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 LORA = "model.lora={rank: 4, alpha: 8, use_dora: true, modules_to_save: [lm_head]}"
+FORMAT = {"format": "pt"}
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
@@ -129,12 +131,22 @@ def test_a_checkpoint_of_adapters_is_refused_for_a_run_without(
 def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path, tmp_path: Path) -> None:
     patterns = "model.trainable=['model.layers.1.*', '*norm.weight']"
     groups = "optim.groups=[{parameters: '*norm.weight', learning_rate: 0.02}]"
-    trained(write_spec(tmp_path), of(base), patterns, groups, "parallel.zero_stage=1")
+    copy, spec = tmp_path / "base", write_spec(tmp_path)
+    shutil.copytree(base, copy)
+    trained(spec, of(copy), patterns, groups, "parallel.zero_stage=1")
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run_of(tmp_path) / "export").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     held = set(Checkpoint.open(run_of(tmp_path) / "checkpoints" / "step-10").shapes)
     assert changed == held == {n for n in before if "layers.1." in n or n.endswith("norm.weight")}
+
+    # The rest is not in the checkpoint: over another base neither a run nor an export goes on.
+    save_file({name: tensor + 1 for name, tensor in before.items()}, copy / "model.safetensors", FORMAT)
+    result = command(["python", str(TRAIN), str(spec), of(copy), patterns, groups, "train.max_steps=11"])
+    assert result.returncode == 76 and not shows_traceback(result.stderr), result.stderr
+    assert f"'{copy}', and these have changed since" in " ".join(result.stderr.split())
+    with pytest.raises(CheckpointError, match="changed since"):
+        export_checkpoint(run_of(tmp_path) / "checkpoints" / "step-10", tmp_path / "other")
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsft.checkpoint.compare import check_same_run
+from dsft.checkpoint.compare import check_same_base, check_same_run
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
@@ -104,3 +104,15 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
         "train.global_batch_size came to 8, now 16; the rows of data.train are others than then"
         in str(error.value)
     )
+
+
+def test_frozen_weights_are_those_of_then() -> None:
+    found = checkpoint()
+    found.state["spec"]["model"]["name_or_path"] = "models/a"
+    check_same_base(found, None)  # nothing is frozen
+    found.state["base"] = [["model.safetensors", 400, "abc"]]  # as JSON gives it back
+    check_same_base(found, [("model.safetensors", 400, "abc")])
+    with pytest.raises(
+        CheckpointError, match=r"over the weights in model\.name_or_path 'models/a', and these"
+    ):
+        check_same_base(found, [("model.safetensors", 400, "abd")])
