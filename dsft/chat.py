@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
@@ -24,6 +26,8 @@ Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
+UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
+"""What transformers and peft raise for files that are absent, torn, or of another model."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +141,10 @@ def load(folder: Path, sampling: Sampling) -> Talker:
                 "chat_template.jinja into the folder, or train with data.chat_template."
             )
         model: Any = _adapted(folder) if adapter else _whole(str(folder))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise MissingInputError(f"{folder} cannot be loaded: {reason}") from None
+    except UNREADABLE as error:
+        raise MissingInputError(
+            f"{folder} cannot be loaded ({_first_line(error)}); write the export anew with dsft export."
+        ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Talker(model.to(device).eval(), tokenizer, sampling)
 
@@ -150,17 +155,29 @@ def _whole(name: str) -> Any:
 
 def _adapted(folder: Path) -> Any:
     """The base model that the adapter names, with the adapter merged in."""
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise MissingInputError(
             f"{folder / ADAPTER_CONFIG} names no base model; write its path under base_model_name_or_path, "
             "or export with the adapter merged."
         )
+    from peft import PeftModel  # for an adapter alone
+
     try:
-        from peft import PeftModel
-    except ImportError:
-        raise MissingInputError(f"{folder} is an adapter, which needs peft; pip install peft") from None
-    return PeftModel.from_pretrained(_whole(base), str(folder)).merge_and_unload()
+        model = _whole(base)
+    except UNREADABLE as error:
+        raise MissingInputError(
+            f"{folder} is an adapter of {base}, which cannot be loaded from here ({_first_line(error)}); start "
+            f"where that path leads to the base, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
+        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
+        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def converse(

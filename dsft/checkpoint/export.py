@@ -130,7 +130,7 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
         write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})
 
     size = _write_folder(checkpoint, out, origin, write)
-    return f"{out}: the adapter after step {checkpoint.step}, {size} bytes"
+    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes"
 
 
 def export(
@@ -160,7 +160,7 @@ def export(
         _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
 
     size = _write_folder(checkpoint, out, origin, write)
-    return f"{out}: the model after step {checkpoint.step}, {size} bytes"
+    return f"{out}: the model after step {checkpoint.step}, {size:,} bytes"
 
 
 def _write_folder(

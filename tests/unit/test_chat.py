@@ -141,11 +141,25 @@ def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
         load(tmp_path, GREEDY)
 
 
+def test_folders_whose_files_are_torn(export: Path, tmp_path: Path) -> None:
+    for file in export.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 99 if file.suffix == ".safetensors" else None])
+    with pytest.raises(MissingInputError, match=r"cannot be loaded \(.*dsft export"):
+        load(tmp_path, GREEDY)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(MissingInputError, match="names no base model"):
+        load(tmp_path, GREEDY)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "runs/elsewhere/export"}')
+    with pytest.raises(MissingInputError, match="is an adapter of runs/elsewhere/export, which cannot be"):
+        load(tmp_path, GREEDY)
+
+
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)  # peft asks for it
+)  # peft's get_peft_model asks for it
 def test_an_adapter_takes_its_base_model(export: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft, an extra, is not installed")
+    import peft
+
     base = LlamaForCausalLM.from_pretrained(export)
     torch.manual_seed(1)
     config = peft.LoraConfig(
