@@ -53,6 +53,10 @@ class Case:
     def zero_stage(self) -> int:
         return int(self.mode.removesuffix("_offload")[-1])
 
+    @property
+    def gathers_head(self) -> bool:
+        return self.chunked and self.zero_stage == 3
+
     def bounds(self) -> dict[str, float]:
         """Largest differences allowed; what each figure means stands in worker.py."""
         if self.precision != "fp32":
@@ -72,6 +76,7 @@ FP32_BOUNDS = {
     "change": 1e-5,
     "evaluation": 1e-6,
     "frozen": 0.0,
+    "gathers": 0.0,
 }
 # Under so small an eps an element whose gradient is near 0 moves by rounding noise.
 DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}

@@ -12,6 +12,7 @@ norm         |gradient norm − plain| ÷ plain, over the steps
 weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
 change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
 evaluation   |held-out loss after training − plain|, absolute
+gathers      of the head's weight by ZeRO 3, the most in forward or backward, per micro-batch: |number − 1|
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         break_gradient(policy, world)
     engine: Any = build_engine(policy, spec, config, world, next_token())
     gradients = keep_gradients(engine)
+    gathers = count_gathers(policy) if case.gathers_head else Counter()
     first = assemble(world, engine)
     before = []
 
@@ -164,6 +167,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     losses, norms = [], []
     if case.packed:
         prove_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
+    gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
@@ -173,6 +177,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
         norms.append(float(result.grad_norm))
     BROKEN["now"] = False
+    most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
     held_out = plain.make_steps(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
     evaluation = float(world.sum(engine.evaluate(share(held_out, world, case)))[0])
     evaluation /= plain.count(plain.rows_of(held_out))
@@ -200,6 +205,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "change": distance(final, expected.weights) / distance(expected.weights, start),
         "evaluation": abs(evaluation - expected_evaluation),
         "frozen": changed,
+        "gathers": abs(most_gathers - 1.0) if case.gathers_head else 0.0,
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
 
@@ -356,6 +362,22 @@ def cut_logits(policy: Policy) -> None:
     for module in policy.modules():
         if isinstance(module, Head):
             module.chunk_bytes = CHUNK_ROWS * VOCABULARY * BYTES_PER_LOGIT
+
+
+def count_gathers(policy: Policy) -> Counter[str]:
+    """How often ZeRO 3 gathers the head's weight from here on, in forward and in backward."""
+    (weight,) = (module.weight for module in policy.modules() if isinstance(module, Head))
+    found: Counter[str] = Counter()
+
+    def counting(gather: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        direction = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        found[direction] += sum(parameter is weight for parameter in parameters)
+        return gather(parameters, *args, **kwargs)
+
+    for parameter in policy.parameters():  # DeepSpeed asks the first of those that it gathers together
+        given: Any = parameter
+        given.all_gather_coalesced = functools.partial(counting, given.all_gather_coalesced)
+    return found
 
 
 def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
