@@ -1,6 +1,6 @@
 """Loading a model folder on several ranks: memory over all ranks, and seconds.
 
-    python benchmarks/load.py [--rounds 5] [--ranks 2] [--out FILE]
+    python -m benchmarks.load [--rounds 5] [--ranks 2] [--out FILE]
 
 Makes a Llama of 277.9 million parameters in bf16, in four files, and loads it, in a fresh launch per sample:
 
@@ -15,7 +15,7 @@ memory (RssAnon) after the load; `peak`, the high-water mark of all resident mem
 files included, above what was resident before. Both are summed over the ranks and divided by the bytes of the
 model. Seconds are those of the slowest rank, with the files in the page cache.
 
-    torchrun … benchmarks/load.py --rank VARIANT TINY_FOLDER FOLDER      one sample: a line of JSON
+    torchrun … -m benchmarks.load --rank VARIANT TINY_FOLDER FOLDER      one sample: a line of JSON
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parent.parent))
-
-from benchmarks import paired  # noqa: E402
+from benchmarks import paired
 
 LARGE = {
     "hidden_size": 1024,
@@ -141,7 +138,16 @@ def anonymous_bytes() -> int:
 
 
 def launch(variant: str, ranks: int, tiny: Path, folder: Path) -> list[str]:
-    words = ["--standalone", "--nproc_per_node", str(ranks), str(HERE), "--rank", variant, str(tiny)]
+    words = [
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        "-m",
+        "benchmarks.load",
+        "--rank",
+        variant,
+        str(tiny),
+    ]
     return [sys.executable, "-m", "torch.distributed.run", *words, str(folder)]
 
 

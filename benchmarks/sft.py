@@ -1,6 +1,6 @@
 """Useful tokens per second and peak memory of fine-tuning: dsft against what a user would run instead.
 
-    scripts/install && .venv/bin/python benchmarks/sft.py --rows alpaca.json --tokenizer FOLDER
+    scripts/install && .venv/bin/python -m benchmarks.sft --rows alpaca.json --tokenizer FOLDER
 
 Takes a file of instruction rows and a tokenizer with a chat template; a fresh Llama of 8 million parameters
 is trained in fp32 for as many steps as the rows give. Everyone gets the same weights, rows, examples per step
@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paired import Samples, column, machine, machine_line, markdown, measure, ratio, spread
+from benchmarks.paired import Samples, column, machine, machine_line, markdown, measure, ratio, spread
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -63,7 +63,7 @@ def main() -> None:
             make_peers()
         commands = {
             variant: [
-                *(sys.executable, __file__, "--sample", variant),
+                *(sys.executable, "-m", "benchmarks.sft", "--sample", variant),
                 *("--work", folder, "--ranks", str(arguments.ranks)),
             ]
             for variant in arguments.variants
@@ -230,9 +230,9 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
             script += [f"model.name_or_path={work / 'model'}", "model.from_config=null"]
             script += [f"output_dir={runs}", f"data.packing={str(variant == 'dsft-packed').lower()}"]
         elif variant in PEER_VARIANTS:
-            script = [str(HERE / "sft_peers.py"), variant, str(work), str(result)]
+            script = ["-m", "benchmarks.sft_peers", variant, str(work), str(result)]
         else:
-            script = [str(HERE / "sft_loops.py"), variant, str(work), str(result)]
+            script = ["-m", "benchmarks.sft_loops", variant, str(work), str(result)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
         log = work / f"{variant}.log"
         with log.open("w") as output:

@@ -1,6 +1,6 @@
 """One run of a bare training loop under torchrun, timed: what a user would write by hand.
 
-    sft_loops.py VARIANT WORK RESULT      VARIANT: plain (DDP, padded), deepspeed or deepspeed-packed
+    torchrun … -m benchmarks.sft_loops VARIANT WORK RESULT      VARIANT: plain or deepspeed-packed
 
 Takes the rows, the model folder and the settings that benchmarks/sft.py put into WORK. Rank 0 writes RESULT:
 seconds and useful tokens of all steps but the first, and the last step's loss.

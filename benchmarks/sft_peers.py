@@ -1,6 +1,6 @@
 """One run of transformers' Trainer or TRL's SFTTrainer under torchrun, timed; knows nothing of dsft.
 
-    sft_peers.py VARIANT WORK RESULT      VARIANT: trainer, trl or trl-packed
+    torchrun … -m benchmarks.sft_peers VARIANT WORK RESULT      VARIANT: trainer, trl or trl-packed
 
 Takes the rows, the model folder and the settings that benchmarks/sft.py put into WORK. Rank 0 writes RESULT:
 seconds and useful tokens of all steps but the first, and the last step's loss.
