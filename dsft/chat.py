@@ -168,8 +168,8 @@ def _adapted(folder: Path) -> Any:
         model = _whole(base)
     except UNREADABLE as error:
         raise MissingInputError(
-            f"{folder} is an adapter of {base}, which cannot be loaded from here ({_first_line(error)}); start "
-            f"where that path leads to the base, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
+            f"{folder} is an adapter of {base}, which cannot be loaded from here ({_first_line(error)}); "
+            f"start where that path leads to it, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls

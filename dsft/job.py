@@ -457,7 +457,8 @@ def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine
     spec = job.spec
     say(prove_head(engine, policy, inputs.train, world, pad_id(inputs.tokenizer)))
     if spec.data.packing:
-        prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad_id(inputs.tokenizer))
+        pad = pad_id(inputs.tokenizer)
+        say(prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad))
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:

@@ -38,17 +38,18 @@ LOOKED_AT = 1000  # examples
 
 def prove_packing(
     engine: Engine, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
-) -> None:
+) -> str:
     """A collective. Packs a few of the dataset's rows, then changes every second one: the others' losses must
     stay; and each must have the loss that it has alone, padded, under transformers' own attention.
 
-    Raises SpecError on every rank where that does not hold.
+    Gives a line that says so; raises SpecError on every rank where that does not hold.
     """
     rows = real_rows(dataset)
     together = engine.score([lay(rows, pad_id), lay(every_second_changed(rows), pad_id)])
     with own_attention(policy.causal_lm):
         alone = engine.score([collate([row], pad_id) for row in rows])
     world.each(lambda: _compare(together, alone, rows, precision))
+    return "packing: tried on real rows, none sees another, and each has the loss that it has alone"
 
 
 def prove_head(engine: Engine, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
@@ -69,7 +70,7 @@ def prove_head(engine: Engine, policy: Policy, dataset: Dataset, world: World, p
     compared = [_apart(a[is_target], b[is_target], dtype) for a, b in zip(found, own, strict=True)]
     apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
     if apart <= allowed:
-        return f"head: in chunks; within {apart:.1g} nats of the model's own logits"
+        return f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
     policy.full_logits = policy.is_last
     return (
         f"head: its log-probabilities are up to {apart:.2g} nats from those of the model's own logits "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,12 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     """
     from peft import inject_adapter_in_model
 
-    saved = _saved(causal_lm, lora)
-    config = _config(causal_lm, lora, [module for _, module in saved])
+    saved, problems = _saved(causal_lm, lora)
+    modules = [module for _, module in saved]
+    targets, more = _targets(causal_lm, lora, modules)
+    _refuse([*problems, *more])
+    _check_ties(causal_lm, modules)
+    config = _config(causal_lm, lora, targets)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied heads, which get no adapter
         inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
@@ -192,10 +196,9 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
     return read
 
 
-def _config(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]) -> Any:
+def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
     from peft import LoraConfig
 
-    targets = _targets(causal_lm, lora, saved)
     modules = dict(causal_lm.named_modules())
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -209,9 +212,11 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]
     )
 
 
-def _targets(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]) -> list[str]:
-    """Full names of the modules that get an adapter. all-linear: every linear but the output head and
-    `modules_to_save`."""
+def _targets(
+    causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]
+) -> tuple[list[str], list[Problem]]:
+    """Full names of the modules that get an adapter, and what is wrong with the spec's. all-linear: every
+    linear but the output head and `modules_to_save`."""
     head = causal_lm.get_output_embeddings()
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     if lora.target_modules == ALL_LINEAR:
@@ -219,7 +224,7 @@ def _targets(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module
             name
             for name, module in modules.items()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head and module not in saved
-        ]
+        ], []
     targets: list[str] = []
     problems: list[Problem] = []
     for index, wanted in enumerate(lora.target_modules):
@@ -230,11 +235,10 @@ def _targets(causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module
                 problems.append(Problem(f"model.lora.target_modules.{index}", message))
                 break
         if not found:
-            last_parts = {name.rsplit(".", 1)[-1] for name in modules}
-            problems.append(Problem(f"model.lora.target_modules.{index}", no_match(wanted, last_parts)))
+            problem = no_match(wanted, _last_parts(modules))
+            problems.append(Problem(f"model.lora.target_modules.{index}", problem))
         targets += found
-    _refuse(problems)
-    return list(dict.fromkeys(targets))
+    return list(dict.fromkeys(targets)), problems
 
 
 def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Module]) -> str | None:
@@ -248,8 +252,8 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
     return None
 
 
-def _saved(causal_lm: PreTrainedModel, lora: Lora) -> list[tuple[str, nn.Module]]:
-    """Name and module of what is trained in full."""
+def _saved(causal_lm: PreTrainedModel, lora: Lora) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
+    """Name and module of what is trained in full, and what is wrong with the spec's names."""
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     problems: list[Problem] = []
     saved: dict[str, nn.Module] = {}
@@ -257,12 +261,14 @@ def _saved(causal_lm: PreTrainedModel, lora: Lora) -> list[tuple[str, nn.Module]
         found = {name: module for name, module in modules.items() if _named(name, wanted)}
         where = f"model.lora.modules_to_save.{index}"
         if not found:
-            last_parts = {name.rsplit(".", 1)[-1] for name in modules}
-            problems.append(Problem(where, no_match(wanted, last_parts)))
+            problems.append(Problem(where, no_match(wanted, _last_parts(modules))))
         saved |= found
-    _refuse(problems)
-    _check_ties(causal_lm, list(saved.values()))
-    return list(saved.items())
+    return list(saved.items()), problems
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    """What people write for a module, which is no layer's number."""
+    return {last for name in names if not (last := name.rpartition(".")[2]).isdigit()}
 
 
 def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> None:

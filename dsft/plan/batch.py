@@ -35,7 +35,7 @@ class BatchSizes:
             return sizes
         return (
             f"{sizes}; packed: these {self.global_batch_size} examples lie in micro-batches of at most "
-            f"{self.tokens_per_micro_batch} tokens, in a step as few as fit, on every rank as many"
+            f"{self.tokens_per_micro_batch} tokens, as few a step as fit, the same number on every rank"
         )
 
 

@@ -232,6 +232,27 @@ def _decay(optim: Optim) -> Iterator[Finding]:
         yield Finding(("optim", "decay_ratio"), message, reads)
 
 
+def _phases(spec: Spec) -> Iterator[Finding]:
+    """The warm-up and the decay of wsd, where their sum is longer than the run, as far as the spec tells."""
+    optim, steps = spec.optim, spec.train.max_steps
+    if optim.lr_scheduler_type != "wsd":
+        return
+    if optim.decay_steps is not None and steps is not None:
+        key, decay = "decay_steps", optim.decay_steps / steps
+    elif optim.decay_ratio is not None:
+        key, decay = "decay_ratio", optim.decay_ratio
+    else:
+        return
+    warmup = optim.warmup_ratio or 0.0
+    if optim.warmup_steps is not None and steps is not None:
+        warmup = optim.warmup_steps / steps
+    if warmup + decay > 1 + 1e-9:  # 0.9 + 0.1 is not always 1
+        beside = f" after a warm-up of {warmup:.0%} of the run" if warmup else ""
+        message = f"{getattr(optim, key)}{beside} is longer than what is left of the run; shorten one of them"
+        reads = ("optim.decay_steps", "optim.decay_ratio", "optim.warmup_steps", "optim.warmup_ratio")
+        yield Finding(("optim", key), message, (*reads, "train.max_steps"))
+
+
 def _batch_scale(spec: Spec) -> Iterator[Finding]:
     scale, base = spec.optim.scale_with_batch, spec.optim.base_batch_size
     reads = ("optim.scale_with_batch", "optim.base_batch_size")
@@ -383,6 +404,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _batch,
     _warmup,
     _schedule,
+    _phases,
     _batch_scale,
     _fp16,
     _optimizer,

@@ -41,13 +41,14 @@ model:
                 num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
                 tie_word_embeddings: false}}
   gradient_checkpointing: false      # true recomputes activations and saves memory
+  # lora: {{rank: 16, alpha: 32}}      # adapters instead of all weights, for a pretrained model
 
 data:
 {data}
 parallel:
   zero_stage: 1                      # shards 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too
   pipeline_stages: 1                 # more than 1 with zero_stage 0 or 1
-  offload_optimizer: {{device: none}}  # none | cpu (with zero_stage 3)
+  offload_optimizer: {{device: none}}  # none | cpu, with zero_stage 1 to 3
 
 train:                               # two of the three batch keys; the third follows
   micro_batch_size: 8                # examples per forward pass of a rank

@@ -105,6 +105,14 @@ def test_names_that_cannot_be_meant(lora: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_all_names_that_fit_nothing_are_told_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        policy(target_modules=("nope",), modules_to_save=("nothing",))
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["model.lora.modules_to_save.0", "model.lora.target_modules.0"]
+    assert "such as 0" not in str(caught.value)
+
+
 def test_a_tied_head_is_saved_with_its_embedding() -> None:
     tied = LLAMA | {"tie_word_embeddings": True}
     with pytest.raises(SpecError, match=r"one tensor in this model.*\[embed_tokens, lm_head\]"):

@@ -83,6 +83,13 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         optim="optim: {learning_rate: 1, lr_scheduler_type: constant, warmup_steps: 10, min_lr_ratio: 0.1, momentum: 0.9}\n"
     ),
     "wsd_without_decay": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: wsd}\n"),
+    "wsd_longer_than_the_run": spec(
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, max_steps: 20}\n",
+        optim="optim: {learning_rate: 1, lr_scheduler_type: wsd, warmup_steps: 5, decay_steps: 16}\n",
+    ),
+    "wsd_longer_by_ratios": spec(
+        optim="optim: {learning_rate: 1, lr_scheduler_type: wsd, warmup_ratio: 0.2, decay_ratio: 0.9}\n"
+    ),
     "wsd_twice": spec(
         optim="optim: {learning_rate: 1, lr_scheduler_type: wsd, decay_steps: 3, decay_ratio: 0.1}\n"
     ),
