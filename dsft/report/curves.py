@@ -28,7 +28,7 @@ EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 def write_curves(path: Path, name: str, records: Sequence[Mapping[str, float]]) -> str:
     """Draw `records` (of metrics.jsonl, the whole run's) into `path`; a line that says what was done."""
     if importlib.util.find_spec("matplotlib") is None:
-        return f"no {path.name}: matplotlib is not installed; pip install 'dsft[plot]' draws it"
+        return f"no {path.name}: matplotlib is not installed; pip install matplotlib"
     try:
         _figure(name, records).savefig(path, dpi=150)
     except Exception as error:  # noqa: B902  a full disk, a broken matplotlib: the run is done and stays so

@@ -70,8 +70,8 @@ def check_installed(spec: Spec) -> None:
     for package, wanted in asked.items():
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingInputError(
-                f"{package}: the spec asks for it and the package is not installed; pip install "
-                f"'dsft[{package}]', or leave the key out."
+                f"{package}: the spec asks for it and the package is not installed; "
+                f"pip install {package}, or leave the key out."
             )
 
 

@@ -49,7 +49,7 @@ def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> N
 def test_without_matplotlib_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = write_curves(tmp_path / "curves.png", "run", records(3))
-    assert said == "no curves.png: matplotlib is not installed; pip install 'dsft[plot]' draws it"
+    assert said == "no curves.png: matplotlib is not installed; pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
 
