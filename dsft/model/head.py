@@ -17,14 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.batch import NO_TARGET
+from dsft.plan.head import BYTES_PER_LOGIT, chunk_limit, in_chunks
 
-BYTES_PER_LOGIT = 8  # the product, its float32 copy and what is made of it, for weights of 2 or 4 bytes
-CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""What the logits of one chunk may take. Every chunk reads and writes the whole float32 gradient of the
-weight, so a chunk must have many rows to be worth it: 512 of a vocabulary of 65,536 on a CPU, and on a GPU,
-which computes more for each byte that it moves, 1,024 of 131,072."""
 PRODUCT_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a product that is then added to a wider sum
-PLAIN_BYTES = 1 << 24  # below this, what is saved is not worth computing anything twice
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Head(nn.Linear):
     uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
                       can then be made in the forward, without computing the logits twice
     label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
-    chunk_bytes       what the logits of a chunk may take; None: CHUNK_BYTES of the device
+    chunk_bytes       what the logits of a chunk may take; None: the device's chunk_limit
     """
 
     shaping = Shaping()
@@ -100,9 +95,8 @@ class Head(nn.Linear):
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
-        chunk_bytes = self.chunk_bytes or CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-        size = len(hidden) * self.out_features * BYTES_PER_LOGIT
-        if size <= min(PLAIN_BYTES, chunk_bytes):
+        chunk_bytes = self.chunk_bytes or chunk_limit(hidden.device.type)
+        if not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
         chunks = Chunks(self.shaping, smoothing, chunk_bytes)
         if not torch.is_grad_enabled():

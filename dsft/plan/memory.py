@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
+from dsft.plan.head import BYTES_PER_LOGIT, PLAIN_BYTES_PER_LOGIT, chunk_limit, in_chunks
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 
 FP32 = 4  # bytes
-HEAD_BYTES = 3 * FP32  # per token and word of the vocabulary: logits, log-probabilities and their gradient
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class RankMemory:
     buffers     reduction buckets and, at ZeRO 3, at most so many gathered parameters
     activations what the backward needs of the micro-batches in flight, by the shapes of the matrices
     one_layer   of them, those of the largest layer: what is recomputed at a time, and what evaluation takes
-    head        logits and log-probabilities of the last stage, in fp32, with their gradient
+    head        of the last stage: the logits that are there at once, at most, and the fp32 sum of their
+                chunks' gradients by the output layer's weight
+    logits      of them, the logits, which is what evaluation takes
     offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
     """
 
@@ -45,6 +47,7 @@ class RankMemory:
     activations: int
     one_layer: int
     head: int
+    logits: int
     offloaded: int
 
     @property
@@ -63,7 +66,7 @@ class RankMemory:
             "load": kept,
             "first_step": self.device,
             "steady": self.device,
-            "evaluation": kept + self.moments + self.one_layer + self.head * 2 // 3,  # no gradient
+            "evaluation": kept + self.moments + self.one_layer + self.logits,
             "save": kept + self.moments,
         }.get(phase, 0)
 
@@ -138,6 +141,7 @@ def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
         activations=0,
         one_layer=0,
         head=0,
+        logits=0,
         # the gradients twice: as they accumulate, and as the CPU optimizer reads them
         offloaded=states + 2 * share * FP32 if offloaded else 0,
     )
@@ -156,12 +160,12 @@ def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow)
     for parameter in part:
         if parameter.layer is not None and len(parameter.shape) == 2:
             layers[parameter.layer] = layers.get(parameter.layer, 0) + sum(parameter.shape)
-    embedding = next((p for p in census.parameters if p.embedding), None)
-    vocabulary, hidden = embedding.shape if embedding is not None else (0, 0)
+    hidden = _embedding(census)[1]
     token = flow.tokens * _weight_bytes(spec)
     one_layer = max(layers.values(), default=0) * token
     inputs = len(layers) * hidden * token * flow.in_flight(rank.stage)
     is_last = rank.stage == flow.layout.pipeline_stages - 1
+    logits, gradient = _head(census, spec, flow.tokens) if is_last else (0, 0)
     if not spec.model.gradient_checkpointing:
         kept, on_host = sum(layers.values()) * token * flow.in_flight(rank.stage), 0
     elif spec.model.activation_offload:
@@ -172,9 +176,31 @@ def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow)
         rank,
         activations=kept,
         one_layer=one_layer,
-        head=HEAD_BYTES * flow.tokens * vocabulary if is_last else 0,
+        head=logits + gradient,
+        logits=logits,
         offloaded=rank.offloaded + on_host,
     )
+
+
+def _embedding(census: Census) -> tuple[int, int]:
+    """Words of the vocabulary, hidden size."""
+    found = next((p for p in census.parameters if p.embedding), None)
+    vocabulary, hidden = found.shape if found is not None else (0, 0)
+    return vocabulary, hidden
+
+
+def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int]:
+    """Logits, and the sum of their chunks' gradients by the weight, which fp16 has no need of; were every
+    token a target."""
+    vocabulary, hidden = _embedding(census)
+    chunk = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
+    if not in_chunks(tokens * vocabulary, chunk):
+        return tokens * vocabulary * PLAIN_BYTES_PER_LOGIT, 0
+    outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
+    weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
+    is_summed = spec.train.precision != "fp16" and any(p.trained for p in weights)
+    gradient = vocabulary * hidden * FP32 if is_summed else 0
+    return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), gradient
 
 
 def _weight_bytes(spec: Spec) -> int:

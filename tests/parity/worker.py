@@ -50,12 +50,13 @@ from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.head import BYTES_PER_LOGIT, Head
+from dsft.model.head import Head
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 from tests.parity import plain

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.batch import NO_TARGET
-from dsft.model import head as module
 from dsft.model.head import (
-    BYTES_PER_LOGIT,
     Chunks,
     Head,
     Recomputed,
@@ -23,6 +21,8 @@ from dsft.model.head import (
     pieces,
     shaping_of,
 )
+from dsft.plan import head as sizes
+from dsft.plan.head import BYTES_PER_LOGIT
 
 HIDDEN, VOCABULARY = 12, 37
 SHAPINGS = (Shaping(), Shaping(scale=0.0625), Shaping(softcap=3.0), Shaping(scale=2.5, softcap=4.0))
@@ -30,7 +30,7 @@ SHAPINGS = (Shaping(), Shaping(scale=0.0625), Shaping(softcap=3.0), Shaping(scal
 
 @pytest.fixture(autouse=True)
 def never_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PLAIN_BYTES", 0)
+    monkeypatch.setattr(sizes, "PLAIN_BYTES", 0)
 
 
 def make(
@@ -226,7 +226,7 @@ def test_without_gradients_and_in_the_plain_path_it_is_the_same(monkeypatch: pyt
     expected = head(hidden, targets)
     with torch.no_grad():
         assert torch.equal(head(hidden, targets), expected)
-    monkeypatch.setattr(module, "PLAIN_BYTES", 1 << 24)
+    monkeypatch.setattr(sizes, "PLAIN_BYTES", 1 << 24)
     head.chunk_bytes = None
     monkeypatch.setattr(Recomputed, "apply", None)  # not taken
     torch.testing.assert_close(head(hidden, targets), expected)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     rank = sizes(train=given).stages[0]
     assert rank.activations == 4 * tokens * 4 * 2000
     assert rank.one_layer == 4 * tokens * 2000
-    assert rank.head == 12 * tokens * 2000
+    assert (rank.logits, rank.head) == (8 * tokens * 2000, 8 * tokens * 2000 + 4 * 2 * BIG)
     assert rank.device == rank.states + rank.activations + rank.head
 
     kept = sizes(train=given, model={"gradient_checkpointing": True}).stages[0]
@@ -114,6 +115,42 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     first, last = sizes(train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
     assert (first.head, last.head) == (0, rank.head)
     assert (first.activations, last.activations) == (2 * rank.activations // 2, rank.activations // 2)
+
+
+WORDS = 65_536
+TIED = (Parameter("embed", (WORDS, 8), None, True, ("head",)),)
+UNTIED = (Parameter("embed", (WORDS, 8), None, True, ()), Parameter("head", (WORDS, 8), None, False, ()))
+FROZEN = (UNTIED[0], replace(UNTIED[1], trained=False))
+TRAINED_COPY = (*FROZEN, UNTIED[1])  # modules_to_save
+ONCE = 4 * WORDS * 8  # bytes of the weight's gradient in fp32
+
+
+@pytest.mark.parametrize(
+    ("parameters", "precision", "gradient"),
+    [
+        (TIED, "bf16", ONCE),
+        (UNTIED, "fp32", ONCE),
+        (UNTIED, "fp16", 0),
+        (FROZEN, "bf16", 0),
+        (TRAINED_COPY, "bf16", ONCE),
+    ],
+)
+def test_the_heads_logits_are_those_of_a_chunk_at_most(
+    make_spec: Any, parameters: tuple[Parameter, ...], precision: str, gradient: int
+) -> None:
+    def planned(tokens: int, accelerator: str) -> tuple[int, int]:
+        spec = make_spec(train={"precision": precision}, cluster=cluster(accelerator))
+        counted = Census("X", 1, None, parameters)
+        (rank,) = memory(counted, spec, layout(spec.parallel, 1), {"here": 1}, tokens).stages
+        return rank.logits, rank.head - rank.logits
+
+    def cluster(accelerator: str) -> dict[str, Any]:
+        return {"hosts": {"a": 1}, "accelerator": {"name": accelerator}}
+
+    assert planned(32, "cpu") == (12 * 32 * WORDS, 0)  # 16 MiB at 8 bytes: made whole
+    assert planned(33, "cpu") == (8 * 33 * WORDS, gradient)
+    assert planned(512, "cpu") == planned(100_000, "cpu") == (1 << 28, gradient)
+    assert planned(100_000, "H100") == (1 << 30, gradient)
 
 
 def test_the_phases_of_a_run_take_parts_of_it(sizes: Any) -> None:

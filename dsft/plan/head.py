@@ -1,0 +1,23 @@
+"""What the head's logits take: the sizes by which dsft/model/head.py cuts them into chunks, and by which the
+plan counts them.
+"""
+
+from __future__ import annotations
+
+BYTES_PER_LOGIT = 8  # the product, its float32 copy and what is made of it, for weights of 2 or 4 bytes
+CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+"""What the logits of one chunk may take. Every chunk reads and writes the whole float32 gradient of the
+weight, so a chunk must have many rows to be worth it: 512 of a vocabulary of 65,536 on a CPU, and on a GPU,
+which computes more for each byte that it moves, 1,024 of 131,072."""
+PLAIN_BYTES = 1 << 24  # below this, what is saved is not worth computing anything twice
+PLAIN_BYTES_PER_LOGIT = 12  # of logits made whole: they, log-probabilities and their gradient, in float32
+
+
+def chunk_limit(device: str) -> int:
+    """Bytes of a chunk. device: "cpu" or "cuda"; another kind counts as the latter."""
+    return CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
+
+
+def in_chunks(logits: int, chunk: int) -> bool:
+    """Whether so many logits are too many to be made at once, where a chunk may take so many bytes."""
+    return logits * BYTES_PER_LOGIT > min(PLAIN_BYTES, chunk)
