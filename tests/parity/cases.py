@@ -143,6 +143,8 @@ def _chunked(ranks: int) -> Iterator[Case]:
         yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, chunked=True)
         yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, chunked=True, packed=True)
     yield Case("zero3", ranks, "adamw", "varying", 0.1, trains="dora", chunked=True)  # its head is frozen
+    yield Case("zero2", ranks, "adamw", "four", 0.1, precision="bf16", chunked=True)
+    yield Case("zero2", ranks, "adamw", "four", 0.1, precision="fp16", chunked=True)
     yield Case("zero2", ranks, "sgd", "varying", 0.1, label_smoothing=0.1)
     yield Case("zero3", ranks, "sgd", "varying", 0.1, chunked=True, label_smoothing=0.1)
     yield Case("pipeline_zero1", ranks, "sgd", "varying", 0.1, stages=2, chunked=True, label_smoothing=0.1)
