@@ -22,7 +22,8 @@ from dsft.report.jsonl import storage_error
 from dsft.report.redact import redact, redact_command, redact_tree
 
 PACKAGES = (
-    "dsft", "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "peft", "pydantic", "wandb",
+    "dsft", "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "peft", "pydantic",
+    "wandb",
 )  # fmt: skip
 
 
