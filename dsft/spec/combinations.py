@@ -99,6 +99,12 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
             "attention per segment would be compiled anew for each row; "
             "use flash_attention_2, packing false or",
         ),
+        (
+            spec.model.lora is not None and spec.model.lora.use_dora,
+            "model.lora.use_dora",
+            "torch.compile stops inside DoRA, and compiles its pieces anew until it gives up; "
+            "use use_dora false or",
+        ),
     )
     for wrong, key, reason in refusals:
         if spec.model.compile and wrong:
