@@ -10,29 +10,24 @@ import hashlib
 import json
 import math
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.checkpoint.compare import check_same_base, check_same_run
-from dsft.checkpoint.export import export_checkpoint, write_beside, write_model_folder
+from dsft.checkpoint.export import write_beside, write_model_folder
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
-from dsft.checkpoint.retain import Retention, best_checkpoint
+from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.data.ahead import ahead
-from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset, load_dataset
-from dsft.data.longest import longest_micro_batch
 from dsft.data.steps import TrainSteps, evaluation
-from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
+from dsft.ending import finish
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
@@ -40,13 +35,12 @@ from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
+from dsft.inputs import Inputs, longest, read_inputs
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
-from dsft.model.attention import attend_per_segment, check_can_pack
+from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable, has_frozen
 from dsft.model.census import take_census
-from dsft.model.config import TokenFacts, resolve_config, token_facts
-from dsft.model.files import FileSample, fingerprint
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.objective.next_token import next_token
@@ -58,18 +52,15 @@ from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.rehearsal import rehearse
-from dsft.report.console import named_losses
-from dsft.report.curves import write_curves
 from dsft.report.folder import Origin, versions, write_folder
-from dsft.report.jsonl import read_metrics, storage_error
+from dsft.report.jsonl import storage_error
 from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
 from dsft.report.memory_file import MemoryFile
 from dsft.report.profile import StepTrace, traced_step
 from dsft.report.run import Report
 from dsft.report.sinks import check_installed
-from dsft.spec.held_out import set_names
 from dsft.spec.load import dump_spec
-from dsft.spec.schema import Source, Spec
+from dsft.spec.schema import Spec
 
 OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,34 +95,6 @@ class Job:
     def model_folder(self) -> Path:
         return self.folder / "model"
 
-    @property
-    def export_folder(self) -> Path:
-        return self.folder / "export"
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """An evaluation set and its name in metrics, None where it has none of its own."""
-
-    name: str | None
-    data: Dataset
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is trained, and on what; the same on every rank. files: the pretrained model's, as `fingerprint`
-    tells them; None for a fresh one."""
-
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-    files: Sequence[FileSample] | None
-    train: Dataset
-    held_out: Sequence[HeldOut]
-
-    @cached_property
-    def facts(self) -> TokenFacts:
-        return token_facts(self.tokenizer)
-
 
 def run(job: Job) -> None:
     """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
@@ -160,7 +123,7 @@ def run(job: Job) -> None:
             )
         world.close()
         if world.rank == 0:  # alone, and for as long as a large model takes
-            finish(job, saved, say)
+            finish(spec, job.folder, saved, say)
 
 
 def take_folder(folder: Path, held: ExitStack) -> None:
@@ -212,50 +175,6 @@ def prove_same(what: str, mine: Any, world: World) -> None:
         )
 
 
-def read_inputs(spec: Spec, say: Say) -> Inputs:
-    tokenizer = tokenizer_of(spec.model)
-    if spec.data.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
-    config = resolve_config(spec.model, token_facts(tokenizer))
-    if spec.data.packing:
-        check_can_pack(config, spec.data.max_length)
-    files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
-
-    def read(what: str, sources: Sequence[Source]) -> Dataset:
-        data = spec.data
-        dataset = load_dataset(
-            sources,
-            tokenizer,
-            task=spec.task,
-            max_length=data.max_length,
-            on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
-            progress=every_ten_seconds(
-                lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")
-            ),
-        )
-        for line in (*dataset.notes, dataset.ledger.text()):
-            say(f"{what}: {line}")
-        return dataset
-
-    held_out = tuple(
-        HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
-        for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
-    )
-    return Inputs(tokenizer, config, files, read("data.train", spec.data.train), held_out)
-
-
-def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    told = time.monotonic()
-
-    def now_and_then(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= 10:
-            told = time.monotonic()
-            tell(done, total)
-
-    return now_and_then
-
-
 def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
     """The checkpoint that checkpoint.resume names, verified by rank 0, of a run with this very spec."""
 
@@ -290,7 +209,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     counted = world.first(lambda: counted_model(job, inputs))
     job = sized_job(job, counted, say)
     world.first(lambda: describe(job, inputs))
-    largest = longest(job, inputs)
+    largest = longest(inputs, job.batch, spec.train.neftune_alpha)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")
@@ -322,7 +241,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
 
-    pad, alpha = pad_id(inputs.tokenizer), spec.train.neftune_alpha
+    pad, alpha = inputs.pad_id, spec.train.neftune_alpha
     steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad, alpha)
     evaluate = held_out_evaluation(job, inputs, world, engine)
     hooks = Run(
@@ -418,20 +337,6 @@ def trace_of(job: Job, world: World, first: int, last: int, say: Say) -> Trace:
     return StepTrace(job.folder, step, say) if world.rank == 0 else lambda step: nullcontext()
 
 
-def longest(job: Job, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:
-    """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
-    pad = pad_id(inputs.tokenizer)
-    trained = longest_micro_batch(inputs.train, job.batch, pad)
-    if job.spec.train.neftune_alpha is not None:
-        trained = replace(trained, noise_scale=torch.zeros(trained.input_ids.shape))
-    as_one_step = [
-        (rows.data, replace(job.batch, global_batch_size=len(rows.data))) for rows in inputs.held_out
-    ]
-    held_out = [longest_micro_batch(rows, batch, pad) for rows, batch in as_one_step]
-    larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
-    return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)
-
-
 def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     """This rank's part of the model, from its fresh or pretrained values, and the engine that holds it."""
     spec = job.spec
@@ -455,9 +360,9 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
 def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine, say: Say) -> None:
     """What must hold on real rows before anything is trained."""
     spec = job.spec
-    say(prove_head(engine, policy, inputs.train, world, pad_id(inputs.tokenizer)))
+    say(prove_head(engine, policy, inputs.train, world, inputs.pad_id))
     if spec.data.packing:
-        pad = pad_id(inputs.tokenizer)
+        pad = inputs.pad_id
         say(prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad))
 
 
@@ -492,7 +397,7 @@ def held_out_evaluation(
 ) -> Callable[[], Record] | None:
     if not inputs.held_out:
         return None
-    names, pad = [held_out.name for held_out in inputs.held_out], pad_id(inputs.tokenizer)
+    names, pad = [held_out.name for held_out in inputs.held_out], inputs.pad_id
 
     def evaluate() -> Record:
         sums, counts = [], []
@@ -519,38 +424,3 @@ def shown_config(job: Job) -> dict[str, Any]:
         "batch": asdict(job.batch),
         "batch_scale": batch_scale(job.spec.optim, job.batch.global_batch_size),
     }
-
-
-def finish(job: Job, checkpoint: Path, say: Say) -> None:
-    """Export the last checkpoint, unless that is done, and say how it went and where things are."""
-    say(export_checkpoint(checkpoint, job.export_folder))
-    records = read_metrics(job.folder / "metrics.jsonl")
-    losses = [record for record in records if "train/loss" in record]
-    held_out = [record for record in records if "eval/loss" in record]
-    if losses:
-        first, last = losses[0], losses[-1]
-        say(
-            f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
-            f"{last['train/loss']:.4f} at step {last['train/global_step']}"
-        )
-    if held_out:
-        last = held_out[-1]
-        named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
-        say(f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}")
-    best = best_checkpoint(job.folder)
-    if best is not None:
-        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
-    say(f"metrics: {job.folder / 'metrics.jsonl'}")
-    say(write_curves(job.folder / "curves.png", job.spec.name, records))
-    say(how_to_load(job, checkpoint))
-
-
-def how_to_load(job: Job, checkpoint: Path) -> str:
-    model = job.spec.model
-    if model.lora is None:
-        return f"model: {job.export_folder}, for transformers' from_pretrained"
-    base = model.name_or_path or "the fresh model, which no folder holds"
-    return (
-        f"adapter: {job.export_folder}, for peft's PeftModel.from_pretrained over {base}; the whole model: "
-        f"dsft export {checkpoint} OUT --merged"
-    )

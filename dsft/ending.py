@@ -1,0 +1,68 @@
+"""The end of a run, on rank 0: takes its folder and last checkpoint, writes the export and the picture of its
+curves, and says how it went, where things are and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dsft.checkpoint.export import export_checkpoint
+from dsft.checkpoint.retain import best_checkpoint
+from dsft.report.console import named_losses
+from dsft.report.curves import write_curves
+from dsft.report.jsonl import read_metrics
+from dsft.spec.schema import Spec
+
+Say = Callable[[str], None]
+
+
+def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
+    """The export is left alone where it is of this checkpoint already."""
+    export = folder / "export"
+    say(export_checkpoint(checkpoint, export))
+    records = read_metrics(folder / "metrics.jsonl")
+    for line in outcome(records):
+        say(line)
+    best = best_checkpoint(folder)
+    if best is not None:
+        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
+    say(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
+    say(write_curves(folder / "curves.png", spec.name, records))
+    for line in what_next(spec, export, checkpoint):
+        say(line)
+
+
+def outcome(records: list[dict[str, float]]) -> list[str]:
+    """First and last training loss, and the last held-out loss, as far as there are any."""
+    lines = []
+    losses = [record for record in records if "train/loss" in record]
+    held_out = [record for record in records if "eval/loss" in record]
+    if losses:
+        first, last = losses[0], losses[-1]
+        lines.append(
+            f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
+            f"{last['train/loss']:.4f} at step {last['train/global_step']}"
+        )
+    if held_out:
+        last = held_out[-1]
+        named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
+        lines.append(
+            f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}"
+        )
+    return lines
+
+
+def what_next(spec: Spec, export: Path, checkpoint: Path) -> list[str]:
+    """How the export is loaded, and how one talks to it where it has learned to answer."""
+    lora, base = spec.model.lora, spec.model.name_or_path
+    if lora is None:
+        lines = [f"model: {export}, for transformers' from_pretrained"]
+    else:
+        over = base or "the fresh model, which no folder holds"
+        lines = [
+            f"adapter: {export}, for peft's PeftModel.from_pretrained over {over}; the whole model: "
+            f"dsft export {checkpoint} OUT --merged"
+        ]
+    if spec.task == "sft" and (lora is None or base is not None):
+        lines.append(f"talk to it: dsft chat {export}")
+    return lines

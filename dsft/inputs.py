@@ -1,0 +1,108 @@
+"""What is trained, and on what: takes a spec, gives tokenizer, config and rows, the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from dsft.data.batch import MicroBatch
+from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.longest import longest_micro_batch
+from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
+from dsft.model.attention import check_can_pack
+from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.files import FileSample, fingerprint
+from dsft.plan.batch import BatchSizes
+from dsft.spec.held_out import set_names
+from dsft.spec.schema import Source, Spec
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation set and its name in metrics, None where it has none of its own."""
+
+    name: str | None
+    data: Dataset
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is trained, and on what; the same on every rank. files: the pretrained model's, as `fingerprint`
+    tells them; None for a fresh one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    files: Sequence[FileSample] | None
+    train: Dataset
+    held_out: Sequence[HeldOut]
+
+    @cached_property
+    def facts(self) -> TokenFacts:
+        return token_facts(self.tokenizer)
+
+    @cached_property
+    def pad_id(self) -> int:
+        return pad_id(self.tokenizer)
+
+
+def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
+    tokenizer = tokenizer_of(spec.model)
+    if spec.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
+    config = resolve_config(spec.model, token_facts(tokenizer))
+    if spec.data.packing:
+        check_can_pack(config, spec.data.max_length)
+    files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
+
+    def read(what: str, sources: Sequence[Source]) -> Dataset:
+        data = spec.data
+        dataset = load_dataset(
+            sources,
+            tokenizer,
+            task=spec.task,
+            max_length=data.max_length,
+            on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
+            progress=every_ten_seconds(
+                lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")
+            ),
+        )
+        for line in (*dataset.notes, dataset.ledger.text()):
+            say(f"{what}: {line}")
+        return dataset
+
+    held_out = tuple(
+        HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
+        for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
+    )
+    return Inputs(tokenizer, config, files, read("data.train", spec.data.train), held_out)
+
+
+def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def now_and_then(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= 10:
+            told = time.monotonic()
+            tell(done, total)
+
+    return now_and_then
+
+
+def longest(
+    inputs: Inputs, sizes: BatchSizes, neftune_alpha: float | None
+) -> tuple[MicroBatch, MicroBatch | None]:
+    """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
+    pad = inputs.pad_id
+    trained = longest_micro_batch(inputs.train, sizes, pad)
+    if neftune_alpha is not None:
+        trained = replace(trained, noise_scale=torch.zeros(trained.input_ids.shape))
+    as_one_step = [(rows.data, replace(sizes, global_batch_size=len(rows.data))) for rows in inputs.held_out]
+    held_out = [longest_micro_batch(rows, batch, pad) for rows, batch in as_one_step]
+    larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
+    return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)
