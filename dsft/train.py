@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--profile",
-        type=int,
+        type=_step,
         nargs="?",
         const=0,
         metavar="STEP",
@@ -78,6 +78,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.spec = Path(options.words[0]) if has_spec else QUICKSTART
     options.overrides = options.words[has_spec:]
     return options
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no step, of which 1 is the first; SPEC stands before it"
+        )
+    return int(text)
 
 
 def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:

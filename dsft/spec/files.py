@@ -95,8 +95,10 @@ def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True)
     folder = FilePath(name)
     if _is_folder(folder):
         if not any(_is_file(folder / file) for file in one_of):
-            needed = " or ".join(one_of)
-            yield Finding(path, f"{shown(name)} is a folder without {needed}; name the folder that holds it")
+            needed, way_out = " or ".join(one_of), "name the folder that holds it"
+            if path == ("model", "name_or_path") and _is_file(folder / "adapter_config.json"):
+                way_out = "it is an adapter: name its base, and this folder in model.lora.path"
+            yield Finding(path, f"{shown(name)} is a folder without {needed}; {way_out}")
     elif _is_file(folder):
         yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")
     elif not (hub and _HUB_ID.fullmatch(name)):

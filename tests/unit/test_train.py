@@ -51,6 +51,14 @@ def test_a_process_without_a_rank_says_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("step", ["specs/zero2.yaml", "0", "-3", "1.5"])
+def test_a_step_to_trace_that_is_none(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse([f"--profile={step}"])
+    assert end.value.code == 2
+    assert f"'{step}' is no step, of which 1 is the first; SPEC stands before it" in capsys.readouterr().err
+
+
 def test_one_process_of_many_tells_a_mistake(capsys: pytest.CaptureFixture[str], jobs: list[Any]) -> None:
     for rank, told in (("0", True), ("1", False)):
         values = (rank, "2", rank, "a", "1")

@@ -62,3 +62,8 @@ def test_a_folder_that_is_none_is_told(write: Write) -> None:
     assert (
         "'empty' is a folder without adapter_config.json" in messages(write(), "model.lora={path: empty}")[0]
     )
+
+
+def test_an_adapter_in_the_models_place_is_told(write: Write) -> None:
+    [found] = messages(write(), f"model={{name_or_path: {save()}}}")
+    assert "name its base, and this folder in model.lora.path" in found
