@@ -206,6 +206,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         check_same_base(start, inputs.files)
     if progress.step >= last_step:
         return None
+    traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
     counted = world.first(lambda: counted_model(job, inputs))
     job = sized_job(job, counted, say)
     world.first(lambda: describe(job, inputs))
@@ -216,13 +217,11 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     policy, engine = build(job, inputs, world)
     rehearse(engine, *largest, memory.meter)
     memory.enter("load")
-    if start is not None:
-        world.each(lambda: engine.load(start.read, progress.applied_steps))
-        if progress.loss_scale is not None:
-            engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
-        say(f"going on from step {progress.step}: {start.path}")
-    else:
-        say(f"starting at step 0: {folder} has no checkpoint")
+    say(
+        bring_to(engine, start, progress, world)
+        if start
+        else f"starting at step 0: {folder} has no checkpoint"
+    )
     prove(job, inputs, world, policy, engine, say)
     report = open_report(job, world, last_step, progress.step)
     latest: Record = {}
@@ -252,7 +251,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         world.world_size,
         world.rank,
         mfu_of(job, inputs, counted, world),
-        trace_of(job, world, progress.step + 1, last_step, report.line),
+        trace_of(job, traced, world, report.line),
     )
     memory.enter("steady")
     try:
@@ -329,12 +328,11 @@ def mfu_of(
     return partial(work(counted, width).mfu, peak_tflops=peak * world.world_size)
 
 
-def trace_of(job: Job, world: World, first: int, last: int, say: Say) -> Trace:
-    """What `--profile` asks for, on rank 0. Raises SpecError for a step that this start does not train."""
-    if job.profile is None:
+def trace_of(job: Job, traced: int | None, world: World, say: Say) -> Trace:
+    """Of the step that `--profile` asks for, on rank 0."""
+    if traced is None or world.rank != 0:
         return lambda step: nullcontext()
-    step = traced_step(job.profile or None, first, last)
-    return StepTrace(job.folder, step, say) if world.rank == 0 else lambda step: nullcontext()
+    return StepTrace(job.folder, traced, say)
 
 
 def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
@@ -355,6 +353,14 @@ def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
     policy = world.each(part)
     world.first(lambda: write_beside(job.model_folder, kept_beside(policy.causal_lm)))
     return policy, build_engine(policy, spec, job.config, world, OBJECTIVE)
+
+
+def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:
+    """Give the engine the checkpoint's state; a line that says so."""
+    world.each(lambda: engine.load(start.read, progress.applied_steps))
+    if progress.loss_scale is not None:
+        engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
+    return f"going on from step {progress.step}: {start.path}"
 
 
 def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine, say: Say) -> None:
