@@ -37,6 +37,7 @@ VARIANTS = {  # what stands in the table
     "trl-packed": "TRL SFTTrainer, packing=True",
     "dsft": "dsft, padded",
     "dsft-packed": "dsft, packed",
+    "dsft-packed-small": "dsft, packed, a quarter of the default budget of tokens",
 }
 PEER_VARIANTS = ("trainer", "trl", "trl-packed")
 LLAMA = {
@@ -228,7 +229,9 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
         if variant.startswith("dsft"):
             script = [str(ROOT / "dsft" / "train.py"), str(work / "spec.yaml")]
             script += [f"model.name_or_path={work / 'model'}", "model.from_config=null"]
-            script += [f"output_dir={runs}", f"data.packing={str(variant == 'dsft-packed').lower()}"]
+            script += [f"output_dir={runs}", f"data.packing={'false' if variant == 'dsft' else 'true'}"]
+            if variant == "dsft-packed-small":
+                script.append(f"data.max_tokens_per_micro_batch={small_budget(work)}")
         elif variant in PEER_VARIANTS:
             script = ["-m", "benchmarks.sft_peers", variant, str(work), str(result)]
         else:
@@ -249,6 +252,12 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
         "loss": found["loss"],
         "process_cpu_seconds": used.ru_utime + used.ru_stime,
     }
+
+
+def small_budget(work: Path) -> int:
+    """A quarter of the tokens that a padded micro-batch can have."""
+    given = json.loads((work / "given.json").read_text())
+    return int(given["micro_batch_size"]) * int(given["max_length"]) // 4
 
 
 def of_metrics(run: Path) -> dict[str, float]:

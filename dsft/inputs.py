@@ -19,7 +19,7 @@ from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.plan.batch import BatchSizes
 from dsft.spec.held_out import set_names
-from dsft.spec.schema import Source, Spec
+from dsft.spec.schema import Source, Spec, Train
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], 
 
 
 def longest(
-    inputs: Inputs, sizes: BatchSizes, neftune_alpha: float | None
+    inputs: Inputs, sizes: BatchSizes, train: Train, total_steps: int
 ) -> tuple[MicroBatch, MicroBatch | None]:
     """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
-    pad = inputs.pad_id
-    trained = longest_micro_batch(inputs.train, sizes, pad)
-    if neftune_alpha is not None:
+    pad, seed = inputs.pad_id, train.seed
+    trained = longest_micro_batch(inputs.train, sizes, pad, seed, total_steps)
+    if train.neftune_alpha is not None:
         trained = replace(trained, noise_scale=torch.zeros(trained.input_ids.shape))
     as_one_step = [(rows.data, replace(sizes, global_batch_size=len(rows.data))) for rows in inputs.held_out]
-    held_out = [longest_micro_batch(rows, batch, pad) for rows, batch in as_one_step]
+    held_out = [longest_micro_batch(rows, batch, pad, seed, 1) for rows, batch in as_one_step]
     larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
     return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)

@@ -210,7 +210,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     counted = world.first(lambda: counted_model(job, inputs))
     job = sized_job(job, counted, say)
     world.first(lambda: describe(job, inputs))
-    largest = longest(inputs, job.batch, spec.train.neftune_alpha)
+    largest = longest(inputs, job.batch, spec.train, last_step)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset
-from dsft.data.pack import lay
-from dsft.data.steps import BatchSizes, collate
+from dsft.data.pack import lay, pack
+from dsft.data.steps import BatchSizes, collate, examples_of
+
+LAID = 1_000_000  # examples of all steps that are laid to find the largest pack: seconds
 
 
-def longest_micro_batch(dataset: Dataset, batch: BatchSizes, pad_id: int) -> MicroBatch:
+def longest_micro_batch(
+    dataset: Dataset, batch: BatchSizes, pad_id: int, seed: int, total_steps: int
+) -> MicroBatch:
     """micro_batch_size rows of the longest example's length. Rows are dealt longest first, so a step that
     has that example has it in a full micro-batch of this shape, unless the step itself is short of rows.
 
-    Packed: the longest examples of a step, as many tokens as one micro-batch can come to have."""
-    if batch.tokens_per_micro_batch is not None:
-        return _fullest_pack(dataset, batch, batch.tokens_per_micro_batch, pad_id)
+    Packed: the largest of all steps; of a run of more than LAID examples as many of the longest ones as a
+    micro-batch can come to have, which may be more than any has."""
+    budget, count, size = batch.tokens_per_micro_batch, len(dataset), batch.global_batch_size
+    if budget is not None:
+        if total_steps * size > LAID:
+            return _fullest_pack(dataset, batch, budget, pad_id)
+        packs = (
+            _largest_pack(dataset, batch, budget, examples_of(index, count, size, seed))
+            for index in range(total_steps)
+        )
+        largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
+        return lay([dataset.examples[which] for which in largest], pad_id)
     example = dataset.examples[int(np.argmax(dataset.lengths))]
     return collate([example] * min(batch.micro_batch_size, len(dataset)), pad_id)
+
+
+def _largest_pack(
+    dataset: Dataset, batch: BatchSizes, budget: int, ids: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Of a step's examples; packs are dealt by size, so it is the first one of rank 0."""
+    members: Sequence[int] = pack(dataset.lengths[ids], budget, batch.data_parallel, data_rank=0)[0]
+    return ids[members]
 
 
 def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int) -> MicroBatch:

@@ -58,7 +58,7 @@ class TrainSteps:
         """Step `index` of the run, from 0, through any number of epochs."""
         epoch, position = divmod(index, self.steps_per_epoch)
         size, count = self._batch.global_batch_size, len(self._dataset)
-        ids = epoch_order(count, self._seed, epoch)[position * size : (position + 1) * size]
+        ids = examples_of(index, count, size, self._seed)
         return GlobalStep(
             micro_batches=_micro_batches(
                 self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
@@ -77,6 +77,13 @@ def evaluation(
     """The whole held-out set, dealt like one step: this rank's micro-batches and the global counts."""
     ids = np.arange(len(dataset))
     return _micro_batches(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+
+
+def examples_of(index: int, count: int, global_batch_size: int, seed: int) -> NDArray[np.int64]:
+    """Which of `count` examples step `index` of a run holds, from 0, through any number of epochs."""
+    epoch, position = divmod(index, -(-count // global_batch_size))
+    start = position * global_batch_size
+    return epoch_order(count, seed, epoch)[start : start + global_batch_size]
 
 
 # --- the order of an epoch --------------------------------------------------------------------------------

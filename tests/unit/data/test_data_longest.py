@@ -17,7 +17,7 @@ def dataset(*lengths: int) -> Dataset:
 
 def test_it_is_as_large_as_the_largest_of_any_step() -> None:
     data, sizes = dataset(3, 9, 4, 7, 9, 5, 2, 6, 8), BatchSizes(4, 2, 1, 2)
-    longest = longest_micro_batch(data, sizes, pad_id=0)
+    longest = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
     assert longest.input_ids.shape == (2, 9)
     shapes = [
         batch.input_ids.shape
@@ -29,4 +29,4 @@ def test_it_is_as_large_as_the_largest_of_any_step() -> None:
 
 
 def test_it_has_no_more_rows_than_there_are() -> None:
-    assert longest_micro_batch(dataset(5), BatchSizes(8, 8, 1, 1), 0).input_ids.shape == (1, 5)
+    assert longest_micro_batch(dataset(5), BatchSizes(8, 8, 1, 1), 0, 1, 1).input_ids.shape == (1, 5)

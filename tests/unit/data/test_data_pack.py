@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsft.data import pack as packing
 from dsft.data.batch import NO_TARGET
 from dsft.data.dataset import Dataset, Example, Ledger, full_rows
-from dsft.data.longest import longest_micro_batch
+from dsft.data.longest import LAID, longest_micro_batch
 from dsft.data.pack import lay, pack
 from dsft.data.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
@@ -204,10 +204,12 @@ def test_no_micro_batch_is_larger_than_the_one_that_is_rehearsed(
     lengths: list[int], examples: int, ranks: int, budget: int
 ) -> None:
     data, sizes = dataset(lengths), BatchSizes(examples * ranks, examples, 1, ranks, budget)
-    rehearsed = longest_micro_batch(data, sizes, PAD)
-    assert sum(rehearsed.lengths or ()) == rehearsed.targets.numel() == rehearsed.input_ids.numel() <= budget
     steps = TrainSteps(data, sizes, 0, 5, PAD)
-    largest = max(
-        batch.input_ids.numel() for i in range(steps.steps_per_epoch) for batch in steps.step(i).micro_batches
-    )
-    assert largest <= rehearsed.input_ids.numel()
+    total = 2 * steps.steps_per_epoch
+    largest = max(batch.input_ids.numel() for i in range(total) for batch in steps.step(i).micro_batches)
+    rehearsed = longest_micro_batch(data, sizes, PAD, 5, total)
+    assert rehearsed.input_ids.numel() == largest
+    bound = longest_micro_batch(data, sizes, PAD, 5, LAID + 1)  # too many steps to lay each
+    for found in (rehearsed, bound):
+        assert sum(found.lengths or ()) == found.targets.numel() == found.input_ids.numel() <= budget
+    assert largest <= bound.input_ids.numel()
