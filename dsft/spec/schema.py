@@ -272,7 +272,10 @@ class Train(Section):
         description="NEFTune: in training, noise in ±α ÷ √(tokens × width) on embeddings, such as 5.",
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="Probability mass moved from the target to the other tokens."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Probability mass taken from the target and spread over all tokens alike.",
     )
 
 
