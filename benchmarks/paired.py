@@ -21,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RESAMPLES = 10_000
 Samples = Mapping[str, Sequence["Sample"]]
 
@@ -76,19 +78,32 @@ def measure(
 
 def run(name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> Sample:
     before, began = os.times(), time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, env=os.environ | dict(environment), capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{name}: more than {timeout} s") from None
+    with subprocess.Popen(
+        command,
+        env=os.environ | dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{name}: more than {timeout} s") from None
+        finally:
+            end(process)
     seconds, after = time.perf_counter() - began, os.times()
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+    if process.returncode != 0:
+        raise RuntimeError(f"{name}: exit code {process.returncode}\n{stdout[-2000:]}\n{stderr[-4000:]}")
     cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    return Sample(json.loads(done.stdout.strip().splitlines()[-1]), seconds, cpu_seconds)
+    return Sample(json.loads(stdout.strip().splitlines()[-1]), seconds, cpu_seconds)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """It and all that it started, where it still runs: torchrun gives each rank a session of its own."""
+    if process.poll() is None:
+        for started in (*psutil.Process(process.pid).children(recursive=True), process):
+            started.kill()
+    process.wait()
 
 
 def note(text: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import paired
@@ -24,6 +26,23 @@ def test_variants_take_turns_and_each_round_starts_with_another(capfd: pytest.Ca
 def test_a_variant_that_fails_is_told_with_what_it_wrote() -> None:
     with pytest.raises(RuntimeError, match="(?s)b: exit code 1.*the reason"):
         paired.measure({"b": [sys.executable, "-c", "raise SystemExit('the reason')"]}, rounds=1)
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    """As torchrun does, the variant starts its own process in another session."""
+    starts = (
+        "import pathlib, subprocess, sys\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "rank = subprocess.Popen(command, start_new_session=True)\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(rank.pid))\n"
+        "rank.wait()\n"
+    )
+    command = [sys.executable, "-c", starts, str(tmp_path / "pid")]
+    with pytest.raises(RuntimeError, match="hangs: more than 3 s"):
+        paired.measure({"hangs": command}, rounds=1, timeout=3)
+    rank = int((tmp_path / "pid").read_text())
+    _, alive = psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], timeout=10)
+    assert not alive
 
 
 def test_a_ratio_is_of_rounds_and_not_of_medians() -> None:
