@@ -14,6 +14,7 @@ from dsft.errors import OutOfMemoryError
 from dsft.report.memory import GIB, MemoryMeter, room
 
 PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first
+MARGIN = 64  # one part in so many of the memory is not counted on: allocators round to pages
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def _cut(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 
 def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], meter: MemoryMeter) -> None:
-    limit = meter.held() + room(meter.device)
+    memory = meter.held() + room(meter.device)
+    limit = memory - memory // MARGIN
     try:
         step()
     except (RuntimeError, MemoryError) as error:

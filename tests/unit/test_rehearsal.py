@@ -105,7 +105,7 @@ def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones() -> No
     text = run("600")
     assert "4 × 600 tokens, does not fit" in text and "DefaultCPUAllocator" in text
     fit = int(re.findall(r"about ([\d,]+) tokens would fit", text)[0].replace(",", ""))
-    assert 1700 <= fit <= 2050  # from measured peaks, so a token or two more is no fault
+    assert 1700 <= fit <= 2000
     assert "set train.micro_batch_size to 3 or less" in text or "set train.micro_batch_size to 2 or" in text
     assert run("400") == ""
 
