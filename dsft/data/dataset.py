@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.render import render_rows
-from dsft.data.sources import Source, data_error, read_sources
+from dsft.data.render import Renderer
+from dsft.data.rows import data_error
+from dsft.data.store import Source, tokenised
 from dsft.data.tokenizer import read_chat_template
 from dsft.errors import DataError, Problem
 
@@ -151,9 +152,20 @@ def load_dataset(
         rule = f"{on_too_long} is for pretraining, and the task is {task}; use error, drop or truncate"
         raise DataError("too long rows cannot be cut so:", [Problem("data.on_too_long", rule)])
     template = read_chat_template(chat_template) if chat_template is not None else None
-    read = read_sources(sources, task)
-    rendered = render_rows(read.rows, tokenizer, template, progress)
-    whole = [Example(r.input_ids, r.trained, row.source) for r, row in zip(rendered, read.rows, strict=True)]
+    renderer = Renderer(tokenizer, template)
+    read = [tokenised(source, renderer, task=task, progress=progress) for source in sources]
+    bad = [Problem(*problem) for part in read for problem in part.account.bad]
+    if bad:
+        raise data_error(bad, "mistake in the data", "mistakes in the data")
+    notes = tuple(note for part in read for note in part.account.notes)
+    whole = [
+        Example(row.input_ids, row.trained, part.source(i))
+        for part in read
+        for i, row in ((i, part.read(i)) for i in range(len(part.lengths)))
+    ]
+    if not whole:
+        names = ", ".join(str(source.path) for source in sources) or "no file given"
+        raise DataError("no rows to train on:", [Problem(names, "holds no row; give a file with rows")])
     examples, ledger = _cut(whole, max_length, on_too_long)
     kept = [example for example in examples if example.target_count > 0]
     ledger = replace(
@@ -161,12 +173,12 @@ def load_dataset(
         examples=len(kept),
         tokens=sum(len(example.input_ids) for example in kept),
         trained_tokens=sum(example.target_count for example in kept),
-        blank_lines=read.blank_lines,
+        blank_lines=sum(part.account.blank_lines for part in read),
         without_target=len(examples) - len(kept),
     )
     if not kept:
         raise DataError("no rows are left to train on:", [Problem("data", _nothing_left(ledger, max_length))])
-    return Dataset(tuple(kept), ledger, read.notes)
+    return Dataset(tuple(kept), ledger, notes)
 
 
 def _nothing_left(ledger: Ledger, max_length: int) -> str:

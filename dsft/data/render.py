@@ -12,17 +12,18 @@ it holds everything up to the first special token. The row's own text is never s
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dsft.data.sources import Message, Row, data_error
+from dsft.data.rows import Conversation, Message, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -36,14 +37,6 @@ _MERGED = (
     "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
     "beside them, which the model would never be given; let the content not begin with white space"
 )
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """input_ids (T,) int32; trained (T,) bool."""
-
-    input_ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -98,47 +91,72 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None = None) -
     return template if template.is_marked else replace(template, end_of_turn=_end_of_turn(template))
 
 
-def render_rows(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    template_text: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Rendered]:
-    """Tokens and masks of all rows, in order.
+@dataclass(frozen=True)
+class Renderer:
+    """A tokenizer with its chat template, or with `template` in its place. Can be sent to another process.
 
-    `template_text` stands for the tokenizer's own chat template; `progress` is called with (rows done, rows
-    in all). Raises DataError with every row that the template refuses or whose assistant turns cannot be told
-    apart, and where the tokenizer has no template or no token that ends a text.
-    """
-    rendered: list[Rendered] = []
-    problems: list[Problem] = []
-    for is_text, group in groupby(rows, key=lambda row: row.messages is None):
-        group_rows = list(group)
-        template = None if is_text else chat_template(tokenizer, template_text)
-        for start in range(0, len(group_rows), _BATCH):
-            batch = group_rows[start : start + _BATCH]
-            if template is None:
-                rendered += _render_texts(batch, tokenizer)
-            else:
-                rendered += _render_conversations(batch, template, problems)
-            if progress is not None:
-                progress(len(rendered) + len(problems), len(rows))
-    if problems:
-        raise data_error(problems, "row that the chat template cannot render", "rows that it cannot render")
-    return rendered
+    digest: of all that decides which tokens a row becomes."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        import tokenizers
+        import transformers
+
+        tokenizer: Any = self.tokenizer
+        said = [
+            tokenizer.backend_tokenizer.to_str(),
+            type(tokenizer).__name__,
+            tokenizer.special_tokens_map,
+            self._template_text,
+            tokenizers.__version__,
+            transformers.__version__,
+        ]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+    def render(self, samples: Sequence[Sample]) -> list[Rendered | str]:
+        """Of each sample its tokens, or why the template refuses it.
+
+        Raises DataError where the tokenizer has no template that can be used, or no token that ends a text.
+        """
+        rendered: list[Rendered | str] = [""] * len(samples)
+        texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
+        talks = [i for i, sample in enumerate(samples) if isinstance(sample, Conversation)]
+        for start in range(0, len(texts), _BATCH):
+            batch = texts[start : start + _BATCH]
+            found = _render_texts([cast(Text, samples[i]) for i in batch], self.tokenizer)
+            for i, one in zip(batch, found, strict=True):
+                rendered[i] = one
+        for start in range(0, len(talks), _BATCH):
+            batch = talks[start : start + _BATCH]
+            made = _render_conversations([cast(Conversation, samples[i]) for i in batch], self._chat_template)
+            for i, other in zip(batch, made, strict=True):
+                rendered[i] = other
+        return rendered
+
+    @property
+    def _template_text(self) -> Any:
+        return self.template if self.template is not None else self.tokenizer.chat_template
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return chat_template(self.tokenizer, self.template)
 
 
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _render_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
+def _render_texts(samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
     """What the tokenizer makes of the text, and the end of text. The first token has nothing before it to be
     predicted from, so it is no target whatever its mask says."""
     if tokenizer.eos_token_id is None:
         problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
         raise DataError("text rows cannot be made tokens of:", [problem])
     rendered = []
-    for ids in _tokenize([row.text or "" for row in rows], tokenizer, add_special_tokens=True):
+    texts = ["".join(part for part, _ in sample.parts) for sample in samples]
+    for ids in _tokenize(texts, tokenizer, add_special_tokens=True):
         if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
             ids = ids[1:]  # the text brought its own
         if ids[-1:] != [tokenizer.eos_token_id]:
@@ -171,30 +189,33 @@ class _Turn:
 
 
 def _render_conversations(
-    rows: Sequence[Row], template: ChatTemplate, problems: list[Problem]
-) -> list[Rendered]:
-    found: list[tuple[Row, str, list[_Turn]]] = []
-    for row in rows:
+    conversations: Sequence[Conversation], template: ChatTemplate
+) -> list[Rendered | str]:
+    found: list[tuple[str, list[_Turn]] | str] = []
+    for conversation in conversations:
         try:
-            found.append((row, *_turns(row.messages or (), template)))
+            found.append(_turns(conversation.messages, template))
         except _UnrenderableError as error:
-            problems.append(Problem(row.source, str(error)))
+            found.append(str(error))
+    good = [one for one in found if not isinstance(one, str)]
     # a template writes the beginning-of-text token itself
-    whole = _tokenize([text for _, text, _ in found], template.tokenizer, add_special_tokens=False)
-    cuts = [text[:end] for _, text, turns in found for turn in turns for end in (turn.start, turn.stop)]
+    whole = iter(_tokenize([text for text, _ in good], template.tokenizer, add_special_tokens=False))
+    cuts = [text[:end] for text, turns in good for turn in turns for end in (turn.start, turn.stop)]
     before = iter(_tokenize(cuts, template.tokenizer, add_special_tokens=False))
-    rendered = []
-    for (row, _, turns), ids in zip(found, whole, strict=True):
+    rendered: list[Rendered | str] = []
+    for one in found:
+        if isinstance(one, str):
+            rendered.append(one)
+            continue
+        ids = next(whole)
         trained = np.zeros(len(ids), dtype=np.bool_)
         bad = None
-        for turn, start, stop in [(turn, next(before), next(before)) for turn in turns]:
+        for turn, start, stop in [(turn, next(before), next(before)) for turn in one[1]]:
             if ids[: len(start)] != start or ids[: len(stop)] != stop:
                 bad = bad or turn
             trained[len(start) : len(stop)] = True
-        if bad is None:
-            rendered.append(Rendered(np.array(ids, dtype=np.int32), trained))
-        else:
-            problems.append(Problem(row.source, _MERGED.format(name=bad.name)))
+        merged = None if bad is None else _MERGED.format(name=bad.name)
+        rendered.append(merged or Rendered(np.array(ids, dtype=np.int32), trained))
     return rendered
 
 

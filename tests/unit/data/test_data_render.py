@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.render import Rendered, render_rows
-from dsft.data.sources import Message, Row
+from dsft.data.render import Renderer
+from dsft.data.rows import Conversation, Message, Rendered, Text
 from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
-from dsft.errors import DataError
+from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,15 @@ THREE_TURNS = chat(
 def render(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> Rendered:
-    return render_rows([Row("rows.jsonl:7", messages=tuple(messages))], tokenizer, template)[0]
+    """Raises DataError where the template refuses the messages."""
+    rendered = Renderer(tokenizer, template).render([Conversation(tuple(messages))])[0]
+    if isinstance(rendered, str):
+        raise DataError("refused:", [Problem("rows.jsonl:7", rendered)])
+    return rendered
+
+
+def text(content: str) -> Text:
+    return Text(((content, True),))
 
 
 def trained_parts(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -103,8 +111,10 @@ def test_a_template_that_begins_the_text_itself() -> None:
 
 
 def test_a_text_is_trained_on_whole_and_ended_once() -> None:
-    rows = [Row("a:1", text="né"), Row("a:2", text="né<|im_end|>"), Row("a:3", messages=ONE_TURN)]
-    first, second, conversation = render_rows(rows, BYTES)
+    samples = [text("né"), Conversation(ONE_TURN), text("né<|im_end|>")]
+    first, conversation, second = Renderer(BYTES).render(samples)
+    assert isinstance(first, Rendered) and isinstance(second, Rendered)
+    assert isinstance(conversation, Rendered)
     assert first.input_ids.tolist() == second.input_ids.tolist() == [*"né".encode(), 258]
     assert first.trained.all() and not conversation.trained.all()
 
@@ -117,8 +127,8 @@ def test_a_beginning_of_text_is_not_doubled() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
     )
-    rows = [Row("a:1", text="x"), Row("a:2", text="<|im_start|>x")]
-    assert [r.input_ids.tolist() for r in render_rows(rows, tokenizer)] == [[257, 120, 258]] * 2
+    found = Renderer(tokenizer).render([text("x"), text("<|im_start|>x")])
+    assert [r.input_ids.tolist() for r in found if isinstance(r, Rendered)] == [[257, 120, 258]] * 2
     assert render(ONE_TURN, tokenizer).input_ids.tolist() == render(ONE_TURN, BYTES).input_ids.tolist()
 
 
@@ -126,14 +136,7 @@ def test_a_text_without_an_end_is_refused() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="has no end-of-text token"):
-        render_rows([Row("a:1", text="x")], tokenizer)
-
-
-def test_progress_reaches_the_end() -> None:
-    seen: list[tuple[int, int]] = []
-    rows = [Row(f"a:{i}", text="x") for i in range(1500)] + [Row("a:1501", messages=ONE_TURN)]
-    render_rows(rows, BYTES, progress=lambda done, all_rows: seen.append((done, all_rows)))
-    assert seen == [(1000, 1501), (1500, 1501), (1501, 1501)]
+        Renderer(tokenizer).render([text("x")])
 
 
 def test_a_template_that_rewrites_an_earlier_turn() -> None:

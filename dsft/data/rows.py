@@ -1,0 +1,118 @@
+"""What flows from a file to its tokens: a line, what it means, what the model sees of it. Values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.errors import DataError, Problem
+
+MAX_SHOWN = 20
+
+Message = Mapping[str, Any]
+"""As chat templates take it: {"role", "content"}, and what a call of a tool needs."""
+
+
+class BadRowError(Exception):
+    """Why a row cannot be used: the reason alone; whoever catches it knows the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A record of a file: `number` counts from 1 in its block; a blank line has neither row nor mistake."""
+
+    number: int
+    row: Mapping[str, Any] | None = None
+    mistake: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Pieces of one text, and whether each is trained on."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`trained`: of each message, what the row says of it; None, or empty: as data.train_on says."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    trained: tuple[bool | None, ...] = ()
+
+
+Sample = Text | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a line means: one sample, or the chosen and the rejected one of a pair. label: desirable or not
+    (KTO), None where a row has none."""
+
+    samples: tuple[Sample, ...]
+    label: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """input_ids (T,) int32; trained (T,) bool: the token is to be predicted (t = 0 has nothing before it);
+    ended: the last part that is trained on ends with its end of turn, or of text."""
+
+    input_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Account:
+    """What was read of a source. bad: ("file:line", reason) of rows that cannot be used, the first of them;
+    notes: a sentence per finding."""
+
+    blank_lines: int = 0
+    bad_rows: int = 0
+    bad: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class TokenRows(Protocol):
+    """The tokens of one source's rows, whole, in the order of its files."""
+
+    @property
+    def account(self) -> Account: ...
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) tokens of each row."""
+
+    @property
+    def trained(self) -> NDArray[np.int64]:
+        """(n,) targets of each row: its trained tokens, never the first one."""
+
+    @property
+    def ended(self) -> NDArray[np.bool_]: ...
+    @property
+    def content(self) -> NDArray[np.uint64]:
+        """(n,) a hash of what the row says, before it is tokens; equal rows are duplicates."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over all rows' tokens and masks, in order."""
+
+    def source(self, row: int) -> str:
+        """Where the row stands: "file:line"."""
+
+    def read(self, row: int) -> Rendered: ...
+
+
+def data_error(problems: Sequence[Problem], one: str, many: str) -> DataError:
+    """All problems up to MAX_SHOWN in full, the rest as a number."""
+    title = f"{len(problems)} {one if len(problems) == 1 else many}:"
+    shown = list(problems[:MAX_SHOWN])
+    rest = len(problems) - len(shown)
+    if rest:
+        shown.append(Problem(f"… and {rest} more", f"the first {MAX_SHOWN} are shown"))
+    return DataError(title, shown)
