@@ -77,6 +77,10 @@ class Model(Section):
         description="Recompute each layer's activations in the backward pass to save memory.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    add_tokens: Annotated[tuple[str, ...], Listed] = Field(
+        default=(),
+        description="New special tokens, whose embeddings start from the mean of all others.",
+    )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
     trainable: Annotated[tuple[str, ...], Listed] | None = Field(
         default=None, description="Patterns of parameter names that are trained; by default all are."
@@ -94,9 +98,9 @@ class Source(Section):
         min_length=1,
         description="JSONL or JSON file, or builtin:quickstart, builtin:quickstart-heldout.",
     )
-    format: Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference"] | None = (
-        Field(default=None, description="What a row is; detected from its keys and printed when not given.")
-    )
+    format: (
+        Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto"] | None
+    ) = Field(default=None, description="What a row is; detected from its keys and printed when not given.")
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="The file's names for our columns, as {ours: theirs}, such as {text: content}.",
@@ -141,8 +145,9 @@ class Data(Section):
         default=None, gt=0, lt=1, description="Fraction of the training rows held out, 0 to 1."
     )
     eval_count: int | None = Field(default=None, ge=1, description="Number of training rows held out.")
-    train_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant", description="Which turns of a conversation are trained on."
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="What of a conversation is trained on: the assistant's turns, the last of them, or all.",
     )
     max_dropped_fraction: float | None = Field(
         default=None,
@@ -150,13 +155,35 @@ class Data(Section):
         le=1,
         description="Fraction of dropped rows, 0 to 1, above which the run does not start.",
     )
+    max_truncated_fraction: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Fraction of truncated rows, 0 to 1, above which the run does not start.",
+    )
+    max_duplicate_fraction: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Fraction of rows that say what an earlier one says, above which the run does not start.",
+    )
     on_bad_row: Literal["error", "drop"] = Field(
         default="error", description="What happens to a row that cannot be read."
     )
     chat_template: str | None = Field(
         default=None,
         min_length=1,
-        description="File of a Jinja chat template; by default the tokenizer's own.",
+        description="File of a Jinja chat template, or the name of one; by default the tokenizer's own.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of the rows' tokens, shared by all hosts and runs; by default OUTPUT_DIR/.cache.",
+    )
+    num_workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Processes that make tokens; 0: none beside the run's own; by default one a core.",
     )
 
 
