@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset
-from dsft.data.pack import lay, pack
-from dsft.data.steps import BatchSizes, collate, examples_of
+from dsft.data.lay import collate, lay
+from dsft.data.order import examples_of
+from dsft.data.pack import BatchSizes, pack
 
 LAID = 1_000_000  # examples of all steps that are laid to find the largest pack: seconds
 

@@ -1,23 +1,41 @@
-"""Packing: which examples of a step stand together in a padding-free row, and the row's tensors.
+"""Which examples of a step stand together in a micro-batch: packed without padding, or dealt like cards.
 
-Takes lengths, a budget of tokens and a number of data-parallel ranks; pure. Nothing here decides in which
-step an example stands, so packed and padded runs learn the same.
+Takes lengths, a budget of tokens and a number of data-parallel ranks; pure, without torch. Nothing here
+decides in which step an example stands, so packed and padded runs learn the same.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.dataset import Example
 
-EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+class BatchSizes(Protocol):
+    """What is read of the plan's batch sizes."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def data_parallel(self) -> int: ...
+    @property
+    def tokens_per_micro_batch(self) -> int | None:
+        """The budget of a packed micro-batch; None: rows are padded."""
+
+
+def micro_batches_of(
+    lengths: NDArray[np.int64], batch: BatchSizes, data_rank: int
+) -> list[NDArray[np.int64]]:
+    """The positions in a step that each micro-batch of one rank holds: packed where there is a budget."""
+    if batch.tokens_per_micro_batch is None:
+        return deal(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
+    packs = pack(lengths, batch.tokens_per_micro_batch, batch.data_parallel, data_rank)
+    return [np.array(members, dtype=np.int64) for members in packs]
 
 
 def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank: int) -> list[list[int]]:
@@ -72,31 +90,14 @@ def _emptiest_first(
     return packs
 
 
-def lay(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
-    """One row of the examples' segments one after the other; without examples one of two tokens and no
-    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment."""
-    if not examples:
-        ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
-        lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
-    else:
-        ids = np.concatenate([example.input_ids for example in examples])
-        targets = np.concatenate([targets_of(example) for example in examples])
-        lengths = tuple(length for example in examples for length in example.segment_lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    input_ids, position_ids, target_ids = (
-        torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
-    )
-    noise_scale = None if neftune_alpha is None else noise_scales(lengths, neftune_alpha)[None]
-    return MicroBatch(input_ids, position_ids, target_ids, lengths, noise_scale)
+def deal(
+    lengths: NDArray[np.int64], micro_batch_size: int, data_parallel: int, data_rank: int
+) -> list[NDArray[np.int64]]:
+    """The positions in a step that each micro-batch of one rank holds; some are empty at the end.
 
-
-def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
-    """(sum of lengths,) float32: α ÷ √L on each token of a segment of L tokens."""
-    return torch.cat([torch.full((length,), alpha / math.sqrt(length)) for length in lengths])
-
-
-def targets_of(example: Example) -> NDArray[np.int64]:
-    """(T,): the token that each position predicts, or NO_TARGET."""
-    targets = np.full(len(example.input_ids), NO_TARGET, dtype=np.int64)
-    targets[:-1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
-    return targets
+    Longest first, so that the micro-batches that all ranks compute together hold rows of about one length:
+    the n-th `data_parallel` × `micro_batch_size` of them make the n-th micro-batch, dealt like cards.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    together = data_parallel * micro_batch_size
+    return [order[i : i + together][data_rank::data_parallel] for i in range(0, len(order), together)]

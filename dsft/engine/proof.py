@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dsft.data.batch import NO_TARGET
 from dsft.data.dataset import Dataset, Example
-from dsft.data.pack import lay
-from dsft.data.steps import collate
+from dsft.data.lay import collate, lay
 from dsft.engine.api import Engine
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, Example, Ledger
-from dsft.data.pack import lay
+from dsft.data.lay import lay
 from dsft.engine import proof
 from dsft.engine.proof import every_second_changed, prove_head, prove_packing, real_rows
 from dsft.errors import SpecError

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from dsft.data import pack as packing
 from dsft.data.batch import NO_TARGET
 from dsft.data.dataset import Dataset, Example, Ledger, full_rows
+from dsft.data.lay import lay
 from dsft.data.longest import LAID, longest_micro_batch
-from dsft.data.pack import lay, pack
+from dsft.data.pack import pack
 from dsft.data.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.dataset import Dataset, Example, Ledger
-from dsft.data.pack import lay
-from dsft.data.steps import TrainSteps, collate, deal, epoch_order, evaluation
+from dsft.data.lay import collate, lay
+from dsft.data.order import epoch_order
+from dsft.data.pack import deal
+from dsft.data.steps import TrainSteps, evaluation
 
 PAD = 7
 

@@ -1,0 +1,68 @@
+"""The tensors of a micro-batch: takes examples that stand together, gives one packed row or padded rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.data.dataset import Example
+
+EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+
+
+def lay(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
+    """One row of the examples' segments one after the other; without examples one of two tokens and no
+    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment."""
+    if not examples:
+        ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
+        lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
+    else:
+        ids = np.concatenate([example.input_ids for example in examples])
+        targets = np.concatenate([targets_of(example) for example in examples])
+        lengths = tuple(length for example in examples for length in example.segment_lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    input_ids, position_ids, target_ids = (
+        torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
+    )
+    noise_scale = None if neftune_alpha is None else noise_scales(lengths, neftune_alpha)[None]
+    return MicroBatch(input_ids, position_ids, target_ids, lengths, noise_scale)
+
+
+def collate(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
+    """Rows of the longest example's length, padded on the right; without examples one row without targets.
+
+    neftune_alpha: with the scale of noise on the embeddings, by each segment's own length; 0 on padding."""
+    rows = max(1, len(examples))
+    length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
+    input_ids = np.full((rows, length), pad_id, dtype=np.int64)
+    targets = np.full((rows, length), NO_TARGET, dtype=np.int64)
+    noise_scale = None if neftune_alpha is None else torch.zeros(rows, length)
+    for row, example in enumerate(examples):
+        n = len(example.input_ids)
+        input_ids[row, :n] = example.input_ids
+        targets[row, :n] = targets_of(example)
+        if noise_scale is not None and neftune_alpha is not None:
+            noise_scale[row, :n] = noise_scales(example.segment_lengths, neftune_alpha)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.arange(length).repeat(rows, 1),
+        targets=torch.from_numpy(targets),
+        noise_scale=noise_scale,
+    )
+
+
+def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
+    """(sum of lengths,) float32: α ÷ √L on each token of a segment of L tokens."""
+    return torch.cat([torch.full((length,), alpha / math.sqrt(length)) for length in lengths])
+
+
+def targets_of(example: Example) -> NDArray[np.int64]:
+    """(T,): the token that each position predicts, or NO_TARGET."""
+    targets = np.full(len(example.input_ids), NO_TARGET, dtype=np.int64)
+    targets[:-1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
+    return targets
