@@ -71,12 +71,13 @@ class Rendered:
 @dataclass(frozen=True)
 class Account:
     """What was read of a source. bad: ("file:line", reason) of rows that cannot be used, the first of them;
-    notes: a sentence per finding."""
+    notes: a sentence per finding; formats: (file, format, why) of each file that has rows."""
 
     blank_lines: int = 0
     bad_rows: int = 0
     bad: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    formats: tuple[tuple[str, str, str], ...] = ()
 
 
 class TokenRows(Protocol):
@@ -99,11 +100,18 @@ class TokenRows(Protocol):
         """(n,) a hash of what the row says, before it is tokens; equal rows are duplicates."""
 
     @property
+    def desirable(self) -> NDArray[np.bool_]:
+        """(n,) False: labelled as not to be learned (KTO)."""
+
+    @property
     def digest(self) -> str:
         """sha256 over all rows' tokens and masks, in order."""
 
     def source(self, row: int) -> str:
         """Where the row stands: "file:line"."""
+
+    def spans(self, row: int) -> NDArray[np.int64]:
+        """(k, 2): where each run of its trained tokens starts and stops, without reading a token."""
 
     def read(self, row: int) -> Rendered: ...
 

@@ -35,6 +35,7 @@ class InMemory:
     account: Account
     rows: tuple[tuple[str, Rendered], ...]
     content: NDArray[np.uint64]
+    desirable: NDArray[np.bool_]
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -59,6 +60,10 @@ class InMemory:
     def source(self, row: int) -> str:
         return self.rows[row][0]
 
+    def spans(self, row: int) -> NDArray[np.int64]:
+        trained = np.concatenate([[False], self.rows[row][1].trained, [False]])
+        return np.flatnonzero(np.diff(trained.astype(np.int8))).reshape(-1, 2)
+
     def read(self, row: int) -> Rendered:
         return self.rows[row][1]
 
@@ -78,6 +83,8 @@ def tokenised(
     bad: list[tuple[str, str]] = []
     notes: list[str] = []
     content: list[int] = []
+    desirable: list[bool] = []
+    chosen: list[tuple[str, str, str]] = []
     blank_lines = 0
     for file in data_files(source):
         notes += file_notes(file)
@@ -89,6 +96,7 @@ def tokenised(
             try:
                 found = formats.choose(source, with_rows[:_LOOKED_AT], task)
                 notes.append(f"{file.name}: {found.reason}")
+                chosen.append((file.name, found.name, found.reason))
                 meant = _converted(with_rows, found, mistakes)
             except BadRowError as error:
                 mistakes.append((with_rows[0].number, str(error)))
@@ -105,11 +113,13 @@ def tokenised(
             else:
                 rows.append((f"{file.name}:{number}", rendered))
                 content.append(_content(row))
+                desirable.append(row.label is not False)
         bad += [(f"{file.name}:{number}", reason) for number, reason in sorted(mistakes)]
         if progress is not None:
             progress(len(rows), len(rows))
-    account = Account(blank_lines, len(bad), tuple(bad), tuple(notes))
-    return InMemory(account, tuple(rows), np.array(content, dtype=np.uint64))
+    account = Account(blank_lines, len(bad), tuple(bad), tuple(notes), tuple(chosen))
+    hashes, labels = np.array(content, dtype=np.uint64), np.array(desirable, dtype=np.bool_)
+    return InMemory(account, tuple(rows), hashes, labels)
 
 
 def _converted(
