@@ -10,10 +10,9 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from dsft.spec.files import BUILTIN
+from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX
 
-PREFIX = "builtin:"
-NAMES = tuple(path.removeprefix(PREFIX) for path in BUILTIN)
+NAMES = tuple(path.removeprefix(BUILTIN_PREFIX) for path in BUILTIN)
 QUICKSTART, QUICKSTART_HELDOUT = NAMES
 
 _ANIMALS = ("ant", "bear", "cow", "duck", "eel", "fox", "goat", "hare", "lion", "mole", "owl", "pig")

@@ -14,9 +14,8 @@ from typing import Any
 from dsft.spec.document import Path, shown
 from dsft.spec.finding import Finding
 from dsft.spec.schema import Source, Spec
+from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX, kind_of
 
-BUILTIN = ("builtin:quickstart", "builtin:quickstart-heldout")
-SUFFIXES = (".jsonl", ".ndjson", ".json")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -26,7 +25,7 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
     """What the paths of data say by themselves; the disk is not asked."""
     for path, source in _sources(spec):
         name = source.path
-        if name.startswith("builtin:") and name not in BUILTIN:
+        if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
             yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
         elif name in BUILTIN and spec.task != "sft":
             yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
@@ -35,7 +34,7 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
                 path,
                 f"{shown(name)} is a pattern, which is not built yet; name each file as an item of the list",
             )
-        elif not name.startswith("builtin:") and FilePath(name).suffix.lower() not in SUFFIXES:
+        elif not name.startswith(BUILTIN_PREFIX) and kind_of(name) not in ("jsonl", "json"):
             message = f"{shown(name)} is neither .jsonl nor .json; other files are not built yet, convert it"
             yield Finding(path, message)
 
@@ -43,7 +42,7 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
 def file_findings(spec: Spec) -> Iterator[Finding]:
     """What is not there, or is of the wrong kind."""
     for path, source in _sources(spec):
-        if not source.path.startswith("builtin:"):
+        if not source.path.startswith(BUILTIN_PREFIX):
             yield from _file(path, source.path)
     if spec.data.chat_template is not None:
         yield from _file(("data", "chat_template"), spec.data.chat_template, "the Jinja file")

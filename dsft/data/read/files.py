@@ -1,20 +1,23 @@
 """The files that a source means, the blocks that a file is read in, and the lines of a block.
 
-Takes a source of the spec. Blocks of one file can be read by several processes at once, in any order.
+Takes a source of the spec. Blocks of one file can be read by several processes at once, in any order; every
+process finds the same ones. Rows stand in the order of the files, of their blocks, and of the lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsft.data import builtin
-from dsft.data.read.json_rows import JsonRows, read_json_rows
+from dsft.data.read.json_rows import is_list, json_lines, json_list
+from dsft.data.read.lines import BYTE_ORDER_MARK, cuts, first_bytes, lines
 from dsft.data.rows import Line
 from dsft.errors import MissingInputError
-from dsft.spec.files import SUFFIXES
+from dsft.spec.sources import BUILTIN_PREFIX, kind_of
 
 
 class Source(Protocol):
@@ -26,50 +29,45 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """`name` is what messages call it."""
+    """`name` is what messages call it; `path` where it lies, "" for rows of dsft's own; `kind` as in
+    `dsft.spec.sources.KINDS`, or "builtin". `notes`: what is to be said of the source it is the first of."""
 
     name: str
+    path: str = ""
+    kind: str = "builtin"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.lower().endswith(".gz")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file that is read by itself; `index` counts from 0."""
+    """A part of a file that is read by itself; `index` counts from 0. `start`, `stop`: bytes, row groups or
+    batches, by the file's kind; without `stop`: to the end."""
 
     file: DataFile
     index: int = 0
+    start: int = 0
+    stop: int | None = None
+
+
+@contextmanager
+def readable(file: DataFile) -> Iterator[None]:
+    """Says which file it was that the system would not give."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MissingInputError(f"data {file.name}: cannot be read ({reason}); check its rights") from error
 
 
 def data_files(source: Source) -> tuple[DataFile, ...]:
     """In the order in which their rows stand. Raises MissingInputError for what is not there."""
     name = str(source.path)
-    if not name.startswith(builtin.PREFIX):
-        _check_file(name)
-    return (DataFile(name),)
-
-
-def blocks(file: DataFile) -> tuple[Block, ...]:
-    return (Block(file),)
-
-
-def read_block(block: Block) -> Iterator[Line]:
-    """Its lines, numbered from 1 in the block. Raises MissingInputError where the file cannot be read."""
-    read = _objects(block.file.name)
-    lines = [Line(number, row=row) for number, row in read.objects]
-    lines += [Line(number, mistake=reason) for number, reason in read.mistakes]
-    lines += [Line(0) for _ in range(read.blank_lines)]
-    return iter(sorted(lines, key=lambda line: line.number))
-
-
-def file_notes(file: DataFile) -> tuple[str, ...]:
-    """A sentence for each thing that a reader of the run should know of the file."""
-    if file.name.startswith(builtin.PREFIX):
-        return ()
-    with Path(file.name).open("rb") as opened:
-        has_mark = opened.read(3) == b"\xef\xbb\xbf"
-    return (f"{file.name}: a byte order mark at the start was skipped",) if has_mark else ()
-
-
-def _check_file(name: str) -> None:
+    if name.startswith(BUILTIN_PREFIX):
+        return (DataFile(name),)
     path = Path(name)
     if not path.exists():
         raise MissingInputError(
@@ -77,28 +75,81 @@ def _check_file(name: str) -> None:
         )
     if not path.is_file():
         raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
-    if path.suffix.lower() not in SUFFIXES:
+    return (_data_file(path),)
+
+
+def blocks(file: DataFile) -> tuple[Block, ...]:
+    """The same ones for the same content, found without reading it all. Raises MissingInputError where the
+    file cannot be read."""
+    path = Path(file.path)
+    with readable(file):
+        if file.kind in ("jsonl", "text", "json") and not file.is_compressed:
+            if file.kind != "json" or not is_list(path):
+                starts: list[int | None] = [*cuts(path), None]
+                pairs = zip(starts, starts[1:], strict=False)
+                return tuple(Block(file, i, start or 0, stop) for i, (start, stop) in enumerate(pairs))
+    return (Block(file),)
+
+
+def read_block(block: Block) -> Iterator[Line]:
+    """Its lines, numbered from 1 in the block, blank ones too; what is no row is a Line with a mistake.
+    Reads as it is asked. Raises MissingInputError where the file cannot be read."""
+    with readable(block.file):
+        yield from _READ[block.file.kind](block)
+
+
+def file_notes(file: DataFile) -> tuple[str, ...]:
+    """A sentence for each thing that a reader of the run should know of the file."""
+    if file.kind in ("builtin", "parquet", "arrow"):
+        return file.notes
+    with readable(file):
+        beginning = first_bytes(Path(file.path), compressed=file.is_compressed)
+    if not beginning.startswith(BYTE_ORDER_MARK):
+        return file.notes
+    return (*file.notes, f"{file.name}: a byte order mark at the start was skipped")
+
+
+def _data_file(path: Path) -> DataFile:
+    kind = kind_of(path.name)
+    if kind is None or kind not in _READ:
         raise MissingInputError(
-            f"data {name}: {path.suffix or 'no ending'} is not read; give a .jsonl or .json file"
+            f"data {path}: {path.suffix or 'no ending'} is not read; give a .jsonl or .json file"
         )
+    return DataFile(str(path), str(path), kind)
 
 
-def _objects(name: str) -> JsonRows:
-    """The rows of a file or of dsft's own code, not yet looked into."""
-    if name.startswith(builtin.PREFIX):
-        return _builtin_objects(name)
+def _texts(block: Block) -> Iterator[tuple[str, str | None]]:
+    file = block.file
+    return lines(Path(file.path), block.start, block.stop, compressed=file.is_compressed)
+
+
+def _json(block: Block) -> Iterator[Line]:
+    path, compressed = Path(block.file.path), block.file.is_compressed
+    if block.start == 0 and is_list(path, compressed=compressed):
+        return json_list(path, compressed=compressed)
+    return json_lines(_texts(block))
+
+
+def _text(block: Block) -> Iterator[Line]:
+    """Each line that is not blank is a row."""
+    for number, (text, mistake) in enumerate(_texts(block), start=1):
+        row = {"text": text.removesuffix("\r")} if text else None
+        yield Line(number, row, mistake)
+
+
+def _builtin(block: Block) -> Iterator[Line]:
+    name = block.file.name
     try:
-        return read_json_rows(Path(name))
-    except OSError as error:
-        raise MissingInputError(
-            f"data {name}: cannot be read ({error.strerror}); check its rights"
-        ) from error
-
-
-def _builtin_objects(name: str) -> JsonRows:
-    try:
-        rows = builtin.builtin_rows(name.removeprefix(builtin.PREFIX))
+        rows = builtin.builtin_rows(name.removeprefix(BUILTIN_PREFIX))
     except KeyError as error:
-        known = " and ".join(builtin.PREFIX + known for known in builtin.NAMES)
+        known = " and ".join(BUILTIN_PREFIX + known for known in builtin.NAMES)
         raise MissingInputError(f"data {name}: there are no such rows in dsft; it has {known}") from error
-    return JsonRows(tuple(enumerate(rows, start=1)), (), 0, False)
+    return (Line(number, row) for number, row in enumerate(rows, start=1))
+
+
+_READ: Mapping[str, Callable[[Block], Iterator[Line]]] = {
+    "builtin": _builtin,
+    "jsonl": lambda block: json_lines(_texts(block)),
+    "json": _json,
+    "text": _text,
+}

@@ -1,64 +1,69 @@
-"""JSON Lines and JSON files, read strictly.
+"""JSON Lines, and lists of JSON objects, read strictly.
 
-Takes a path. Gives every object with the line it starts on, and every mistake with its line. Touches
-nothing but the file. A row is not looked into here: `sources.py` knows the formats.
+Takes lines or text of a file. Gives every object with the line it starts on, and every mistake with its line.
+What a row means is for `dsft.data.formats`.
+
+UTF-8; a byte order mark is skipped, and so are blank lines. Everything else that RFC 8259 does not allow is a
+mistake, as are NaN, Infinity, a repeated key and a row that is no object. After a mistake JSON Lines are read
+on; a list is read on where its syntax still holds.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # U+FEFF in UTF-8, as some editors write at the start of a file
+from dsft.data.read.lines import (
+    BYTE_ORDER_MARK,
+    DAMAGED,
+    MAX_LINE,
+    TOO_LONG,
+    damaged,
+    first_bytes,
+    open_bytes,
+    text_mistakes,
+)
+from dsft.data.rows import Line
+
 WHITE_SPACE = " \t\n\r"  # RFC 8259, section 2
+_WHITE_SPACE = re.compile(f"[{WHITE_SPACE}]*")
+_NOT_FURTHER = "the file is not read further"
+_CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
-class JsonRows:
-    """What a file holds. Lines count from 1; `mistakes` are (line, reason)."""
-
-    objects: tuple[tuple[int, dict[str, Any]], ...]
-    mistakes: tuple[tuple[int, str], ...]
-    blank_lines: int
-    has_byte_order_mark: bool
-
-
-@dataclass(frozen=True)
-class _Line:
-    number: int
-    value: object = None
-    mistake: str | None = None
+def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
+    """One object a line, of `lines`."""
+    decoder = _Decoder()
+    for number, (text, mistake) in enumerate(texts, start=1):
+        if mistake is not None or not text:
+            yield Line(number, mistake=mistake)
+        else:
+            yield _json_line(decoder, number, text)
 
 
-def read_json_rows(path: Path) -> JsonRows:
-    """Read FILE.jsonl (one object a line) or FILE.json (a list of objects, or one object a line).
+def is_list(path: Path, *, compressed: bool = False) -> bool:
+    """Whether a .json file begins with a bracket: it holds a list, not lines."""
+    return first_bytes(path, compressed=compressed).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
-    UTF-8; a byte order mark is skipped and told of, blank lines are skipped and counted. Everything else
-    that RFC 8259 does not allow is a mistake, as are NaN, Infinity, a repeated key and a row that is no
-    object. After a mistake a JSON Lines file is read on; a list is read on where its syntax still holds.
-    """
-    content = path.read_bytes()
-    has_mark = content.startswith(BYTE_ORDER_MARK)
-    content = content[len(BYTE_ORDER_MARK) :] if has_mark else content
-    is_list = path.suffix.lower() == ".json" and content.lstrip().startswith(b"[")
-    blank_lines = 0 if is_list else sum(not line.strip() for line in _lines(content))
-    values = list(_list(content) if is_list else _json_lines(content))
-    mistakes = [(value.number, value.mistake) for value in values if value.mistake is not None]
-    good = [value for value in values if value.mistake is None]
-    mistakes += [
-        (value.number, f"the row is {kind(value.value)}, not an object of columns and values")
-        for value in good
-        if not isinstance(value.value, dict)
-    ]
-    return JsonRows(
-        objects=tuple((value.number, value.value) for value in good if isinstance(value.value, dict)),
-        mistakes=tuple(sorted(mistakes)),
-        blank_lines=blank_lines,
-        has_byte_order_mark=has_mark,
-    )
+
+def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
+    """The elements of one list, each with the line it starts on. Whatever the file's size, a megabyte of it
+    or twice its longest element is in memory."""
+    number = 1
+    try:
+        with open_bytes(path, compressed=compressed) as opened:
+            for line in _elements(_Text(opened)):
+                number = line.number
+                yield line
+    except DAMAGED as error:
+        yield Line(number, mistake=damaged(error))
+    except _NoTextError:
+        with open_bytes(path, compressed=compressed) as opened:
+            yield from (Line(number, mistake=mistake) for number, mistake in text_mistakes(opened))
 
 
 def kind(value: object) -> str:
@@ -96,104 +101,161 @@ class _Decoder:
         return result
 
 
-def _lines(content: bytes) -> list[bytes]:
-    lines = content.split(b"\n")
-    return lines[:-1] if lines[-1] == b"" else lines
+def _line(number: int, value: object, fault: str | None) -> Line:
+    if fault is None and not isinstance(value, dict):
+        fault = f"the row is {kind(value)}, not an object of columns and values"
+    return Line(number, mistake=fault) if fault is not None else Line(number, row=value)  # type: ignore[arg-type]
 
 
-def _bytes_mistake(line: bytes) -> str | None:
-    """Why a line is not text, before JSON is thought of."""
-    if b"\0" in line:
-        return f"a NUL byte at byte {line.index(0) + 1}; the file was torn, or is not text"
+def _json_line(decoder: _Decoder, number: int, text: str) -> Line:
     try:
-        line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        value = line[error.start]
-        return f"not UTF-8: byte {error.start + 1} is 0x{value:02x}; save the file as UTF-8"
-    return None
+        value, end, fault = decoder.decode(text, _skip(text, 0))
+    except RecursionError:
+        return Line(number, mistake="nested too deeply to be read")
+    except ValueError as error:
+        return Line(number, mistake=_syntax(error, text))
+    after = _skip(text, end)
+    if fault is None and after < len(text):
+        fault = f"more text after the object, at column {after + 1}; a line holds one object"
+    return _line(number, value, fault)
 
 
-def _syntax(error: ValueError, text: str) -> str:
+def _syntax(error: ValueError, text: str, column: int | None = None) -> str:
     """One sentence for what Python's reader says."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     if error.pos >= len(text.rstrip(WHITE_SPACE)) or error.msg.startswith("Unterminated string"):
         return "cut off: the JSON ends before it is complete"
-    return f"not JSON: {error.msg[0].lower()}{error.msg[1:]} at column {error.colno}"
-
-
-def _json_lines(content: bytes) -> Iterator[_Line]:
-    decoder = _Decoder()
-    for number, raw in enumerate(_lines(content), start=1):
-        if not raw.strip():
-            continue
-        mistake = _bytes_mistake(raw)
-        yield _Line(number, mistake=mistake) if mistake else _json_line(decoder, number, raw.decode("utf-8"))
-
-
-def _json_line(decoder: _Decoder, number: int, text: str) -> _Line:
-    try:
-        value, end, fault = decoder.decode(text, _skip(text, 0))
-    except RecursionError:
-        return _Line(number, mistake="nested too deeply to be read")
-    except ValueError as error:
-        return _Line(number, mistake=_syntax(error, text))
-    if fault is None and _skip(text, end) < len(text):
-        fault = f"more text after the object, at column {_skip(text, end) + 1}; a line holds one object"
-    return _Line(number, value, fault)
+    return f"not JSON: {error.msg[0].lower()}{error.msg[1:]} at column {column or error.colno}"
 
 
 def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in WHITE_SPACE:
-        position += 1
-    return position
+    found = _WHITE_SPACE.match(text, position)
+    return found.end() if found else position
 
 
-def _list(content: bytes) -> Iterator[_Line]:
-    """The elements of one list, each with the line it starts on."""
-    mistakes = [_Line(n, mistake=_bytes_mistake(line)) for n, line in enumerate(_lines(content), start=1)]
-    mistakes = [line for line in mistakes if line.mistake is not None]
-    yield from mistakes
-    if not mistakes:
-        yield from _elements(content.decode("utf-8"))
+# --- a list -----------------------------------------------------------------------------------------------
 
 
-def _elements(text: str) -> Iterator[_Line]:
-    decoder, number, counted = _Decoder(), 1, 0
-    position = _skip(text, _skip(text, 0) + 1)
-    while text[position : position + 1] != "]":
-        number, counted = number + text.count("\n", counted, position), position
+class _NoTextError(Exception):
+    """The file holds bytes that are no text."""
+
+
+class _Text:
+    """The text of a file from `position` of `buffer` on, as far as it has been read."""
+
+    def __init__(self, opened: IO[bytes]) -> None:
+        self.buffer = ""
+        self.position = 0
+        self.at_end = False
+        self._mark, self._line, self._column = 0, 1, 1  # a position whose line and column, from 1, are known
+        self._opened = opened
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self.more()
+        self.buffer = self.buffer.removeprefix("\ufeff")
+
+    @property
+    def is_whole(self) -> bool:
+        """More text would change nothing: there is none, or the element is too long to be read."""
+        return self.at_end or len(self.buffer) - self.position > MAX_LINE
+
+    def more(self) -> None:
+        """Read on, as much again as there is. What lies before the position is forgotten."""
+        self.line()
+        self._mark = 0
+        self.buffer, self.position = self.buffer[self.position :], 0
+        part = self._opened.read(max(_CHUNK, len(self.buffer)))
+        self.at_end = not part
         try:
-            value, position, fault = decoder.decode(text, position)
-        except RecursionError:
-            yield _Line(number, mistake="nested too deeply to be read; the file is not read further")
+            self.buffer += self._decoder.decode(part, final=self.at_end)
+        except UnicodeDecodeError as error:
+            raise _NoTextError from error
+        if b"\0" in part:
+            raise _NoTextError
+
+    def line(self) -> int:
+        """The line, from 1, that the position is in."""
+        self._line, self._column = self.place(self.position)
+        self._mark = self.position
+        return self._line
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Line and column of a position that is not before the one whose line was asked for last."""
+        breaks = self.buffer.count("\n", self._mark, position)
+        if breaks:
+            return self._line + breaks, position - self.buffer.rindex("\n", 0, position)
+        return self._line, self._column + position - self._mark
+
+    def next(self) -> str:
+        """The next character that is no white space, "" at the end; the position is there."""
+        self.position = _skip(self.buffer, self.position)
+        while self.position == len(self.buffer) and not self.at_end:
+            self.more()
+            self.position = _skip(self.buffer, self.position)
+        return self.buffer[self.position : self.position + 1]
+
+
+def _elements(text: _Text) -> Iterator[Line]:
+    decoder = _Decoder()
+    text.next()  # the bracket
+    text.position += 1
+    while text.next() != "]":
+        line = _element(decoder, text)
+        yield line
+        if line.mistake is not None and line.mistake.endswith(_NOT_FURTHER):
             return
-        except ValueError as error:
-            reason = _syntax(error, text)
-            if isinstance(error, json.JSONDecodeError) and not reason.startswith("cut off"):
-                number = error.lineno
-            yield _Line(number, mistake=f"{reason}; the file is not read further")
-            return
-        yield _Line(number, value, fault)
-        position = _skip(text, position)
-        if text[position : position + 1] == ",":
-            position = _skip(text, position + 1)
-            if text[position : position + 1] != "]":
+        if text.next() == ",":
+            text.position += 1
+            if text.next() != "]":
                 continue
-        elif text[position : position + 1] == "]":
+        elif text.next() == "]":
             continue
-        number += text.count("\n", counted, position)
-        yield _Line(number, mistake=_between(text, position))
+        yield Line(text.line(), mistake=_between(text.next()))
         return
-    position = _skip(text, position + 1)
-    if position < len(text):
-        yield _Line(text.count("\n", 0, position) + 1, mistake="more text after the list")
+    text.position += 1
+    if text.next():
+        yield Line(text.line(), mistake="more text after the list")
 
 
-def _between(text: str, position: int) -> str:
+def _element(decoder: _Decoder, text: _Text) -> Line:
+    """The element at the text's position, which is then behind it. What seems wrong may be cut by the end of
+    the buffer, so it is believed only when more of the text changes nothing."""
+    number = text.line()
+    while True:
+        try:
+            value, end, fault = decoder.decode(text.buffer, text.position)
+        except RecursionError:
+            return Line(number, mistake=f"nested too deeply to be read; {_NOT_FURTHER}")
+        except ValueError as error:
+            if text.is_whole:
+                return _broken(error, text, number)
+        else:
+            after = _skip(text.buffer, end)
+            if text.is_whole or text.buffer[after : after + 1] in (",", "]"):
+                break
+        text.more()
+    if end - text.position > MAX_LINE:
+        fault = TOO_LONG.format(f"the element has {end - text.position:,} characters")
+    text.position = end
+    return _line(number, value, fault)
+
+
+def _broken(error: ValueError, text: _Text, number: int) -> Line:
+    """An element that starts in line `number` and cannot be read."""
+    position = error.pos if isinstance(error, json.JSONDecodeError) else text.position
+    line, column = text.place(position)
+    reason = _syntax(error, text.buffer, column)
+    if not reason.startswith("cut off"):
+        number = line
+    elif not text.at_end:
+        reason = TOO_LONG.format(f"the element has over {MAX_LINE:,} characters")
+    return Line(number, mistake=f"{reason}; {_NOT_FURTHER}")
+
+
+def _between(character: str) -> str:
     """What is wrong between two elements of a list."""
-    if position >= len(text):
+    if not character:
         return "cut off: the list has no closing ]"
-    if text[position] == "]":
-        return "a comma before the closing ]; the file is not read further"
-    return f'"," or "]" is expected, "{text[position]}" stands there; the file is not read further'
+    if character == "]":
+        return f"a comma before the closing ]; {_NOT_FURTHER}"
+    return f'"," or "]" is expected, "{character}" stands there; {_NOT_FURTHER}'

@@ -1,0 +1,86 @@
+"""What is read of a data file, as one hash, remembered from one run to the next.
+
+Takes a DataFile and a folder for what was found. Reads the file; reads and writes the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from dsft.data import builtin
+from dsft.data.read.files import DataFile, readable
+from dsft.data.read.lines import BLOCK_BYTES
+from dsft.errors import DataError, Problem
+from dsft.spec.sources import BUILTIN_PREFIX
+
+READING = 1
+"""Counts up when the same bytes give other rows, or blocks."""
+_RACY_NS = 2_000_000_000  # a file changed so shortly before may change again within its clock's next tick
+
+
+def file_digest(file: DataFile, memory: Path | None = None) -> str:
+    """sha256 of the content, of the way it is read, and of the size of blocks: equal ones have equal blocks.
+
+    In the folder `memory` it is found again by path, size, time of change and inode, without reading the
+    file. Raises MissingInputError where the file cannot be read, DataError where it changes meanwhile.
+    """
+    read_as = json.dumps([file.kind, file.is_compressed, READING, BLOCK_BYTES])
+    if file.kind == "builtin":
+        rows = builtin.builtin_rows(file.name.removeprefix(BUILTIN_PREFIX))
+        content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    else:
+        with readable(file):
+            content = _remembered(file, memory)
+    return hashlib.sha256(f"{read_as} {content}".encode()).hexdigest()
+
+
+def _remembered(file: DataFile, memory: Path | None) -> str:
+    path = Path(file.path).absolute()
+    state = _state(path)
+    known = None if memory is None else memory / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    if known is not None:
+        found = _load(known)
+        if found.get("state") == state:
+            return str(found["sha256"])
+    started = time.time_ns()
+    with path.open("rb") as opened:
+        content = hashlib.file_digest(opened, "sha256").hexdigest()
+    if _state(path) != state:
+        raise DataError(
+            "a data file changes while it is read:",
+            [Problem(file.name, "has another size or time now than before; wait until it is written")],
+        )
+    if known is not None and started - path.stat().st_mtime_ns > _RACY_NS:
+        _save(known, {"state": state, "sha256": content})
+    return content
+
+
+def _state(path: Path) -> list[object]:
+    """What changes when the content does, but for a change within one tick of the clock."""
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _load(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("sha256"), str) else {}
+
+
+def _save(path: Path, found: dict[str, object]) -> None:
+    """Written aside and renamed. A folder that cannot be written costs the next run its time, no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".digest-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            json.dump(found, opened)
+        os.replace(aside, path)
+    except OSError:
+        pass

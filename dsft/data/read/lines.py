@@ -1,0 +1,147 @@
+"""The lines of a text file, or of a part of it, checked as text, one at a time.
+
+Takes a path and a range of bytes. Gives each line as text, or why it is none. Whatever the file's size, one
+line is in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # U+FEFF in UTF-8, as some editors write at the start of a file
+BLOCK_BYTES = 32 << 20
+MAX_LINE = 32 << 20
+"""Bytes of the longest row that is read: some eight million tokens."""
+TOO_LONG = f"{{}}, and a row may have {MAX_LINE:,}; make several rows of it"
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
+"""What reading a compressed file raises where it is cut off, altered or of another kind."""
+_CHUNK = 1 << 20
+
+
+def open_bytes(path: Path, *, compressed: bool) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if compressed else path.open("rb")
+
+
+def first_bytes(path: Path, *, compressed: bool) -> bytes:
+    """Its first bytes, with some that are not blank where it has any; empty where it is damaged."""
+    with open_bytes(path, compressed=compressed) as opened:
+        try:
+            first = part = opened.read(_CHUNK)
+            while part and not part.strip():
+                part = opened.read(_CHUNK)
+        except DAMAGED:
+            return b""
+    return first if first is part else first + part
+
+
+def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
+    """Where the blocks of a file start, in bytes: at the first line after each mark of `every` bytes. Only
+    what lies between a mark and the next line break is read."""
+    size = path.stat().st_size
+    starts = [0]
+    with path.open("rb") as opened:
+        mark = every
+        while mark < size:
+            start = _after_line_break(opened, mark - 1)
+            if start < size:
+                starts.append(start)
+            mark = (max(mark, start) // every + 1) * every
+    return starts
+
+
+def lines(
+    path: Path, start: int = 0, stop: int | None = None, *, compressed: bool = False
+) -> Iterator[tuple[str, str | None]]:
+    """(text, None) of each line, without its line break and "" for a blank one; ("", reason) for one that is
+    no text. `start` and `stop` in bytes, both at a line's start. A byte order mark is skipped."""
+    left = stop - start if stop is not None else None
+    with open_bytes(path, compressed=compressed) as opened:
+        opened.seek(start)
+        while left is None or left > 0:
+            try:
+                raw = opened.readline(MAX_LINE + 1)
+                is_long = len(raw) > MAX_LINE and not raw.endswith(b"\n")
+                size = len(raw) + (_skip_line(opened) if is_long else 0)
+            except DAMAGED as error:
+                yield "", damaged(error)
+                return
+            if not raw:
+                return
+            if left is not None:
+                left -= size
+            if start == 0:
+                raw, start = raw.removeprefix(BYTE_ORDER_MARK), 1
+            yield ("", TOO_LONG.format(f"the line has {size:,} bytes")) if is_long else _text(raw)
+
+
+def text_mistakes(opened: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """(line, reason) of every line that is no text, however long the lines are."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    number, before, is_told = 1, 0, False  # bytes of the line that were read, and whether it is known as bad
+    while True:
+        part = opened.readline(_CHUNK)
+        reason = None
+        waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+        try:
+            decoder.decode(part, final=not part or part.endswith(b"\n"))
+        except UnicodeDecodeError as error:
+            reason = _not_utf8(error, before - waiting)
+            decoder.reset()
+        if b"\0" in part:
+            reason = _nul(part, before)
+        if reason is not None and not is_told:
+            yield number, reason
+        if not part:
+            return
+        is_told, before = is_told or reason is not None, before + len(part)
+        if part.endswith(b"\n"):
+            number, before, is_told = number + 1, 0, False
+
+
+def damaged(error: Exception) -> str:
+    """Why a compressed file cannot be read further."""
+    if isinstance(error, EOFError):
+        return "cut off: the compressed file ends before it is complete"
+    return f"not gzip, or damaged: {error}; the file is not read further"
+
+
+def _text(raw: bytes) -> tuple[str, str | None]:
+    raw = raw.removesuffix(b"\n")
+    if not raw.strip():
+        return "", None
+    if b"\0" in raw:
+        return "", _nul(raw)
+    try:
+        return raw.decode("utf-8"), None
+    except UnicodeDecodeError as error:
+        return "", _not_utf8(error)
+
+
+def _nul(raw: bytes, before: int = 0) -> str:
+    return f"a NUL byte at byte {before + raw.index(0) + 1}; the file was torn, or is not text"
+
+
+def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
+    value = error.object[error.start]
+    return f"not UTF-8: byte {before + error.start + 1} is 0x{value:02x}; save the file as UTF-8"
+
+
+def _skip_line(opened: IO[bytes]) -> int:
+    """Bytes up to the end of the line that `opened` stands in."""
+    size = 0
+    while True:
+        part = opened.readline(_CHUNK)
+        size += len(part)
+        if not part or part.endswith(b"\n"):
+            return size
+
+
+def _after_line_break(opened: IO[bytes], position: int) -> int:
+    """The start of the first line that begins after `position`; the end of the file where there is none."""
+    opened.seek(position)
+    return position + _skip_line(opened)

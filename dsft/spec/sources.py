@@ -1,0 +1,63 @@
+"""What the path of a source means by its name alone. Pure: takes a name, asks neither disk nor network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+BUILTIN_PREFIX = "builtin:"
+BUILTIN = (f"{BUILTIN_PREFIX}quickstart", f"{BUILTIN_PREFIX}quickstart-heldout")
+KINDS: Mapping[str, str] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSED = ("jsonl", "json", "text", "csv", "tsv")
+"""Kinds that are read from .gz too; Parquet and Arrow have a compression of their own."""
+READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
+HUB_FORM = "owner/name, with @revision and :split or :subset:split behind it where needed"
+
+_HUB = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?:@(?P<revision>[\w.-]+))?(?::(?P<subset>[\w.-]+)(?=:))?(?::(?P<split>[\w.-]+))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set of the hub; None: its newest revision, its only subset."""
+
+    id: str
+    revision: str | None = None
+    subset: str | None = None
+    split: str = "train"
+
+
+def kind_of(name: str) -> str | None:
+    """How a file of this name is read, by its ending; None for one that is not."""
+    path = PurePath(name.lower())
+    if path.suffix != ".gz":
+        return KINDS.get(path.suffix)
+    kind = KINDS.get(PurePath(path.stem).suffix)
+    return kind if kind in COMPRESSED else None
+
+
+def is_pattern(name: str) -> bool:
+    """Whether it holds *, ? or [ as shells use them."""
+    return any(character in name for character in "*?[")
+
+
+def hub_data(name: str) -> HubData | None:
+    """owner/name[@revision][:[subset:]split], where it is no name of a data file."""
+    found = _HUB.fullmatch(name)
+    if found is None or kind_of(name) is not None:
+        return None
+    return HubData(found["id"], found["revision"], found["subset"], found["split"] or "train")
