@@ -123,6 +123,26 @@ def plan(
 
 
 @app.command()
+def preview(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=0, help="Rows to show, from the first: 5, or 100 with --json.", show_default=False),
+    ] = None,
+    row: Annotated[
+        str | None,
+        typer.Option(metavar="N|FILE:LINE", help="One row, with every token and its id.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the rows as the model will see them, and what the run makes of them; no GPU, no weights."""
+    from dsft.preview.command import preview as show
+
+    show(spec, overrides or (), rows=rows, row=row, as_json=as_json)
+
+
+@app.command()
 def generate(
     spec: SpecPath,
     overrides: Overrides = None,

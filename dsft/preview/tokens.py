@@ -1,0 +1,88 @@
+"""The text of each token, and text that is safe to show. Takes ids and a tokenizer; touches nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsft.data.dataset import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRAINED, END_TRAINED, BORDER = "⟦", "⟧", "┊"
+"""Marks of a text without colours: around what is trained on, and between tokens."""
+
+SPACE, LINE_BREAK, TAB = "␣", "↵", "⇥"
+_OURS = frozenset(
+    (TRAINED, END_TRAINED, BORDER, SPACE, LINE_BREAK, TAB, "⟨", *map(chr, range(0x2400, 0x2427)))
+)
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_SPACES = re.compile(r"^ +$| {2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """text: what the token adds to the row's text; empty where it only begins a character, which then stands
+    at the token that ends it. name: as the vocabulary writes it."""
+
+    id: int
+    text: str
+    name: str
+    trained: bool
+    special: bool
+
+
+def tokens_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
+    """Each token of an example, in order."""
+    ids = example.input_ids.tolist()
+    names = tokenizer.convert_ids_to_tokens(ids)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return [
+        Token(i, text, str(name), trained, i in special)
+        for i, text, name, trained in zip(
+            ids, texts_of(ids, tokenizer), names, example.trained.tolist(), strict=True
+        )
+    ]
+
+
+def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What each token adds to the text, by decoding it after the one before it."""
+
+    def decode(start: int, stop: int) -> str:
+        given = list(ids[start:stop])
+        return str(
+            tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if given
+            else ""
+        )
+
+    texts: list[str] = []
+    start = read = 0  # tokens from `start` to `read` end in a whole character
+    for stop in range(1, len(ids) + 1):
+        before, text = decode(start, read), decode(start, stop)
+        begun = text.endswith(_UNFINISHED) and stop - read < 4  # bytes of a character
+        if begun and stop < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :] if text.startswith(before) else decode(stop - 1, stop))
+        start, read = read, stop
+    return texts
+
+
+def visible(text: str) -> str:
+    """The text with all that does not show, or that a terminal would obey, written out: ␛, ⟨U+202E⟩; spaces
+    where several stand together or alone. What the marks are made of is written out, too."""
+    return _SPACES.sub(lambda found: SPACE * len(found[0]), "".join(map(_shown, text)))
+
+
+def _shown(character: str) -> str:
+    if character == " " or (character.isprintable() and character not in _OURS):
+        return character
+    if character in "\n\t":
+        return {"\n": LINE_BREAK, "\t": TAB}[character]
+    if ord(character) < 0x20:
+        return chr(0x2400 + ord(character))  # the control pictures
+    return "␡" if character == "\x7f" else f"⟨U+{ord(character):04X}⟩"
