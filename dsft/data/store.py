@@ -6,9 +6,8 @@ Takes a source and a renderer. Gives TokenRows. Reads the source's files.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -112,7 +111,7 @@ def tokenised(
                 mistakes.append((number, rendered))
             else:
                 rows.append((f"{file.name}:{number}", rendered))
-                content.append(_content(row))
+                content.append(formats.content_hash(row))
                 desirable.append(row.label is not False)
         bad += [(f"{file.name}:{number}", reason) for number, reason in sorted(mistakes)]
         if progress is not None:
@@ -132,8 +131,3 @@ def _converted(
         except BadRowError as error:
             mistakes.append((line.number, str(error)))
     return meant
-
-
-def _content(row: Row) -> int:
-    said = json.dumps(asdict(row), sort_keys=True, ensure_ascii=False)
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,53 @@
+"""Turns from a row's columns: system, history, instruction. Raises BadRowError. Touches nothing."""
+
+from __future__ import annotations
+
+from dsft.data.formats.message import Turn
+from dsft.data.formats.values import Fields, string
+from dsft.data.read.json_rows import kind
+from dsft.data.rows import BadRowError
+
+
+def with_system(fields: Fields, talk: list[Turn]) -> list[Turn]:
+    """The turns with the column's system message before them, if the row has one."""
+    system, place = fields.optional("system"), fields.name("system")
+    if not system:
+        return talk
+    if talk and talk[0].message["role"] == "system":
+        if talk[0].message["content"] == system:
+            return talk
+        raise BadRowError(
+            f'"{place}" and "{talk[0].place}" are two system messages that differ; leave one out'
+        )
+    return [Turn(place, {"role": "system", "content": system}, None), *talk]
+
+
+def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:
+    """System, history, the instruction with its input after an empty line, and the answer if there is one."""
+    question, more = fields.string("instruction"), fields.optional("input")
+    if more:
+        question = f"{question}\n\n{more}"
+    said = [*_history(fields), question, *answer]
+    place = fields.name("instruction")
+    return with_system(fields, [said_by(i, content, place) for i, content in enumerate(said)])
+
+
+def said_by(number: int, content: str, place: str) -> Turn:
+    """Turn `number` from 0 of user and assistant in turns."""
+    return Turn(place, {"role": "assistant" if number % 2 else "user", "content": content}, None)
+
+
+def _history(fields: Fields) -> list[str]:
+    """Questions and answers in turns, from a list of pairs."""
+    history, name = fields.get("history"), fields.name("history")
+    if history is None:
+        return []
+    if not isinstance(history, list):
+        raise BadRowError(f'"{name}" is {kind(history)}; it must be a list of [question, answer]')
+    said = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            what = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
+            raise BadRowError(f'"{name}[{i}]" is {what}; it must be [question, answer]')
+        said += [string(one, f"{name}[{i}][{j}]") for j, one in enumerate(pair)]
+    return said

@@ -1,0 +1,99 @@
+"""A row's values and their checks. Takes values as JSON has them. Raises BadRowError. Touches nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsft.data.read.json_rows import kind
+from dsft.data.rows import BadRowError
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A row under our names. A column that `columns` takes from elsewhere never stands for itself."""
+
+    row: Mapping[str, Any]
+    columns: Mapping[str, str]
+
+    def get(self, key: str) -> Any:
+        return self.row.get(self.columns.get(key, key))
+
+    def name(self, key: str) -> str:
+        """What the file calls it."""
+        return self.columns.get(key, key)
+
+    def has(self, key: str) -> bool:
+        return self.name(key) in self.row
+
+    def string(self, key: str) -> str:
+        return string(self.get(key), self.name(key))
+
+    def optional(self, key: str) -> str:
+        """A string; empty where the row has none."""
+        value = self.get(key)
+        return "" if value is None else string(value, self.name(key))
+
+
+def string(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadRowError(f'"{place}" is {kind(value)}; it must be a string')
+    if not value.isascii():
+        _check_encodable(value, place)
+    return value
+
+
+def _check_encodable(value: str, place: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRowError(
+            f'"{place}" holds half of a surrogate pair at character {error.start + 1}, which is no text'
+        ) from None
+
+
+def plain(value: object, place: str) -> Any:
+    """A value that JSON can say, whatever it is."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadRowError(f'"{place}" is {value}, which is not JSON')
+        return value
+    if isinstance(value, str):
+        return string(value, place)
+    if isinstance(value, list):
+        return [plain(one, f"{place}[{i}]") for i, one in enumerate(value)]
+    if isinstance(value, dict):
+        return {string(key, place): plain(one, f"{place}.{key}") for key, one in value.items()}
+    raise BadRowError(f'"{place}" is {kind(value)}, which is not JSON')
+
+
+def parsed(value: str) -> Any:
+    """What a JSON text says. Raises ValueError where it is none."""
+    try:
+        return json.loads(value, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def mapping(value: object, place: str, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRowError(f'"{place}" is {kind(value)}; it must be {what}')
+    return value
+
+
+def is_empty(value: object) -> bool:
+    """Says nothing, as the keys that other rows have: null, "", [], {}."""
+    return value is None or (isinstance(value, (str, list, dict)) and not value)
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
