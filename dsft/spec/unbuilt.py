@@ -56,9 +56,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         row
         for part in ("train", "eval")
         for row in (
-            Unbuilt(
-                f"data.{part}.*.format", (None, "text", "messages", "alpaca"), "use text, messages or alpaca"
-            ),
             Unbuilt(f"data.{part}.*.weight", (None,), "leave it out: every row is used once an epoch"),
             Unbuilt(f"data.{part}.*.max_rows", (None,), "cut the file"),
         )

@@ -85,9 +85,10 @@ CASES = (
         "mixed_formats", {"a.jsonl": lines(GOOD_CHAT, {"instruction": "a", "output": "b"}, TEXT, GOOD_CHAT)}
     ),
     Case("first_row_bad", {"a.jsonl": lines({"id": 1}, TEXT, {"text": 2})}),
-    Case("no_format_fits", {"a.jsonl": lines({"prompt": "a", "completion": "b"})}),
+    Case("no_format_fits", {"a.jsonl": lines({"prompt": "a", "label": "b"})}),
+    Case("columns_meant", {"a.jsonl": lines({"question": "a", "answer": "b"})}),
     Case("two_formats_fit", {"a.jsonl": lines({**GOOD_CHAT, "text": "x"})}),
-    Case("format_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", "sharegpt"),)),
+    Case("format_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", "sharegpt4"),)),
     Case("format_does_not_fit", {"a.jsonl": lines(TEXT, TEXT)}, (Source("a.jsonl", "messages"),)),
     Case("column_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", columns={"body": "text"}),)),
     Case(
@@ -127,8 +128,8 @@ CASES = (
             ).encode()
         },
     ),
-    Case("preference_rows", {"a.jsonl": lines({"conversations": [], "chosen": {}, "rejected": {}})}),
-    Case("sharegpt_rows", {"a.jsonl": lines({"conversations": [{"from": "human", "value": "a"}]})}),
+    Case("preference_rows", {"a.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "c"})}),
+    Case("labelled_rows", {"a.jsonl": lines({"prompt": "a", "completion": "b", "label": True})}),
     Case(
         "columns_not_there",
         {"a.jsonl": lines({"body": "x"})},
