@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.longest import longest_micro_batch
-from dsft.data.tokenizer import pad_id, read_chat_template, tokenizer_of
+from dsft.data.tokenizer import open_tokenizer, pad_id, read_chat_template
 from dsft.model.attention import check_can_pack
-from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
+from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
 from dsft.spec.held_out import set_names
 from dsft.spec.schema import Source, Spec, Train
@@ -33,17 +34,15 @@ class HeldOut:
 @dataclass(frozen=True)
 class Inputs:
     """What is trained, and on what; the same on every rank. files: the pretrained model's, as `fingerprint`
-    tells them; None for a fresh one."""
+    tells them; None for a fresh one. rows: of the embeddings that are new, None where none is."""
 
     tokenizer: PreTrainedTokenizerBase
+    facts: TokenFacts
+    rows: NewRows | None
     config: PreTrainedConfig
     files: Sequence[FileSample] | None
     train: Dataset
     held_out: Sequence[HeldOut]
-
-    @cached_property
-    def facts(self) -> TokenFacts:
-        return token_facts(self.tokenizer)
 
     @cached_property
     def pad_id(self) -> int:
@@ -51,10 +50,15 @@ class Inputs:
 
 
 def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
-    tokenizer = tokenizer_of(spec.model)
+    tokenizer, added = open_tokenizer(spec.model)
     if spec.data.chat_template is not None:
         tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
-    config = resolve_config(spec.model, token_facts(tokenizer))
+    facts = token_facts(tokenizer, added.first_id)
+    config = resolve_config(spec.model, facts)
+    rows = new_rows(spec.model, facts)
+    for line in (f"model.add_tokens: {added}" if spec.model.add_tokens else "", str(rows or "")):
+        if line:
+            say(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
@@ -79,7 +83,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
         HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
         for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
     )
-    return Inputs(tokenizer, config, files, read("data.train", spec.data.train), held_out)
+    return Inputs(tokenizer, facts, rows, config, files, read("data.train", spec.data.train), held_out)
 
 
 def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:

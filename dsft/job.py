@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dsft.checkpoint.compare import check_same_base, check_same_run
+from dsft.checkpoint.compare import check_same_base, check_same_rows, check_same_run
 from dsft.checkpoint.export import write_beside, write_model_folder
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
@@ -204,10 +204,13 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     if start is not None:
         check_same_run(start, spec, job.batch, inputs.train.fingerprint)
         check_same_base(start, inputs.files)
+        check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
     if progress.step >= last_step:
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
     counted = world.first(lambda: counted_model(job, inputs))
+    for line in untrained_rows(job, inputs, counted):
+        say(line)
     job = sized_job(job, counted, say)
     world.first(lambda: describe(job, inputs))
     largest = longest(inputs, job.batch, spec.train, last_step)
@@ -273,6 +276,22 @@ def open_report(job: Job, world: World, last_step: int, step: int) -> Report:
 
 def counted_model(job: Job, inputs: Inputs) -> Census:
     return census_from(take_census(job.spec.model, job.layout.pipeline_stages, inputs.facts))
+
+
+def untrained_rows(job: Job, inputs: Inputs, counted: Census) -> Iterator[str]:
+    """A warning where embeddings with new rows are frozen: they stay the mean."""
+    if inputs.rows is None:
+        return
+    size = inputs.config.get_text_config().vocab_size
+    frozen = [p for p in counted.parameters if p.layer is None and p.shape[0] == size and not p.trained]
+    modules = [n.rsplit(".", 2)[-2] for p in frozen for n in (p.name, *p.aliases)]
+    if frozen:
+        key = "model.lora.modules_to_save" if job.spec.model.lora else "model.trainable"
+        named = modules if job.spec.model.lora else [p.name for p in frozen]
+        yield (
+            f"warning: the new rows of {' and '.join(p.name for p in frozen)} stay the mean, since these are "
+            f"not trained; {key}: [{', '.join(named)}] trains them"
+        )
 
 
 def sized_job(job: Job, counted: Census, say: Say) -> Job:
@@ -395,6 +414,7 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
         base=inputs.files if has_frozen(job.spec.model) else None,
+        new_rows=asdict(inputs.rows) if inputs.rows else None,
     )
 
 

@@ -57,6 +57,22 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
         )
 
 
+def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> None:
+    """`rows`: of the embeddings that are new, as the run would make them now. Raises CheckpointError where
+    they were others: the tokenizer, or the pretrained model, has another number of tokens than then."""
+    held = checkpoint.state.get("new_rows")
+    if held != rows:
+        raise CheckpointError(
+            f"{checkpoint.path} is of a model whose embeddings had {_rows(held)}, and now they have "
+            f"{_rows(rows)}: the tokenizer or the pretrained model has changed since; put it back, or choose "
+            "another name for a new run."
+        )
+
+
+def _rows(rows: Mapping[str, int] | None) -> str:
+    return "no new rows" if rows is None else f"rows {rows['first']} to {rows['stop'] - 1} new"
+
+
 def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]] | None) -> None:
     """`files`: of model.name_or_path, as `dsft.model.files.fingerprint` tells them now.
 

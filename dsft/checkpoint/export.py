@@ -119,7 +119,7 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest, "form": "adapter"}
     if _is_export_of(out, origin):
         return f"{out}: the adapter after step {checkpoint.step}, exported before"
-    adapter = Adapter.of(checkpoint, _on_meta(checkpoint))
+    adapter = Adapter.of(checkpoint, _on_meta(checkpoint), dtype)
 
     def write(aside: Path) -> None:
         for name in NOT_AN_ADAPTERS:

@@ -20,38 +20,63 @@ from dsft.engine.api import Kind
 from dsft.model.build import first_values, has_frozen
 from dsft.model.files import fingerprint
 from dsft.model.lora import PREFIX, inject, scale
+from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.spec.schema import Lora, Model
 
 
 class Adapter:
     """The tensors of an adapter's file, by their names there; reads as a `Checkpoint` does. config: what
-    stands beside it."""
+    stands beside it. Embeddings with new rows are among them, trained or not: the base has no such rows."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
-        """names: in the file -> in the checkpoint."""
-        self.shapes = {name: checkpoint.shapes[held] for name, held in names.items()}
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: Mapping[str, str],
+        config: Mapping[str, Any],
+        frozen: Mapping[str, Tensor],
+    ) -> None:
+        """names: in the file -> in the checkpoint or in `frozen`."""
+        held = {**checkpoint.shapes, **{name: tuple(tensor.shape) for name, tensor in frozen.items()}}
+        self.shapes = {name: held[first] for name, first in names.items()}
         self.config = config
         self._checkpoint = checkpoint
         self._names = names
+        self._frozen = frozen
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, meta: PreTrainedModel) -> Adapter:
-        """`meta`: the model without adapters, on the meta device."""
+    def of(cls, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> Adapter:
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises as
+        `WholeModel` does where embeddings have new rows."""
         model = model_of(checkpoint)
         assert model.lora is not None, "the checkpoint is of an adapter"
-        names = {name: name for name in checkpoint.shapes} | _tied(meta)
+        frozen = _frozen_embeddings(checkpoint, meta, dtype)
+        held = checkpoint.shapes.keys() | frozen.keys()
+        names = {name: name for name in held} | _tied(meta)
         config = inject(meta, model.lora).to_dict() | {
             "base_model_name_or_path": model.name_or_path,
             "modules_to_save": list(model.lora.modules_to_save) or None,
             "inference_mode": True,
         }
         listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        held = {PREFIX + name: first for name, first in names.items() if first in checkpoint.shapes}
-        return cls(checkpoint, held, listed)
+        written = {PREFIX + name: names[name] for name in sorted(names) if names[name] in held}
+        return cls(checkpoint, written, listed, frozen)
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         """(stop - start,) float32 on the CPU, of the flattened tensor."""
-        return self._checkpoint.read(self._names[name], kind, start, stop)
+        if (first := self._names[name]) in self._frozen:
+            return self._frozen[first].flatten()[start:stop]
+        return self._checkpoint.read(first, kind, start, stop)
+
+
+def _frozen_embeddings(
+    checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Embeddings with new rows that were not trained, by the first name of each."""
+    if rows_of(checkpoint) is None:
+        return {}
+    whole = WholeModel(checkpoint, meta, dtype)
+    names = (name for name in vocabulary_names(meta) if name in whole.shapes)
+    return {name: whole.tensor(name) for name in names if name not in checkpoint.shapes}
 
 
 def _tied(meta: PreTrainedModel) -> dict[str, str]:
@@ -76,16 +101,17 @@ class WholeModel:
         self._meta = meta
         self._lora = model_of(checkpoint).lora
         seed = checkpoint.state["spec"]["train"]["seed"]
-        self._base = first_values(model_of(checkpoint), meta, seed, dtype)
+        self._base = first_values(model_of(checkpoint), meta, seed, dtype, rows_of(checkpoint))
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         """(stop - start,) float32 on the CPU, of the flattened tensor; there are values alone."""
         if name != self._last[0]:
-            self._last = (name, self._tensor(name).flatten())
+            self._last = (name, self.tensor(name).flatten())
         return self._last[1][start:stop]
 
-    def _tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """float32."""
         module = name.removesuffix(".weight")
         if name in self._checkpoint.shapes:
             return self._trained(name)
@@ -110,6 +136,12 @@ class WholeModel:
     def _trained(self, name: str) -> Tensor:
         shape = torch.Size(self._checkpoint.shapes[name])
         return self._checkpoint.read(name, "value", 0, shape.numel()).view(shape)
+
+
+def rows_of(checkpoint: Checkpoint) -> NewRows | None:
+    """The rows of the embeddings that were new when the run began."""
+    held = checkpoint.state.get("new_rows")
+    return None if held is None else NewRows(**held)
 
 
 def model_of(checkpoint: Checkpoint) -> Model:

@@ -65,6 +65,7 @@ class Facts:
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
+    new_rows  of the embeddings, as NewRows has them; None where there are none
     held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
@@ -76,6 +77,7 @@ class Facts:
     versions: Mapping[str, str]
     held_out_loss: float | None = None
     base: Sequence[tuple[str, int, str]] | None = None
+    new_rows: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ which is imported when it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +43,55 @@ CHAT_TEMPLATE = """\
 """
 
 
+@dataclass(frozen=True)
+class Added:
+    """What became of model.add_tokens. first_id: of the first that is new; the others follow it."""
+
+    new: tuple[str, ...]
+    known: tuple[str, ...]
+    first_id: int | None
+
+    def __str__(self) -> str:
+        """Empty where nothing was to be added."""
+        parts = [f"added {', '.join(self.new)}"] if self.new else []
+        if self.known:
+            verb = "is" if len(self.known) == 1 else "are"
+            parts.append(f"{', '.join(self.known)} {verb} in the tokenizer already")
+        return "; ".join(parts)
+
+
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer that a spec's `model` section means: named, the model's own, or the 256 bytes."""
+    """The tokenizer that a spec's `model` section means: named, the model's own, or the 256 bytes; with
+    model.add_tokens."""
+    return open_tokenizer(model)[0]
+
+
+def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, Added]:
+    """As `tokenizer_of`, and which tokens were new to it."""
     name = model.tokenizer or model.name_or_path
-    return byte_level_tokenizer() if name is None else load_tokenizer(name)
+    tokenizer = byte_level_tokenizer() if name is None else load_tokenizer(name)
+    return tokenizer, add_tokens(tokenizer, model.add_tokens)
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Added:
+    """Each one that the tokenizer does not have becomes a special token, under the next id."""
+    from tokenizers import AddedToken
+
+    tokens = tuple(dict.fromkeys(tokens))
+    vocabulary = tokenizer.get_vocab()
+    new = tuple(token for token in tokens if token not in vocabulary)
+    if new:
+        tokenizer.add_tokens(
+            [AddedToken(t, special=True, normalized=False) for t in new], special_tokens=True
+        )
+    ids: Any = tokenizer.convert_tokens_to_ids(list(new))
+    known = tuple(token for token in tokens if token in vocabulary)
+    return Added(new, known, min(ids, default=None))
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id, and one: some tokenizers leave ids out, so it may be more than they have tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:

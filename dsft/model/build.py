@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import Problem, SpecError
 from dsft.model.compiled import compile_layers
-from dsft.model.config import TokenFacts, resolve_config
+from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
@@ -25,6 +25,7 @@ from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.stage import check_cut, cut
 from dsft.model.trainable import train_only
+from dsft.model.vocabulary import NewRows, Values, WithNewRows
 from dsft.model.weights import Keep, Weights
 from dsft.spec.schema import Model
 
@@ -52,7 +53,7 @@ def build_model(
     config = resolve_config(model, facts)
     check_cut(config, stages)
     causal_lm = _on_meta(config)
-    weights = _weights(model, causal_lm, seed, dtype)
+    weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
         offload = model.activation_offload and on_gpu
@@ -71,11 +72,11 @@ def build_model(
 
 
 def first_values(
-    model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype
+    model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None = None
 ) -> Callable[[str], Tensor]:
     """Parameter's name -> its value before any training, on the CPU. `causal_lm` stands on the meta device;
     a fresh one is filled by this, one of files is read a tensor at a time. Raises as `build_model` does."""
-    weights = _weights(model, causal_lm, seed, dtype)
+    weights = _weights(model, causal_lm, seed, dtype, rows)
     if isinstance(weights, ReadWeights):
         return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
     weights.fill(causal_lm, dtype, WHOLE)
@@ -122,19 +123,26 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     return causal_lm
 
 
-def _weights(model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype) -> Weights:
+def _weights(
+    model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None
+) -> Weights:
     """The source of values, which is asked before the model is changed. Files that cannot be read tensor by
     tensor are read whole, by transformers' own loader."""
+
+    def weights_of(values: Values) -> ReadWeights:
+        return ReadWeights(causal_lm, WithNewRows(causal_lm, values, rows) if rows else values)
+
     name = model.name_or_path
     if name is None:
         return FreshWeights(causal_lm, seed)
     try:
         files = weight_files(name)
         if files:
-            return ReadWeights(causal_lm, FileValues(causal_lm, files, f"model.name_or_path {name!r}"))
+            return weights_of(FileValues(causal_lm, files, f"model.name_or_path {name!r}"))
         reason = "it has no safetensors files"
     except NotUnderstood as error:
         reason = f"{error} is not understood"
-    weights = ReadWeights(causal_lm, read_whole(causal_lm, name, dtype))
+    config = causal_lm.config
+    weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))
     warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)
     return weights

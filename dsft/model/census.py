@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dsft.data.tokenizer import tokenizer_of
+from dsft.data.tokenizer import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained
@@ -28,7 +28,7 @@ from dsft.spec.schema import Model
 def take_census(model: Model, stages: int, facts: TokenFacts | None = None) -> dict[str, Any]:
     """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`.
     `facts`: of the tokenizer, where it has been read."""
-    config = resolve_config(model, facts or token_facts(tokenizer_of(model)))
+    config = resolve_config(model, facts or _facts(model))
     check_cut(config, stages)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -40,6 +40,11 @@ def take_census(model: Model, stages: int, facts: TokenFacts | None = None) -> d
         "max_positions": getattr(config, "max_position_embeddings", None),
         "parameters": _parameters(causal_lm, config.num_hidden_layers),
     }
+
+
+def _facts(model: Model) -> TokenFacts:
+    tokenizer, added = open_tokenizer(model)
+    return token_facts(tokenizer, added.first_id)
 
 
 def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ from transformers import (
 )
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from dsft.data.tokenizer import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.vocabulary import NewRows
 from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
@@ -52,34 +54,50 @@ ROPE_KEYS = ("rope_theta", "rope_scaling")
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What a model must know of its tokenizer: vocab_size counts all tokens, special ones included."""
+    """What a model must know of its tokenizer: vocab_size counts all ids, special tokens included; first_new
+    is that of the first token that model.add_tokens added, None where it added none."""
 
     vocab_size: int
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
+    first_new: int | None = None
 
 
-def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    return TokenFacts(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+def token_facts(tokenizer: PreTrainedTokenizerBase, first_new: int | None = None) -> TokenFacts:
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    return TokenFacts(num_ids(tokenizer), *special, first_new)
 
 
 def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
     """The config of the model to train, with the attention implementation set.
 
-    Raises SpecError where `from_config` holds what its class does not know or refuses, or where the
-    vocabulary is smaller than the tokenizer's; MissingInputError where `name_or_path` cannot be read.
+    A pretrained model with fewer tokens than the tokenizer gets as many (`new_rows`). Raises SpecError where
+    `from_config` holds what its class does not know or refuses, or a vocabulary smaller than the tokenizer's;
+    MissingInputError where `name_or_path` cannot be read.
     """
     config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
     _check_kind(config)
     if config.vocab_size < facts.vocab_size:
-        raise _error(
-            f"{WHERE}.vocab_size" if model.from_config is not None else "model.tokenizer",
-            f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some would "
-            "have no embedding; give a larger vocab_size or the model's own tokenizer",
-        )
+        if model.from_config is not None:
+            raise _error(
+                f"{WHERE}.vocab_size",
+                f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some "
+                "would have no embedding; give a larger vocab_size, or none: it is the tokenizer's then",
+            )
+        config.vocab_size = facts.vocab_size
     config._attn_implementation = _attention(model, config)
     return config
+
+
+def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
+    """Rows of the embeddings that no file has a value for: of the tokens that model.add_tokens adds, and of
+    those that a pretrained model has fewer rows than. None where there are none."""
+    if model.name_or_path is None:
+        return None
+    held = _pretrained(model).vocab_size
+    first = facts.vocab_size if facts.first_new is None else facts.first_new
+    return NewRows(min(first, held), facts.vocab_size, held) or None
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
@@ -150,8 +168,10 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
     ]
     if problems:
         raise SpecError("The model's config cannot be made.", problems)
+    of_tokenizer = dataclasses.asdict(facts)
+    del of_tokenizer["first_new"]
     try:
-        config: PreTrainedConfig = config_class(**(dataclasses.asdict(facts) | keys))
+        config: PreTrainedConfig = config_class(**(of_tokenizer | keys))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise _error(WHERE, f"{config_class.__name__} refuses it: {reason}") from None

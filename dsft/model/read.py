@@ -8,41 +8,22 @@ second name of a tied tensor, a buffer that is computed, what a class says to ig
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError
 from dsft.model.init import initialise, initialising, leave_alone
+from dsft.model.vocabulary import Values
 from dsft.model.weights import Keep, Named, Places, in_order, own_tensors
 
-Shape = tuple[int, ...]
 SHOWN = 5
 """How many tensors an error names."""
-
-
-class Values(Protocol):
-    """Tensors by the names that they have in the module."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-    @property
-    def unexpected(self) -> Iterable[str]:
-        """Names of what is there besides."""
-        ...
-
-    def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
-        tensor."""
-        ...
 
 
 class ReadWeights:
@@ -125,13 +106,18 @@ class WholeValues:
         out.copy_(self._tensors[name].reshape(-1)[start : start + len(out)])
 
 
-def read_whole(model: PreTrainedModel, name_or_path: str, dtype: torch.dtype) -> WholeValues:
-    """By transformers' own loader. Raises MissingInputError where it cannot read it, or reads only some."""
+def read_whole(
+    config: PreTrainedConfig, name_or_path: str, dtype: torch.dtype, vocab_size: int
+) -> WholeValues:
+    """By transformers' own loader, with as many tokens as the files have. Raises MissingInputError where it
+    cannot read it, or reads only some."""
+    config = copy.deepcopy(config)
+    config.vocab_size = vocab_size
     where = f"model.name_or_path {name_or_path!r}"
     loader: Any = AutoModelForCausalLM.from_pretrained  # gives a pair here
     try:
         read, info = loader(
-            name_or_path, config=model.config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            name_or_path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

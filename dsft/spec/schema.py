@@ -77,9 +77,10 @@ class Model(Section):
         description="Recompute each layer's activations in the backward pass to save memory.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
-    add_tokens: Annotated[tuple[str, ...], Listed] = Field(
+    add_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed] = Field(
         default=(),
-        description="New special tokens, whose embeddings start from the mean of all others.",
+        description="Special tokens that the tokenizer gets; those that it does not have yet get embeddings "
+        "that start from the mean of all others.",
     )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
     trainable: Annotated[tuple[str, ...], Listed] | None = Field(

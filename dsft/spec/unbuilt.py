@@ -47,7 +47,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.max_duplicate_fraction", (None,), LEAVE_OUT),
     Unbuilt("data.cache_dir", (None,), LEAVE_OUT),
     Unbuilt("data.num_workers", (None,), LEAVE_OUT),
-    Unbuilt("model.add_tokens", ((),), LEAVE_OUT),
     Unbuilt(
         "data.on_bad_row", ("error",), "use error and mend the rows, which are listed with file and line"
     ),

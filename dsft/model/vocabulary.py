@@ -1,0 +1,128 @@
+"""Embeddings for tokens that a pretrained model has no rows for: takes what its files hold, gives it with
+those rows, each the mean of the old ones.
+
+Input and output embedding, tied or not, and the output's bias. Only the rows that a rank keeps are made, and
+the old ones are read piece by piece, always the same pieces: the mean is the same to the last bit on any
+rank, whatever it keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Shape = tuple[int, ...]
+PIECE = 2**20
+"""Elements that are read at a time."""
+
+
+class Values(Protocol):
+    """Tensors by the names that they have in the module."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def unexpected(self) -> Iterable[str]:
+        """Names of what is there besides."""
+        ...
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
+        tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows `first` to `stop` of the embeddings, of which the files have `held`: where these are more than
+    `first`, the rest is spare."""
+
+    first: int
+    stop: int
+    held: int
+
+    def __bool__(self) -> bool:
+        return self.first < self.stop
+
+    @property
+    def is_resized(self) -> bool:
+        return self.stop > self.held
+
+    def __str__(self) -> str:
+        number = self.stop - self.first
+        new = f"{number:,} new row{'s start' if number > 1 else ' starts'}"
+        rows = f"{new} from the mean of the first {self.first:,}"
+        if self.is_resized:
+            return f"embeddings resized from {self.held:,} to {self.stop:,} tokens: {rows}"
+        return f"embeddings stay at {self.held:,} rows, of which some were spare: {rows}"
+
+
+class WithNewRows:
+    """`values`, with the new rows in them."""
+
+    def __init__(self, model: PreTrainedModel, values: Values, rows: NewRows) -> None:
+        """`model`: on the meta device, with the new rows."""
+        self.where, self.unexpected = values.where, values.unexpected
+        self._values = values
+        self._rows = rows
+        self._held = {
+            name: values.shapes[name]
+            for name in vocabulary_names(model)
+            if name in values.shapes and values.shapes[name][0] == rows.held
+        }
+        size = max(rows.held, rows.stop)
+        self.shapes: Mapping[str, Shape] = {
+            name: (size, *shape[1:]) if name in self._held else shape for name, shape in values.shapes.items()
+        }
+        self._means: dict[str, Tensor] = {}
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """As `Values.read`."""
+        width = math.prod(self._held.get(name, ())[1:])
+        first, stop = (self._rows.first * width, self._rows.stop * width) if name in self._held else (0, 0)
+        if first == stop:
+            self._values.read(name, start, out)
+            return
+        end = start + len(out)
+        if start < first:
+            self._values.read(name, start, out[: first - start])
+        if end > stop:
+            self._values.read(name, max(start, stop), out[max(stop - start, 0) :])
+        if start < stop and end > first:
+            mean = self._mean(name, width)
+            for row in range(max(start, first) // width, -(-min(end, stop) // width)):
+                begin, after = max(row * width, start), min((row + 1) * width, end)
+                out[begin - start : after - start] = mean[begin - row * width : after - row * width]
+
+    def _mean(self, name: str, width: int) -> Tensor:
+        """(width,) float32, of the old rows, added up in float64."""
+        if name not in self._means:
+            total, first, step = (
+                torch.zeros(width, dtype=torch.float64),
+                self._rows.first,
+                max(PIECE // width, 1),
+            )
+            for row in range(0, first, step):
+                piece = torch.empty((min(row + step, first) - row) * width)
+                self._values.read(name, row * width, piece)
+                total += piece.view(-1, width).sum(0, dtype=torch.float64)
+            self._means[name] = (total / first).float()
+        return self._means[name]
+
+
+def vocabulary_names(model: PreTrainedModel) -> list[str]:
+    """Names of the tensors that have a row for each token, all names of a tied one."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found = [getattr(embedding, "weight", None), getattr(head, "weight", None), getattr(head, "bias", None)]
+    ids = {id(tensor) for tensor in found if tensor is not None}
+    return [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) in ids]
