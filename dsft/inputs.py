@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.longest import longest_micro_batch
-from dsft.data.tokenizer import open_tokenizer, pad_id, read_chat_template
+from dsft.data.template import chat_template_text
+from dsft.data.tokenizer import open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
@@ -52,7 +53,8 @@ class Inputs:
 def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
     tokenizer, added = open_tokenizer(spec.model)
     if spec.data.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(spec.data.chat_template)  # the export has it too
+        # the one way a template is given: the tokenizer has it, and so has the export
+        tokenizer.chat_template = chat_template_text(tokenizer, spec.data.chat_template)
     facts = token_facts(tokenizer, added.first_id)
     config = resolve_config(spec.model, facts)
     rows = new_rows(spec.model, facts)
@@ -70,6 +72,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
             tokenizer,
             task=spec.task,
             max_length=data.max_length,
+            train_on=data.train_on,
             on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
             progress=every_ten_seconds(
                 lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")

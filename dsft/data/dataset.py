@@ -9,16 +9,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsft.data.masks import TrainOn
 from dsft.data.render import Renderer
 from dsft.data.rows import data_error
 from dsft.data.store import Source, tokenised
-from dsft.data.tokenizer import read_chat_template
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -139,20 +138,18 @@ def load_dataset(
     task: str,
     max_length: int,
     on_too_long: OnTooLong,
-    chat_template: str | Path | None = None,
+    train_on: TrainOn = "assistant",
     progress: Callable[[int, int], None] | None = None,
 ) -> Dataset:
     """Read, check, render and cut all rows.
 
-    `max_length` in tokens; `chat_template` is a file that stands for the tokenizer's own template; `progress`
-    is called with (rows tokenised, rows in all). Raises MissingInputError for a file that is not there, and
-    DataError with every bad row, or where nothing is left to train on.
+    `max_length` in tokens; `progress` is called with (rows tokenised, rows in all). Raises MissingInputError
+    for a file that is not there, and DataError with every bad row, or where nothing is left to train on.
     """
     if on_too_long in ("split", "fill") and task != "pretrain":
         rule = f"{on_too_long} is for pretraining, and the task is {task}; use error, drop or truncate"
         raise DataError("too long rows cannot be cut so:", [Problem("data.on_too_long", rule)])
-    template = read_chat_template(chat_template) if chat_template is not None else None
-    renderer = Renderer(tokenizer, template)
+    renderer = Renderer(tokenizer, train_on=train_on)
     read = [tokenised(source, renderer, task=task, progress=progress) for source in sources]
     bad = [Problem(*problem) for part in read for problem in part.account.bad]
     if bad:

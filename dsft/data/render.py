@@ -1,13 +1,11 @@
 """From rows to tokens, and which of them are trained on.
 
-Takes rows and a tokenizer. Gives token ids and a mask of the same length. Touches nothing.
+Takes samples and a tokenizer. Gives token ids and a mask of the same length, or why there are none. Touches
+nothing.
 
-Of a conversation the assistant's turns are trained on, with the token that ends them. Where the chat
-template marks them (`{% generation %}`), the marks are taken. Where it does not, a turn begins after the
-generation prompt, which is what the model is given when it is used: the template renders the messages before
-the turn with that prompt, and both the text and its tokens must begin the row. The turn ends where what the
-template writes after the content begins, found by rendering the row once more with another content; of that
-it holds everything up to the first special token. The row's own text is never searched.
+A row is made tokens of once. That a prefix of its text becomes a prefix of its tokens is proved on these:
+added tokens (`<|im_start|>`, …) split a text before anything else looks at it, so all that stands before the
+last of them is the same in row and prefix, and only what follows it is made tokens of again (`_Tokens.cut`).
 """
 
 from __future__ import annotations
@@ -15,80 +13,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dsft.data.rows import Conversation, Message, Rendered, Sample, Text
+from dsft.data.masks import Marked, Masks, TrainOn
+from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
+from dsft.data.template import template_of
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_EXCERPT = 30  # characters shown of a rendered row
 _BATCH = 1000  # rows tokenised in one call
-_WAY_OUT = "give data.chat_template a template with {% generation %} marks around the assistant's turns"
+_REMEMBERED = 10_000  # ends of prompts and their tokens
 _MERGED = (
     "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
     "beside them, which the model would never be given; let the content not begin with white space"
 )
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A tokenizer's chat template, with what is needed to find the assistant's turns in what it writes."""
-
-    tokenizer: PreTrainedTokenizerBase
-    text: str
-    end_of_turn: str
-    """What ends a turn, its last special token included; empty where the template has generation marks."""
-
-    @property
-    def is_marked(self) -> bool:
-        return _GENERATION.search(self.text) is not None
-
-    def render(
-        self, messages: Sequence[Message], *, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the (start, stop) characters of what is marked in it.
-
-        Raises jinja2.TemplateError where the template refuses the messages.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-        # annotated as -> str in transformers 5.23; it returns (texts, marks of each text)
-        result: Any = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self.text,
-            return_assistant_tokens_mask=self.is_marked,
-            add_generation_prompt=prompt,
-            **special_tokens,
-        )
-        texts, marks = result
-        return texts[0], marks[0] if marks else []
-
-
-class _UnrenderableError(Exception):
-    """The reason alone; whoever catches it knows the row."""
-
-
-def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None = None) -> ChatTemplate:
-    """The template `text`, or the tokenizer's own. Raises DataError where there is none that can be used."""
-    text = text if text is not None else tokenizer.chat_template
-    if not isinstance(text, str):
-        raise _template_error(
-            "the tokenizer has none" if text is None else "the tokenizer has several and none is chosen",
-            "name a Jinja file with data.chat_template, take the tokenizer of the model's chat version with "
-            "model.tokenizer, or train on text rows",
-        )
-    template = ChatTemplate(tokenizer, text, end_of_turn="")
-    return template if template.is_marked else replace(template, end_of_turn=_end_of_turn(template))
+_PROMPT_MERGED = (
+    "the tokenizer makes one token of the prompt's last characters and the completion's first, which the "
+    "model would never be given; move the white space between them to the completion's start"
+)
 
 
 @dataclass(frozen=True)
@@ -99,208 +50,233 @@ class Renderer:
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
+    train_on: TrainOn = "assistant"
 
     @cached_property
     def digest(self) -> str:
+        import jinja2
         import tokenizers
         import transformers
 
         tokenizer: Any = self.tokenizer
         said = [
-            tokenizer.backend_tokenizer.to_str(),
+            _tokenizer_text(tokenizer),
             type(tokenizer).__name__,
             tokenizer.special_tokens_map,
-            self._template_text,
+            self.template if self.template is not None else tokenizer.chat_template,
+            self.train_on,
             tokenizers.__version__,
             transformers.__version__,
+            jinja2.__version__,
         ]
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
     def render(self, samples: Sequence[Sample]) -> list[Rendered | str]:
-        """Of each sample its tokens, or why the template refuses it.
+        """Of each sample its tokens, or why there are none.
 
         Raises DataError where the tokenizer has no template that can be used, or no token that ends a text.
         """
-        rendered: list[Rendered | str] = [""] * len(samples)
-        texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
-        talks = [i for i, sample in enumerate(samples) if isinstance(sample, Conversation)]
-        for start in range(0, len(texts), _BATCH):
-            batch = texts[start : start + _BATCH]
-            found = _render_texts([cast(Text, samples[i]) for i in batch], self.tokenizer)
-            for i, one in zip(batch, found, strict=True):
-                rendered[i] = one
-        for start in range(0, len(talks), _BATCH):
-            batch = talks[start : start + _BATCH]
-            made = _render_conversations([cast(Conversation, samples[i]) for i in batch], self._chat_template)
-            for i, other in zip(batch, made, strict=True):
-                rendered[i] = other
+        rendered: list[Rendered | str] = []
+        for start in range(0, len(samples), _BATCH):
+            rendered += self._batch(samples[start : start + _BATCH])
         return rendered
 
-    @property
-    def _template_text(self) -> Any:
-        return self.template if self.template is not None else self.tokenizer.chat_template
+    def _batch(self, samples: Sequence[Sample]) -> list[Rendered | str]:
+        rendered: list[Rendered | str] = [""] * len(samples)
+        texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
+        talks: list[tuple[int, Marked]] = []
+        for i, sample in enumerate(samples):
+            if isinstance(sample, Conversation):
+                try:
+                    talks.append((i, self._masks(bool(sample.tools)).of(sample)))
+                except BadRowError as error:
+                    rendered[i] = str(error)
+        found = _texts([cast(Text, samples[i]) for i in texts], self.tokenizer)
+        made = self._tokens.conversations([marked for _, marked in talks])
+        for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:
+            rendered[i] = one
+        return rendered
+
+    def _masks(self, tools: bool) -> Masks:
+        return self._with_tools if tools else self._without_tools
 
     @cached_property
-    def _chat_template(self) -> ChatTemplate:
-        return chat_template(self.tokenizer, self.template)
+    def _with_tools(self) -> Masks:
+        return self._masks_of(tools=True)
+
+    @cached_property
+    def _without_tools(self) -> Masks:
+        return self._masks_of(tools=False)
+
+    def _masks_of(self, *, tools: bool) -> Masks:
+        template = template_of(self.tokenizer, self.template, tools=tools)
+        return Masks(template, self.train_on, frozenset(self._tokens.names))
+
+    @cached_property
+    def _tokens(self) -> _Tokens:
+        return _Tokens(self.tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was made of these stays here: compiled templates and patterns cannot be sent."""
+        return {name: getattr(self, name) for name in ("tokenizer", "template", "train_on")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _tokenizer_text(tokenizer: Any) -> Any:
+    """All that a tokenizer is, as text."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.to_str()
+    added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+    return [tokenizer.get_vocab(), added, tokenizer.init_kwargs]
 
 
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _render_texts(samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
+def _texts(samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[Rendered | str]:
     """What the tokenizer makes of the text, and the end of text. The first token has nothing before it to be
     predicted from, so it is no target whatever its mask says."""
-    if tokenizer.eos_token_id is None:
+    if samples and tokenizer.eos_token_id is None:
         problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
         raise DataError("text rows cannot be made tokens of:", [problem])
-    rendered = []
-    texts = ["".join(part for part, _ in sample.parts) for sample in samples]
-    for ids in _tokenize(texts, tokenizer, add_special_tokens=True):
-        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-            ids = ids[1:]  # the text brought its own
-        if ids[-1:] != [tokenizer.eos_token_id]:
-            ids = [*ids, tokenizer.eos_token_id]
-        rendered.append(Rendered(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)))
-    return rendered
+    whole = _tokenize(["".join(part for part, _ in sample.parts) for sample in samples], tokenizer)
+    return [_text(sample, ids, tokenizer) for sample, ids in zip(samples, whole, strict=True)]
 
 
-def _tokenize(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
-) -> list[list[int]]:
+def _text(sample: Text, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Rendered | str:
+    said = "".join(part for part, _ in sample.parts)
+    trained = np.ones(len(ids) + 1, dtype=np.bool_)
+    start = position = 0
+    for i, (part, is_trained) in enumerate(sample.parts):
+        start, position = position, position + len(part)
+        if not is_trained:
+            first, stop = (_count(said[:end], ids, tokenizer) for end in (start, position))
+            if first is None or stop is None:
+                return _PROMPT_MERGED
+            trained[first if i else 0 : stop] = False
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids, trained = ids[1:], trained[1:]  # the text brought its own
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids, cast(int, tokenizer.eos_token_id)]
+    return Rendered(np.array(ids, dtype=np.int32), trained[: len(ids)])
+
+
+def _count(prefix: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """How many tokens of a row are those of its prefix, None where the row's do not begin with these."""
+    alone = _tokenize([prefix], tokenizer)[0]
+    closed = _tokenize([""], tokenizer)[0]
+    while alone and closed and alone[-1] == closed[-1] == tokenizer.eos_token_id:  # it ends every text
+        alone, closed = alone[:-1], closed[:-1]
+    return len(alone) if ids[: len(alone)] == alone else None
+
+
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not texts:
         return []
-    encoded = tokenizer(
-        texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-    )
+    encoded = tokenizer(texts, return_attention_mask=False, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
 
 
 # --- conversations ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """An assistant's turn or a marked part: what an error calls it, and the characters trained on."""
+class _Tokens:
+    """A tokenizer, and where in a text its added tokens stand.
 
-    name: str
-    start: int
-    stop: int
+    names: of its special tokens. Without a fast tokenizer each prefix is made tokens of as a whole."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.names = {token.content for token in added.values()} | set(tokenizer.all_special_tokens)
+        self.names = {name for name in self.names if name.strip()}
+        # Tokens that are looked for in the text as it is, before it is normalised: special or not.
+        self._ids = {
+            token.content: index
+            for index, token in added.items()
+            if tokenizer.is_fast and not token.normalized and not token.single_word and token.content
+        }
+        self._pattern = _any_of(self._ids) if self._ids else None
+        self._is_added = np.zeros(max([*self._ids.values(), 0]) + 1, dtype=np.bool_)
+        self._is_added[list(self._ids.values())] = True
+        self._special = _any_of(self.names) if self.names else None
+        self._remembered: dict[str, list[int]] = {}
 
-def _render_conversations(
-    conversations: Sequence[Conversation], template: ChatTemplate
-) -> list[Rendered | str]:
-    found: list[tuple[str, list[_Turn]] | str] = []
-    for conversation in conversations:
-        try:
-            found.append(_turns(conversation.messages, template))
-        except _UnrenderableError as error:
-            found.append(str(error))
-    good = [one for one in found if not isinstance(one, str)]
-    # a template writes the beginning-of-text token itself
-    whole = iter(_tokenize([text for text, _ in good], template.tokenizer, add_special_tokens=False))
-    cuts = [text[:end] for text, turns in good for turn in turns for end in (turn.start, turn.stop)]
-    before = iter(_tokenize(cuts, template.tokenizer, add_special_tokens=False))
-    rendered: list[Rendered | str] = []
-    for one in found:
-        if isinstance(one, str):
-            rendered.append(one)
-            continue
-        ids = next(whole)
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        bad = None
-        for turn, start, stop in [(turn, next(before), next(before)) for turn in one[1]]:
-            if ids[: len(start)] != start or ids[: len(stop)] != stop:
-                bad = bad or turn
-            trained[len(start) : len(stop)] = True
-        merged = None if bad is None else _MERGED.format(name=bad.name)
-        rendered.append(merged or Rendered(np.array(ids, dtype=np.int32), trained))
-    return rendered
+    def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
+        """A template writes the beginning-of-text token itself, so none is added."""
+        whole = self._ids_of([row.text for row in rows])
+        return [self._conversation(row, ids) for row, ids in zip(rows, whole, strict=True)]
 
+    def _ids_of(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        if not self._tokenizer.is_fast:
+            encoded = self._tokenizer(texts, add_special_tokens=False, verbose=False)
+            return [list(ids) for ids in encoded["input_ids"]]
+        backend: Any = self._tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        # without offsets, which nothing here needs
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-def _turns(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
-    """The rendered conversation, and the assistant's turns in it."""
-    text, marks = _render(messages, template)
-    if template.is_marked:
-        return text, [_Turn(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
-    numbers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
-    return text, [_turn(messages, number, text, template) for number in numbers]
+    def _conversation(self, row: Marked, ids: list[int]) -> Rendered | str:
+        tokens = np.array(ids, dtype=np.int32)
+        trained = np.full(len(ids), not row.trained)
+        at = self._positions(row.text, tokens)
+        for part in row.parts:
+            start, stop = (self.cut(row.text, end, ids, at) for end in (part.start, part.stop))
+            if start is None or stop is None:
+                return _MERGED.format(name=part.name)
+            trained[start:stop] = row.trained
+        return Rendered(tokens, trained, self._is_ended(row))
 
+    def _positions(self, text: str, tokens: NDArray[np.int32]) -> _Positions | None:
+        """Where the added tokens stand in text and tokens; None where one was not read as itself."""
+        if self._pattern is None:
+            return None
+        found = [(match.start(), match.end(), self._ids[match[0]]) for match in self._pattern.finditer(text)]
+        small = np.minimum(tokens, len(self._is_added) - 1)
+        index = np.flatnonzero(self._is_added[small] & (small == tokens))
+        if tokens[index].tolist() != [token for _, _, token in found]:
+            return None
+        return _Positions([s for s, _, _ in found], [e for _, e, _ in found], index.tolist())
 
-def _turn(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> _Turn:
-    """Where turn `number` stands in `text`, by what the template writes before and after its content."""
-    before, _ = _render(messages[: number - 1], template, prompt=True)
-    if not text.startswith(before):
-        same = len(commonprefix([text, before]))
-        asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
-        raise _UnrenderableError(
-            f"turn {number}: the chat template writes {asked!r} when this answer is asked for and {stands!r} "
-            f"in the row, so the model would learn from what it is never given; {_WAY_OUT}"
-        )
-    start = len(before)
-    after = _after_content(messages, number, text, template)
-    stop = max(start, len(text) - len(after))
-    if not text.startswith(template.end_of_turn, stop):
-        raise _UnrenderableError(
-            f"turn {number}: the chat template does not end it with {template.end_of_turn!r} as it ends a "
-            f"last turn; {_WAY_OUT}"
-        )
-    return _Turn(f"turn {number}", start, stop + len(template.end_of_turn))
+    def cut(self, text: str, end: int, ids: list[int], at: _Positions | None) -> int | None:
+        """How many of a row's tokens are those of text[:end], None where the row's do not begin with them."""
+        start = first = 0
+        if at is not None:
+            last = bisect_left(at.stops, end + 1) - 1  # the last added token in text[:end]
+            if last >= 0:
+                start, first = at.starts[last], at.tokens[last]
+        piece = text[start:end]
+        alone = self._remembered.get(piece)
+        if alone is None:
+            alone = self._ids_of([piece])[0] if piece else []
+            if len(self._remembered) < _REMEMBERED and len(piece) < 200:
+                self._remembered[piece] = alone
+        stop = first + len(alone)
+        return stop if ids[first:stop] == alone else None
 
-
-def _after_content(messages: Sequence[Message], number: int, text: str, template: ChatTemplate) -> str:
-    """What the template writes after the content of a turn: the end that another content has as well."""
-    content = messages[number - 1]["content"]
-    other = next(c for c in "0123" if c not in {content[-1:], content.rstrip()[-1:]})
-    changed = [*messages[: number - 1], {"role": "assistant", "content": other}, *messages[number:]]
-    return _common_end(text, _render(changed, template)[0])
-
-
-def _common_end(one: str, other: str) -> str:
-    return commonprefix([one[::-1], other[::-1]])[::-1]
-
-
-def _render(
-    messages: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
-) -> tuple[str, list[tuple[int, int]]]:
-    """As ChatTemplate.render, with the template's refusal as a reason."""
-    from jinja2 import TemplateError
-
-    try:
-        return template.render(messages, prompt=prompt)
-    except (TemplateError, TypeError) as error:
-        raise _UnrenderableError(f"the chat template refuses the row: {error}") from error
+    def _is_ended(self, row: Marked) -> bool:
+        """The last part that is trained on ends with a special token, and maybe white space after it."""
+        if row.trained and not row.parts:
+            return False
+        said = row.text[row.parts[-1].start : row.parts[-1].stop] if row.trained else row.text
+        said = said.rstrip()
+        return any(said.endswith(name) for name in self.names)
 
 
-# --- the template itself ----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """Of added tokens: first and last characters, and their index among the row's tokens."""
+
+    starts: list[int]
+    stops: list[int]
+    tokens: list[int]
 
 
-def _end_of_turn(template: ChatTemplate) -> str:
-    """What stands after the content of a last turn, up to and including the first special token."""
-    question: Message = {"role": "user", "content": "0"}
-    answer: Message = {"role": "assistant", "content": "1"}
-    try:
-        text, _ = _render([question, answer], template)
-        after = _after_content([question, answer], 2, text, template)
-    except _UnrenderableError as error:
-        raise _template_error(str(error), _WAY_OUT) from error
-    added = (token.content for token in template.tokenizer.added_tokens_decoder.values())
-    known = {*added, *template.tokenizer.all_special_tokens}
-    names = sorted((re.escape(name) for name in known if name.strip()), key=len, reverse=True)
-    found = re.search("|".join(names), after) if names else None
-    if found is None:
-        reason = "writes nothing after an assistant's turn"
-        if after:
-            reason = (
-                f"ends an assistant's turn with {after!r}, which holds no special token of this tokenizer"
-            )
-        raise _template_error(
-            f"{reason}, so a model trained on it would not know how to stop",
-            f"take the tokenizer that the template was made for, or {_WAY_OUT}",
-        )
-    return after[: found.end()]
-
-
-def _template_error(reason: str, way_out: str) -> DataError:
-    return DataError("conversations cannot be rendered:", [Problem("chat template", f"{reason}; {way_out}")])
+def _any_of(names: Any) -> re.Pattern[str]:
+    """Of several that begin at one place the longest, as the tokenizers library matches."""
+    return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)))

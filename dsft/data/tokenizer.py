@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsft.data.template import named_template
 from dsft.errors import MissingInputError
 from dsft.spec.schema import Model
 
@@ -23,24 +24,6 @@ TURN_END_TOKEN = "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
 BYTE_LEVEL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """Byte b is token b; the special tokens follow."""
-
-# ChatML; the generation block marks what is trained on: the assistant's content and the end of its turn.
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-        {{- message['content'] + '<|im_end|>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- message['content'] + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 @dataclass(frozen=True)
@@ -125,17 +108,6 @@ def _no_tokenizer(name: str, error: Exception) -> str:
     )
 
 
-def read_chat_template(path: str | Path) -> str:
-    """The Jinja text of `data.chat_template`. Raises MissingInputError where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise MissingInputError(
-            f"data.chat_template {path}: cannot be read ({reason}); give a file with a Jinja chat template"
-        ) from error
-
-
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills short rows. It is never a target and stands after all that is, so any will do."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
@@ -164,7 +136,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
         pad_token=PAD_TOKEN,
         eos_token=TURN_END_TOKEN,
         additional_special_tokens=[TURN_START_TOKEN],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
+from dsft.spec.chat_templates import CHAT_TEMPLATES
 from dsft.spec.document import Path, shown
 from dsft.spec.finding import Finding
 from dsft.spec.schema import Source, Spec
@@ -45,7 +46,7 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
         if not source.path.startswith(BUILTIN_PREFIX):
             yield from _file(path, source.path)
     if spec.data.chat_template is not None:
-        yield from _file(("data", "chat_template"), spec.data.chat_template, "the Jinja file")
+        yield from _chat_template(spec.data.chat_template, spec)
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:
@@ -81,6 +82,36 @@ def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
     for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
         for index, source in enumerate(sources):
             yield ("data", part, index, "path"), source
+
+
+def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
+    """One of ours, a file, or one of several that the tokenizer has; what a hub id has is not known here."""
+    folder = spec.model.tokenizer or spec.model.name_or_path
+    if name in CHAT_TEMPLATES or _is_file(FilePath(name)):
+        return
+    if _is_folder(FilePath(name)):
+        yield from _file(("data", "chat_template"), name, "the Jinja file")
+        return
+    is_word = re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
+    if is_word and folder is not None and (not _is_folder(FilePath(folder)) or name in _templates_in(folder)):
+        return
+    yield Finding(
+        ("data", "chat_template"),
+        f"{shown(name)} does not exist{_searched(name)}; correct the path, or name one of "
+        f"{', '.join(CHAT_TEMPLATES)}",
+    )
+
+
+def _templates_in(folder: str) -> set[str]:
+    """Names of a tokenizer's several templates: files of their own, or a list in its config."""
+    names = {file.stem for file in FilePath(folder, "additional_chat_templates").glob("*.jinja")}
+    try:
+        config = json.loads(FilePath(folder, "tokenizer_config.json").read_text(encoding="utf-8"))
+        listed = config["chat_template"]
+        names |= {str(one["name"]) for one in listed if isinstance(one, dict) and "name" in one}
+    except (ValueError, OSError, RecursionError, KeyError, TypeError):
+        pass  # what is wrong with it is told where the tokenizer is read
+    return names
 
 
 def _file(path: Path, name: str, files: str = "each file in it") -> Iterator[Finding]:

@@ -41,7 +41,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "data.eval_count", (None,), "put the held-out rows into a file of their own and name it in data.eval"
     ),
-    Unbuilt("data.train_on", ("assistant",), "use assistant"),
     Unbuilt("data.max_dropped_fraction", (None,), "use data.on_too_long: error"),
     Unbuilt("data.max_truncated_fraction", (None,), "use data.on_too_long: error"),
     Unbuilt("data.max_duplicate_fraction", (None,), LEAVE_OUT),

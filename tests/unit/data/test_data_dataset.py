@@ -102,16 +102,6 @@ def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> N
     assert dataset.ledger.blank_lines == 1
 
 
-def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    )
-    row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
-    dataset = load(tmp_path, json.dumps(row).encode(), chat_template=tmp_path / "t.jinja")
-    assert decoded(dataset) == ["abcd"]
-    assert dataset.examples[0].target_count == 3
-
-
 # --- lengths ----------------------------------------------------------------------------------------------
 
 

@@ -181,12 +181,6 @@ CASES = (
         template="{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
     ),
     Case(
-        "template_file_missing",
-        {"a.jsonl": lines(GOOD_CHAT)},
-        options={"chat_template": "chat.jinja"},
-        error=MissingInputError,
-    ),
-    Case(
         "template_broken",
         {"a.jsonl": lines(GOOD_CHAT)},
         template="{% for m in messages %}{{ m['role'] }",

@@ -16,7 +16,6 @@ from dsft.data.tokenizer import (
     byte_level_tokenizer,
     load_tokenizer,
     pad_id,
-    read_chat_template,
 )
 from dsft.errors import MissingInputError
 
@@ -83,12 +82,6 @@ def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingInputError, match=said):
         load_tokenizer(name)
-
-
-def test_a_template_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_bytes(b"\xff")
-    with pytest.raises(MissingInputError, match="not UTF-8"):
-        read_chat_template(tmp_path / "t.jinja")
 
 
 def test_the_vocabulary_size_costs_no_import() -> None:

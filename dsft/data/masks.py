@@ -1,0 +1,200 @@
+"""Which characters of a rendered conversation are trained on.
+
+Takes a conversation and a template. Gives the text and the parts of it that are trained on, or are not.
+
+Where the template marks the assistant's words (`{% generation %}`), the marks are taken, the n-th for the
+n-th of the assistant's turns. Where it does not, a turn begins after the generation prompt, which is what the
+model is given when it is used: the template renders the messages before the turn with that prompt, and the
+row must begin with it. It ends with the first special token of what the template writes behind a last
+answer: rendering the messages up to the turn shows where. The row's own text is never searched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonprefix
+from typing import Literal, NamedTuple
+
+from dsft.data.rows import BadRowError, Conversation, Message
+from dsft.data.template import ChatTemplate, prepared, template_error
+
+TrainOn = Literal["assistant", "last", "all"]
+
+_EXCERPT = 30  # characters shown of a rendered row
+_MARKS = "a template with {% generation %} marks around the assistant's turns, one of dsft's or a file"
+_WAY_OUT = f"give data.chat_template {_MARKS}"
+_OR_LAST = f"train on the last turn alone (data.train_on: last), or {_WAY_OUT}"
+
+
+class Part(NamedTuple):
+    """Characters of a text, and what an error calls them."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Marked(NamedTuple):
+    """trained: the parts are what is trained on; else they are what is not."""
+
+    text: str
+    parts: list[Part]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """How a template writes an answer after its prompt: `lead`, the answer, `tail`, which begins with `end`:
+    all up to its first special token, and what a turn ends with."""
+
+    lead: str
+    tail: str
+    end: str
+
+
+@dataclass(frozen=True)
+class Masks:
+    """A template, what is trained on, and the special tokens of the tokenizer, of which one ends a turn."""
+
+    template: ChatTemplate
+    train_on: TrainOn
+    special_tokens: frozenset[str]
+
+    def of(self, conversation: Conversation) -> Marked:
+        """Raises BadRowError where the template refuses the conversation, or where its turns cannot be told.
+        Raises DataError for a template of which no turn can be."""
+        row = _Row(conversation, prepared(conversation.messages), self.template)
+        trained = _trained(conversation, self.train_on)
+        wanted = [number for number, is_trained in enumerate(trained) if is_trained]
+        text, marks = row.render(len(trained))
+        if self.train_on == "all":
+            others = [number for number, is_trained in enumerate(trained) if not is_trained]
+            return Marked(text, [self._message(row, number, text, marks) for number in others], False)
+        if self.template.is_marked:
+            return Marked(text, _marked(row, wanted, marks), True)
+        return Marked(text, [_turn(row, number, text, self.ends) for number in wanted], True)
+
+    def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> Part:
+        """Any message: the assistant's turn, or all that the template writes for another one."""
+        if row.messages[number]["role"] != "assistant":
+            start = row.prefix(number, text) if number else 0
+            return Part(f"turn {number + 1}", start, row.prefix(number + 1, text))
+        if self.template.is_marked:
+            return _marked(row, [number], marks)[0]
+        return _turn(row, number, text, self.ends)
+
+    @cached_property
+    def ends(self) -> TurnEnds:
+        question: Message = {"role": "user", "content": "0"}
+        texts = []
+        try:
+            prompt, _ = self.template.render([question], prompt=True)
+            for content in "12":
+                answer: Message = {"role": "assistant", "content": content}
+                texts.append(self.template.render([question, answer])[0])
+        except BadRowError as error:
+            raise template_error(str(error), _WAY_OUT) from error
+        tail = commonprefix([text[::-1] for text in texts])[::-1]
+        if not texts[0].startswith(prompt):
+            lead = ""  # told of at the first turn
+        else:
+            lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1]
+        return TurnEnds(lead, tail, tail[: self._first_special(tail)])
+
+    def _first_special(self, tail: str) -> int:
+        names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
+        found = re.search("|".join(names), tail) if names else None
+        if found is not None:
+            return found.end()
+        reason = "writes nothing after an assistant's turn"
+        if tail:
+            reason = f"ends an assistant's turn with {tail!r}, which holds no special token of this tokenizer"
+        raise template_error(
+            f"{reason}, so a model trained on it would not know how to stop",
+            f"take the tokenizer that the template was made for, or {_WAY_OUT}",
+        )
+
+
+class _Row(NamedTuple):
+    conversation: Conversation
+    messages: list[Message]
+    template: ChatTemplate
+
+    def render(self, count: int, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The first `count` messages."""
+        return self.template.render(self.messages[:count], self.conversation.tools, prompt=prompt)
+
+    def prefix(self, count: int, text: str, *, prompt: bool = False) -> int:
+        """Length of what the template makes of the first `count` messages, which the text begins with."""
+        before, _ = self.render(count, prompt=prompt)
+        if text.startswith(before):
+            return len(before)
+        same = len(commonprefix([text, before]))
+        asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
+        when = "this answer is asked for" if prompt else "the row ends with it"
+        number = count + 1 if prompt else count
+        raise BadRowError(
+            f"turn {number}: the chat template writes {asked!r} when {when} and {stands!r} "
+            f"in the row, so the model would learn from what it is never given; {_OR_LAST}"
+        )
+
+
+def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
+    """Of each message."""
+    roles = [message["role"] for message in conversation.messages]
+    last = max((number for number, role in enumerate(roles) if role == "assistant"), default=-1)
+    said = conversation.trained or (None,) * len(roles)
+    trained = []
+    for number, (role, flag) in enumerate(zip(roles, said, strict=True)):
+        if flag and role != "assistant" and train_on != "all":
+            raise BadRowError(
+                f"turn {number + 1}: a turn of the {role} is to be trained on; only the assistant's can be, "
+                "unless data.train_on is all"
+            )
+        by_role = train_on == "all" or (role == "assistant" and (train_on == "assistant" or number == last))
+        trained.append(by_role if flag is None else flag)
+    return trained
+
+
+def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[Part]:
+    """The marks of the wanted turns."""
+    turns = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
+    if len(marks) == len(turns):
+        return [Part(f"turn {number + 1}", *marks[turns.index(number)]) for number in wanted]
+    if list(wanted) == turns:
+        return [Part(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
+    raise BadRowError(
+        f"the chat template marks {len(marks)} parts and the row has {len(turns)} turns of the assistant, so "
+        "it cannot be told which part is which turn; train on all of them, or mark each turn once"
+    )
+
+
+def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
+    """Where a turn of the assistant stands in a text without marks."""
+    name = f"turn {number + 1}"
+    start = row.prefix(number, text, prompt=True)
+    content = row.messages[number].get("content")
+    if isinstance(content, str) and "tool_calls" not in row.messages[number]:
+        # The answer as it is, and its end: nothing of it was rewritten. What follows is for all other cases.
+        for answer in (content, ends.lead + content, ends.lead + content.strip()):
+            if text.startswith(answer + ends.end, start):
+                return Part(name, start, start + len(answer + ends.end))
+    asked = row.render(number, prompt=True)[0]
+    alone, _ = row.render(number + 1)
+    if not (alone.startswith(asked) and alone.endswith(ends.tail)):
+        raise BadRowError(
+            f"{name}: the chat template does not end it with {ends.tail!r} as it ends a last turn; {_WAY_OUT}"
+        )
+    answer = alone[start : len(alone) - len(ends.tail) + len(ends.end)]
+    # What a template writes before any last answer, as an empty thought, says nothing of this one.
+    for rest in (answer, answer.removeprefix(ends.lead)):
+        if text.startswith(rest, start):
+            return Part(name, start, start + len(rest))
+    same = start + len(commonprefix([text[start:], answer]))
+    raise BadRowError(
+        f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} where the row ends with this "
+        f"answer and {text[same : same + _EXCERPT]!r} in the row; {_OR_LAST}"
+    )
