@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.longest import longest_micro_batch
-from dsft.data.template import chat_template_text
+from dsft.data.template import choose_template
 from dsft.data.tokenizer import open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
@@ -52,9 +52,7 @@ class Inputs:
 
 def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
     tokenizer, added = open_tokenizer(spec.model)
-    if spec.data.chat_template is not None:
-        # the one way a template is given: the tokenizer has it, and so has the export
-        tokenizer.chat_template = chat_template_text(tokenizer, spec.data.chat_template)
+    choose_template(tokenizer, spec.data.chat_template)
     facts = token_facts(tokenizer, added.first_id)
     config = resolve_config(spec.model, facts)
     rows = new_rows(spec.model, facts)

@@ -135,11 +135,17 @@ def template_error(reason: str, way_out: str) -> DataError:
 # --- which template ---------------------------------------------------------------------------------------
 
 
-def chat_template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
-    """What `data.chat_template` means: one of the tokenizer's by name, one of ours, or a file.
+def choose_template(tokenizer: PreTrainedTokenizerBase, name: str | Path | None) -> None:
+    """Gives the tokenizer what `data.chat_template` means: one of its own by name, one of ours, or a file.
+    Whatever reads the tokenizer then has the same, and so has an export. None leaves it as it is.
 
     Raises MissingInputError where it is none of these.
     """
+    if name is not None:
+        tokenizer.chat_template = _template_text(tokenizer, name)
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
     own: Any = tokenizer.chat_template
     if isinstance(own, dict) and str(name) in own:
         return str(own[str(name)])

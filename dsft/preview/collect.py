@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.template import choose_template
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
@@ -74,11 +75,12 @@ def _fewest(spec: Spec) -> int:
 
 def _load(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     data = spec.data
+    choose_template(tokenizer, data.chat_template)
     return load_dataset(
         data.train,
         tokenizer,
         task=spec.task,
         max_length=data.max_length,
         on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
-        chat_template=data.chat_template,
+        train_on=data.train_on,
     )
