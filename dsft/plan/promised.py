@@ -13,15 +13,18 @@ from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import Layout, layout
 from dsft.spec.finding import Finding
-from dsft.spec.load import load_spec
+from dsft.spec.load import Check, load_spec
 from dsft.spec.schema import Spec
+from dsft.spec.unbuilt import unbuilt
 
 _PROCESSES = ("parallel.pipeline_stages", "cluster.hosts")
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
+def load(
+    path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True, not_built: Check = unbuilt
+) -> Spec:
     """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
-    return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
+    return load_spec(path, overrides, check_files=check_files, more=cluster_findings, not_built=not_built)
 
 
 def promised_batch(spec: Spec) -> BatchSizes | None:

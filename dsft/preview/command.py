@@ -16,6 +16,7 @@ from dsft.preview.collect import collect
 from dsft.preview.mapping import as_mapping
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import Wanted, view
+from dsft.spec.unbuilt import unbuilt_in_data
 
 ROWS, JSON_ROWS = 5, 100
 
@@ -24,7 +25,7 @@ def preview(
     spec_path: Path, overrides: Sequence[str], *, rows: int | None, row: str | None, as_json: bool
 ) -> None:
     """Print the preview. Raises DataError, after it, where a run would refuse the data."""
-    spec = load(spec_path, overrides, check_files=False)
+    spec = load(spec_path, overrides, check_files=False, not_built=unbuilt_in_data)
     found = collect(spec)
     seen = view(found, Wanted(rows if rows is not None else JSON_ROWS if as_json else ROWS, row))
     if as_json:

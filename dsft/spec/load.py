@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -36,21 +37,33 @@ def _no_more(spec: Spec) -> Iterable[Finding]:
     return ()
 
 
+@dataclass(frozen=True)
+class _Checks:
+    """What is looked at beyond single values: the disk, and what the caller knows and can do."""
+
+    files: bool
+    more: Check
+    not_built: Check
+
+
 def load_spec(
     path: FilePath | str,
     overrides: Sequence[str] = (),
     *,
     check_files: bool = True,
     more: Check = _no_more,
+    not_built: Check = unbuilt,
 ) -> Spec:
     """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read.
 
-    `more` is a check of the caller's, whose findings are told with the others.
+    `more` is a check of the caller's, whose findings are told with the others; `not_built` tells what the
+    caller cannot do yet.
     """
     document = read_document(_read(FilePath(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
-    spec = _validate(document, more, check_files=check_files) if readable else None
+    checks = _Checks(check_files, more, not_built)
+    spec = _validate(document, checks) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
@@ -88,7 +101,7 @@ def _read(path: FilePath) -> str:
         raise SpecError(f"{name}: 1 problem", [problem]) from error
 
 
-def _validate(document: Document, more: Check, *, check_files: bool) -> Spec | None:
+def _validate(document: Document, checks: _Checks) -> Spec | None:
     """The spec, or None; problems join the document's."""
     if not isinstance(document.data, dict):
         what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
@@ -112,22 +125,22 @@ def _validate(document: Document, more: Check, *, check_files: bool) -> Spec | N
         stand_in = _stand_in(document.data)
     if stand_in is not None:
         stand_in, adapters = with_saved_adapter(stand_in)
-        found = (*adapters, *_findings(stand_in, more, check_files=check_files))
+        found = (*adapters, *_findings(stand_in, checks))
         document.problems += [document.problem(f.path, f.message) for f in _trusted(found, broken)]
     return stand_in if spec is not None else None
 
 
-def _findings(spec: Spec, more: Check, *, check_files: bool) -> Iterator[Finding]:
+def _findings(spec: Spec, checks: _Checks) -> Iterator[Finding]:
     """What is wrong beyond single values. A rule says nothing of a key that is not built."""
-    not_built = list(unbuilt(spec))
+    not_built = list(checks.not_built(spec))
     yield from not_built
     silenced = {key for finding in not_built for key in finding.reads}
-    config, unreadable = model_config(spec, check_files=check_files)
-    found = [*combinations(spec), *refused(spec), *more(spec), *source_findings(spec), *unreadable]
+    config, unreadable = model_config(spec, check_files=checks.files)
+    found = [*combinations(spec), *refused(spec), *checks.more(spec), *source_findings(spec), *unreadable]
     if config is not None:
         found += model_findings(spec, config)
     told = {finding.path for finding in found}
-    if check_files:
+    if checks.files:
         found += (finding for finding in file_findings(spec) if finding.path not in told)
     yield from _trusted(found, silenced)
 

@@ -79,3 +79,10 @@ def unbuilt(spec: Spec) -> Iterator[Finding]:
             if value not in row.built:
                 what = shown(value) if isinstance(value, (str, int, float)) else "this"
                 yield Finding(path, f"{what} is not built yet; {row.way_out}", (row.key.replace(".*", ""),))
+
+
+def unbuilt_in_data(spec: Spec) -> Iterator[Finding]:
+    """Those of them that say which rows there are, and what their tokens are: all that a preview needs."""
+    for finding in unbuilt(spec):
+        if finding.path[0] == "data" or finding.path[:2] == ("model", "add_tokens"):
+            yield finding
