@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
+from dsft.data.tokenizer import num_ids
 from dsft.errors import DsftError, MissingInputError
 
 Message = dict[str, str]
@@ -140,7 +141,7 @@ def load(folder: Path, sampling: Sampling) -> Talker:
                 f"{folder}: the tokenizer has no chat template, so this model cannot be talked to; put a "
                 "chat_template.jinja into the folder, or train with data.chat_template."
             )
-        model: Any = _adapted(folder) if adapter else _whole(str(folder))
+        model: Any = _adapted(folder, num_ids(tokenizer)) if adapter else _whole(str(folder))
     except UNREADABLE as error:
         raise MissingInputError(
             f"{folder} cannot be loaded ({_first_line(error)}); write the export anew with dsft export."
@@ -153,8 +154,9 @@ def _whole(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
 
 
-def _adapted(folder: Path) -> Any:
-    """The base model that the adapter names, with the adapter merged in."""
+def _adapted(folder: Path, num_tokens: int) -> Any:
+    """The base model that the adapter names, with the adapter merged in; where the tokenizer has more tokens
+    than the base, the adapter has all embeddings."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
@@ -171,6 +173,8 @@ def _adapted(folder: Path) -> Any:
             f"{folder} is an adapter of {base}, which cannot be loaded from here ({_first_line(error)}); "
             f"start where that path leads to it, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
         ) from None
+    if model.get_input_embeddings().weight.shape[0] < num_tokens:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsft.checkpoint.export import export_checkpoint
+from dsft.checkpoint.merge import rows_of
+from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import best_checkpoint
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
@@ -28,7 +30,8 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
         say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
     say(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
     say(write_curves(folder / "curves.png", spec.name, records))
-    for line in what_next(spec, export, checkpoint):
+    has_new_rows = rows_of(Checkpoint.open(checkpoint)) is not None
+    for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows):
         say(line)
 
 
@@ -52,15 +55,17 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
     return lines
 
 
-def what_next(spec: Spec, export: Path, checkpoint: Path) -> list[str]:
-    """How the export is loaded, and how one talks to it where it has learned to answer."""
+def what_next(spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool = False) -> list[str]:
+    """How the export is loaded, and how one talks to it where it has learned to answer. has_new_rows: its
+    embeddings have more rows than the base's."""
     lora, base = spec.model.lora, spec.model.name_or_path
     if lora is None:
         lines = [f"model: {export}, for transformers' from_pretrained"]
     else:
         over = base or "the fresh model, which no folder holds"
+        loader = "AutoPeftModelForCausalLM" if has_new_rows else "PeftModel"  # which adds the rows
         lines = [
-            f"adapter: {export}, for peft's PeftModel.from_pretrained over {over}; the whole model: "
+            f"adapter: {export}, for peft's {loader}.from_pretrained over {over}; the whole model: "
             f"dsft export {checkpoint} OUT --merged"
         ]
     if spec.task == "sft" and (lora is None or base is not None):

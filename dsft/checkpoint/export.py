@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
-from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of
+from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
@@ -130,7 +130,9 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
         write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})
 
     size = _write_folder(checkpoint, out, origin, write)
-    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes"
+    rows = rows_of(checkpoint)
+    more = f", all {max(rows.stop, rows.held):,} embeddings among them" if rows else ""
+    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes{more}"
 
 
 def export(

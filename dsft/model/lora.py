@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.adapter_names import ADAPTER, is_adapter, plain_name
 from dsft.model.init import module_seed
+from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Keep, Weights
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
@@ -86,7 +87,7 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
                 layer.lora_magnitude_vector[ADAPTER].weight = nn.Parameter(norms)
                 waiting.remove(layer)
                 break
-        if read is not None and parameter.requires_grad:
+        if read is not None:
             read(parameter)
         keep.take(parameter, part)
 
@@ -148,7 +149,8 @@ def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
         return
     file = _open(Path(lora.path))
     named = causal_lm.named_parameters(remove_duplicate=False)
-    extra = sorted(set(file.keys()) - {PREFIX + plain_name(n) for n, p in named if p.requires_grad})
+    ours = {n for n, p in named if p.requires_grad} | set(vocabulary_names(causal_lm))
+    extra = sorted(set(file.keys()) - {PREFIX + plain_name(n) for n in ours})
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise MissingInputError(
@@ -168,12 +170,15 @@ def _open(folder: Path) -> Any:
 
 
 def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter], None]:
-    """Gives each trained parameter its value from an adapter's file, which must have all of them."""
+    """Gives each trained parameter its value from an adapter's file, which must have all of them. Embeddings
+    that stand in the file and are not trained must have the file's values already."""
     trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
     file = _open(folder)
     held = set(file.keys())
-    for name, ours in trained.items():
+    embeddings = {PREFIX + plain_name(n): n for n in vocabulary_names(causal_lm)}
+    frozen = {name: n for name, n in embeddings.items() if name in held and name not in trained}
+    for name, ours in (trained | frozen).items():
         if name not in held:
             raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
         found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
@@ -185,13 +190,20 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
 
     places = {
         name: (causal_lm.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2])
-        for name, n in trained.items()
+        for name, n in (trained | frozen).items()
     }
 
     def read(parameter: nn.Parameter) -> None:
-        name = next(n for n, (module, local) in places.items() if getattr(module, local) is parameter)
-        parameter.data.copy_(file.get_tensor(name))
-        del places[name]
+        names = [n for n, (module, local) in places.items() if getattr(module, local) is parameter]
+        if parameter.requires_grad:
+            parameter.data.copy_(file.get_tensor(names[0]))
+        elif names and not torch.equal(file.get_tensor(names[0]).to(parameter.dtype), parameter.data):
+            raise MissingInputError(
+                f"{where}: {names[0]} has other values than this run's model, where it is not trained; train "
+                "it with model.lora.modules_to_save, or give the base that the adapter was made for."
+            )
+        for name in names:
+            del places[name]
 
     return read
 
