@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsft.data.formats.message import SHAREGPT, Turn, conversation, tools, turn, turns
+from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, tools, turn, turns
 from dsft.data.formats.talk import alpaca_turns, said_by, with_system
-from dsft.data.formats.values import Fields, is_empty, string
+from dsft.data.formats.values import Fields, is_empty, only, string
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
 
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
 """As CSV writes them, in any case."""
+_PAIR = ("chosen", "rejected")
 
 
 def prompt_completion(fields: Fields) -> Row:
@@ -25,88 +26,27 @@ def prompt_completion(fields: Fields) -> Row:
 
 def preference(fields: Fields) -> Row:
     """The chosen and the rejected sample, which begin with the same prompt."""
-    if fields.get("rejected_response") is not None and fields.get("chosen") is None:
-        pair = _replaced_answer(fields)
-    else:
-        pair = _pair(fields)
+    is_replaced = fields.get("chosen") is None and fields.get("rejected_response") is not None
+    pair = _replaced_answer(fields) if is_replaced else _pair(fields)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so there is nothing to prefer")
     return Row(pair)
 
 
 def kto(fields: Fields) -> Row:
-    label = _label(fields)
-    if fields.get("completion") is not None:
+    label = is_desirable(fields)
+    if fields.get("completion") is not None or fields.get("prompt") is not None:
         return Row((_completed(fields),), label)
-    if fields.get("output") is not None:
-        question, answer = alpaca_turns(fields), fields.string("output")
-        return Row((_talk(question, [_said(answer, fields.name("output"))]),), label)
-    key = next(key for key in ("messages", "conversations") if fields.get(key) is not None)
-    prompt, answer_turns = _last_answer(fields, key)
-    return Row((_talk(prompt, answer_turns, _tools(fields)),), label)
+    if fields.get("output") is not None or fields.get("instruction") is not None:
+        place = fields.name("output")
+        answer = _answer(fields.string("output"), place)
+        return Row((_talk(alpaca_turns(fields), answer, place, _tools(fields)),), label)
+    prompt, answer = _last_answer(fields)
+    return Row((_talk(prompt, answer, answer[0].place, _tools(fields)),), label)
 
 
-# --- one answer -------------------------------------------------------------------------------------------
-
-
-def _completed(fields: Fields) -> Sample:
-    """Strings are one text as they stand; messages are a conversation, in which a string is one turn."""
-    prompt, completion = fields.get("prompt"), fields.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return _text(fields.string("prompt"), fields.string("completion"))
-    question = with_system(fields, _question(prompt, fields.name("prompt")))
-    return _talk(question, _answer(completion, fields.name("completion")), _tools(fields))
-
-
-def _text(prompt: str, answer: str) -> Text:
-    return Text(((prompt, False), (answer, True)))
-
-
-def _talk(prompt: Sequence[Turn], answer: Sequence[Turn], tools: Any = ()) -> Conversation:
-    """The prompt's turns are not trained on but where they say so."""
-    asked = [turn._replace(trained=bool(turn.trained)) for turn in prompt]
-    return conversation([*asked, *answer], tools, of=answer[0].place if answer else "completion")
-
-
-def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    return tools(fields.get("tools"), fields.name("tools"))
-
-
-def _question(value: object, name: str) -> list[Turn]:
-    return [said_by(0, string(value, name), name)] if isinstance(value, str) else _listed(value, name)
-
-
-def _answer(value: object, name: str) -> list[Turn]:
-    """An answer: a string, a message, or a list of messages."""
-    if isinstance(value, str):
-        return [_said(string(value, name), name)]
-    return [turn(value, name, SHAREGPT)] if isinstance(value, dict) else _listed(value, name)
-
-
-def _said(answer: str, place: str) -> Turn:
-    return said_by(1, answer, place)
-
-
-def _listed(value: object, name: str) -> list[Turn]:
-    if not isinstance(value, list):
-        raise BadRowError(f'"{name}" is {kind(value)}; it must be a string or a list of messages')
-    if not value:
-        raise BadRowError(f'"{name}" is an empty list; it must hold messages')
-    return turns(value, name, SHAREGPT)
-
-
-def _last_answer(fields: Fields, key: str) -> tuple[list[Turn], list[Turn]]:
-    """The last message of a list, which is the assistant's, and what stands before it."""
-    name = fields.name(key)
-    talk = with_system(fields, _listed(fields.get(key), name))
-    if talk[-1].message["role"] != "assistant":
-        raise BadRowError(
-            f'"{talk[-1].place}" is a {talk[-1].message["role"]} message; the last one must be the answer'
-        )
-    return talk[:-1], talk[-1:]
-
-
-def _label(fields: Fields) -> bool:
+def is_desirable(fields: Fields) -> bool:
+    """The label. Raises BadRowError for what is neither true nor false, nor 1 nor 0."""
     key = "kto_tag" if fields.get("label") is None and fields.has("kto_tag") else "label"
     value, name = fields.get(key), fields.name(key)
     if isinstance(value, str):
@@ -117,44 +57,131 @@ def _label(fields: Fields) -> bool:
     raise BadRowError(f'"{name}" is {shown}; it must be true or false, or 1 or 0')
 
 
+# --- one answer -------------------------------------------------------------------------------------------
+
+
+def _completed(fields: Fields) -> Sample:
+    """Strings are one text as they stand; messages are a conversation, in which a string is one turn."""
+    prompt, completion = fields.get("prompt"), fields.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return _text(fields, "completion")
+    place = fields.name("completion")
+    asked = with_system(fields, _question(prompt, fields.name("prompt")))
+    return _talk(asked, _answer(completion, place), place, _tools(fields))
+
+
+def _text(fields: Fields, key: str) -> Text:
+    """The prompt and the answer under `key` as one text. A text has no system message and no tools."""
+    for other in ("system", "tools"):
+        if not is_empty(fields.get(other)):
+            prompt = fields.name("prompt")
+            raise BadRowError(
+                f'"{fields.name(other)}" stands beside a "{prompt}" that is a string, which is read as it '
+                f"stands; write messages, or columns: {{instruction: {prompt}}} for a chat"
+            )
+    return Text(((fields.string("prompt"), False), (fields.string(key), True)))
+
+
+def _talk(
+    prompt: Sequence[Turn], answer: Sequence[Turn], place: str, tools: tuple[Mapping[str, Any], ...]
+) -> Conversation:
+    """The prompt's turns are not trained on but where they say so."""
+    if not any(turn.message["role"] == "assistant" or turn.trained for turn in answer):
+        raise BadRowError(f'"{place}" has no assistant turn, so there is nothing to train on')
+    asked = [turn._replace(trained=bool(turn.trained)) for turn in prompt]
+    return conversation([*asked, *answer], tools, of=place)
+
+
+def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """Of the row, or of a prompt that is an object."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, dict) and not is_empty(prompt.get("tools")):
+        return tools(prompt["tools"], f"{fields.name('prompt')}.tools")
+    return tools(fields.get("tools"), fields.name("tools"))
+
+
+def _question(value: object, name: str) -> list[Turn]:
+    """A prompt: a string, a list of messages, or an object that has such a list (and tools)."""
+    if isinstance(value, str):
+        return [said_by(0, string(value, name), name)]
+    if isinstance(value, dict) and "messages" in value:
+        only(value, ("messages", "tools", "parallel_tool_calls"), name)
+        return turns(value["messages"], f"{name}.messages", SHAREGPT)
+    return _listed(value, name, SHAREGPT)
+
+
+def _answer(value: object, name: str) -> list[Turn]:
+    """An answer: a string, a message, or a list of messages."""
+    if isinstance(value, str):
+        return [said_by(1, string(value, name), name)]
+    return [turn(value, name, SHAREGPT)] if isinstance(value, dict) else _listed(value, name, SHAREGPT)
+
+
+def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
+    if not isinstance(value, list):
+        raise BadRowError(f'"{name}" is {kind(value)}; it must be a string or a list of messages')
+    return turns(value, name, dialect)
+
+
+def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
+    """Of messages or conversations the last one, which is the assistant's, and those before it."""
+    key, dialect = ("messages", OPENAI) if fields.get("messages") is not None else ("conversations", SHAREGPT)
+    talk = with_system(fields, turns(fields.get(key), fields.name(key), dialect))
+    place, message, _ = talk[-1]
+    if message["role"] != "assistant":
+        raise BadRowError(f'"{place}" is a {message["role"]} message; the last one must be the answer')
+    return talk[:-1], talk[-1:]
+
+
 # --- two answers ------------------------------------------------------------------------------------------
 
 
 def _replaced_answer(fields: Fields) -> tuple[Sample, Sample]:
     """messages that end with the chosen answer, and the rejected one beside them."""
-    prompt, chosen = _last_answer(fields, "messages")
+    prompt, chosen = _last_answer(fields)
     name = fields.name("rejected_response")
-    return _talks(prompt, chosen, _answer(fields.get("rejected_response"), name), fields)
+    return _talks(prompt, (chosen, _answer(fields.get("rejected_response"), name)), fields)
 
 
 def _pair(fields: Fields) -> tuple[Sample, Sample]:
-    names = fields.name("chosen"), fields.name("rejected")
-    chosen, rejected = fields.get("chosen"), fields.get("rejected")
+    chosen, rejected = (fields.get(key) for key in _PAIR)
+    names = [fields.name(key) for key in _PAIR]
     if isinstance(chosen, list) != isinstance(rejected, list):
-        raise BadRowError(
-            f'"{names[0]}" is {kind(chosen)} and "{names[1]}" is {kind(rejected)}; they must be of one kind'
-        )
+        said = f'"{names[0]}" is {kind(chosen)} and "{names[1]}" is {kind(rejected)}'
+        raise BadRowError(f"{said}; they must be of one kind")
     key = _prompt_key(fields, chosen)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if key is None:
-            raise BadRowError(
-                f'"{names[0]}" and "{names[1]}" are strings, and no "{fields.name("prompt")}" stands '
-                "beside them"
-            )
-        if key == "prompt" and isinstance(fields.get("prompt"), str):
-            return _texts(fields)
-    answers = [_answer(one, name) for one, name in zip((chosen, rejected), names, strict=True)]
-    same = _common(*answers) if isinstance(chosen, list) else 0
+    is_text = isinstance(chosen, str) and isinstance(rejected, str)
+    if is_text and key == "prompt" and isinstance(fields.get("prompt"), str):
+        return _texts(fields)
+    if is_text and key is None:
+        raise BadRowError(_no_prompt(fields))
+    answers = _answer(chosen, names[0]), _answer(rejected, names[1])
     asked = _prompt(fields, key)
-    if same:
-        _check_prompt(fields, key, asked, answers[0][:same])
-        asked = answers[0][:same]
-    if not asked:
+    if asked and answers[0][0].message["role"] == "assistant":
+        return _talks(with_system(fields, asked), answers, fields)
+    same = _common(*answers)
+    if not same:
         raise BadRowError(
-            f'"{names[0]}" and "{names[1]}" begin with different messages, and no '
-            f'"{fields.name("prompt")}" stands beside them'
+            f'"{names[0]}" and "{names[1]}" begin with different messages, and no answer to one prompt can'
+            if key
+            else f'"{names[0]}" and "{names[1]}" have no message in common, and no prompt stands beside them'
         )
-    return _talks(with_system(fields, asked), answers[0][same:], answers[1][same:], fields)
+    prompt = answers[0][:same]
+    _check_prompt(fields, key, asked, prompt)
+    return _talks(with_system(fields, prompt), (answers[0][same:], answers[1][same:]), fields)
+
+
+def _no_prompt(fields: Fields) -> str:
+    meant = next(
+        (key for key in ("question", "query", "input") if isinstance(fields.row.get(key), str)), None
+    )
+    way_out = (
+        f"write columns: {{prompt: {meant}}} for texts as they stand, or {{instruction: {meant}}} for a chat"
+        if meant
+        else "a row of strings needs the prompt that both answer"
+    )
+    chosen, rejected = (fields.name(key) for key in _PAIR)
+    return f'"{chosen}" and "{rejected}" are strings without a "{fields.name("prompt")}"; {way_out}'
 
 
 def _prompt_key(fields: Fields, chosen: object) -> str | None:
@@ -167,57 +194,48 @@ def _prompt(fields: Fields, key: str | None) -> list[Turn]:
     if key is None:
         return []
     if key == "instruction":
-        # the system's message is laid before it with the others
-        return [turn for turn in alpaca_turns(fields) if turn.message["role"] != "system"]
+        return alpaca_turns(fields)
     return _question(fields.get(key), fields.name(key))
 
 
 def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
-    """How many messages both begin with."""
+    """How many messages both begin with, so that one is left to each."""
     same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one.message != other.message:
-            break
+    while same < min(len(chosen), len(rejected)) - 1 and chosen[same].message == rejected[same].message:
         same += 1
-    if same and same in (len(chosen), len(rejected)):
-        # one is the other's beginning, or both are the same: the answer begins with its last assistant turn
-        same = len(chosen[:same]) - 1
     return same
 
 
 def _check_prompt(fields: Fields, key: str | None, asked: Sequence[Turn], common: Sequence[Turn]) -> None:
-    """A prompt that stands beside answers that begin with it says the same."""
-    said = [turn.message for turn in common]
-    if key is None or all(turn.message in said for turn in asked):
-        return
-    raise BadRowError(
-        f'"{fields.name(key)}" is not what "{fields.name("chosen")}" and "{fields.name("rejected")}" '
-        "begin with"
-    )
+    """A prompt that stands beside answers which begin with it says what they begin with."""
+    said = {_stripped(turn) for turn in common}
+    if key is not None and not all(_stripped(turn) in said for turn in asked):
+        chosen, rejected = (fields.name(key) for key in _PAIR)
+        raise BadRowError(f'"{fields.name(key)}" is not what "{chosen}" and "{rejected}" begin with')
+
+
+def _stripped(turn: Turn) -> tuple[str, str]:
+    return turn.message["role"], (turn.message["content"] or "").strip()
 
 
 def _texts(fields: Fields) -> tuple[Sample, Sample]:
-    prompt = fields.string("prompt")
-    for key in ("chosen", "rejected"):
+    for key in _PAIR:
         if not fields.string(key):
             raise BadRowError(f'"{fields.name(key)}" is empty; an answer must say something')
-    return _text(prompt, fields.string("chosen")), _text(prompt, fields.string("rejected"))
+    return _text(fields, "chosen"), _text(fields, "rejected")
 
 
 def _talks(
-    prompt: Sequence[Turn], chosen: Sequence[Turn], rejected: Sequence[Turn], fields: Fields
+    prompt: Sequence[Turn], answers: tuple[Sequence[Turn], Sequence[Turn]], fields: Fields
 ) -> tuple[Sample, Sample]:
-    for answer in (chosen, rejected):
-        _check_answer(answer)
+    """Answers begin with the assistant's turn: a pair that differs in what is asked compares nothing."""
     tools = _tools(fields)
-    return _talk(prompt, chosen, tools), _talk(prompt, rejected, tools)
-
-
-def _check_answer(answer: Sequence[Turn]) -> None:
-    place, message, _ = answer[0]
-    if message["role"] != "assistant":
-        raise BadRowError(
-            f'"{place}" is a {message["role"]} message; the answers must differ first in an assistant turn'
-        )
-    if all(is_empty(turn.message["content"]) and "tool_calls" not in turn.message for turn in answer):
-        raise BadRowError(f'"{place}" is empty; an answer must say something')
+    for place, message, _ in (answers[0][0], answers[1][0]):
+        if message["role"] != "assistant":
+            raise BadRowError(
+                f'"{place}" is a {message["role"]} message; a pair must differ first in an assistant turn'
+            )
+        if is_empty(message["content"]) and "tool_calls" not in message:
+            raise BadRowError(f'"{place}" is empty; an answer must say something')
+    chosen, rejected = (_talk(prompt, answer, answer[0].place, tools) for answer in answers)
+    return chosen, rejected

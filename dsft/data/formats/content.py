@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from hashlib import blake2b
 
-from dsft.data.rows import Conversation, Row, Sample
+from dsft.data.rows import Conversation, Message, Row
 
 _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True).encode
 
@@ -15,11 +15,22 @@ def content_hash(row: Row) -> int:
 
     The same on every machine, for any order of the keys of messages, tools and arguments.
     """
-    said = _encode([row.label, [_said(sample) for sample in row.samples]])
-    return int.from_bytes(blake2b(said.encode(), digest_size=8).digest(), "little")
+    pieces = [f"label {row.label}"]
+    for sample in row.samples:
+        if isinstance(sample, Conversation):
+            pieces.append(f"{len(sample.messages)} messages {sample.trained}")
+            pieces.append(_encode(sample.tools) if sample.tools else "")
+            pieces += [_piece(message) for message in sample.messages]
+        else:
+            pieces.append(f"texts {[trained for _, trained in sample.parts]}")
+            pieces += [text for text, _ in sample.parts]
+    lengths = ",".join([str(len(piece)) for piece in pieces])
+    said = f"{lengths}:{''.join(pieces)}".encode()
+    return int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
 
 
-def _said(sample: Sample) -> list[object]:
-    if isinstance(sample, Conversation):
-        return ["conversation", sample.messages, sample.tools, sample.trained]
-    return ["text", sample.parts]
+def _piece(message: Message) -> str:
+    content = message["content"]
+    if len(message) == 2 and content is not None:
+        return f"{message['role']}:{content}"
+    return _encode(message)  # begins with {, as no role does

@@ -47,7 +47,8 @@ def _sharegpt(fields: Fields) -> Row:
 
 
 def _alpaca(fields: Fields) -> Row:
-    return Row((conversation(alpaca_turns(fields, fields.string("output"))),))
+    talk = alpaca_turns(fields, fields.string("output"))
+    return Row((conversation(talk, tools(fields.get("tools"), fields.name("tools"))),))
 
 
 _CONVERT: Mapping[str, Callable[[Fields], Row]] = {

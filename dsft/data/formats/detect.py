@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, listed
 from dsft.data.rows import BadRowError, Line
 
@@ -29,7 +30,7 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 _PROMPTED = ("prompt", "system", "tools")
 MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "messages": ("system", "tools"),
-    "alpaca": ("input", "system", "history"),
+    "alpaca": ("input", "system", "history", "tools"),
     "text": (),
     "sharegpt": ("system", "tools"),
     "prompt_completion": ("system", "tools"),
@@ -41,21 +42,44 @@ TASK_FORMATS: Mapping[str, tuple[str, ...]] = {
     "pretrain": ("text",),
     "dpo": ("preference",),
 }
-_ASKED_FOR = ("preference", "kto")
-"""sft trains on the good ones of these, where the spec names the format."""
-_CLAIMED: Mapping[str, tuple[str, ...]] = {"preference": ("sharegpt",), "kto": ("prompt_completion",)}
-"""A row of the first format has all keys of the others, which it is not meant as."""
-_MEANT: tuple[tuple[frozenset[str], str], ...] = tuple(
-    (frozenset(pair), f"columns: {{prompt: {pair[0]}, completion: {pair[1]}}}")
-    for pair in (
-        ("prompt", "response"),
-        ("question", "answer"),
-        ("query", "response"),
-        ("input", "output"),
-        ("prompt", "answer"),
-        ("question", "response"),
-    )
+_ASKED_FOR: Mapping[str, str] = {
+    "preference": "trains on the chosen answers",
+    "kto": "trains on the answers labelled true",
+}
+"""What sft does with these, where the spec names the format."""
+_CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("conversations", "chosen", "rejected"), ("sharegpt",)),
+    (("messages", "rejected_response"), ("messages",)),
+    (("prompt", "completion", "label"), ("prompt_completion",)),
+    (("kto_tag",), ("messages", "sharegpt", "alpaca", "prompt_completion")),
 )
+"""Keys with which a row is not of these formats, whose keys it has."""
+_MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("input", "preferred_output", "non_preferred_output"),
+        "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}",
+    ),
+    (("instruction", "context", "response"), "columns: {input: context, output: response}"),
+    (("instruction", "response"), "columns: {output: response}"),
+    *(
+        (
+            pair,
+            f"columns: {{prompt: {pair[0]}, completion: {pair[1]}}} for texts as they stand, or "
+            f"{{instruction: {pair[0]}, output: {pair[1]}}} for a chat",
+        )
+        for pair in (
+            ("prompt", "response"),
+            ("question", "answer"),
+            ("query", "response"),
+            ("input", "output"),
+            ("prompt", "answer"),
+            ("question", "response"),
+        )
+    ),
+    (("conversation",), "columns: {conversations: conversation}"),
+    (("content",), "columns: {text: content}"),
+)
+"""Keys that files have, and what to write for them."""
 
 
 class Source(Protocol):
@@ -99,7 +123,10 @@ def check_row(fields: Fields, found: Format) -> None:
     needs = NEEDS[found.name]
     row, columns = fields.row, fields.columns
     for keys in needs:
-        if all(columns.get(key, key) in row for key in keys):
+        for key in keys:
+            if columns.get(key, key) not in row:
+                break
+        else:
             return
     others = [name for name in _fitting(fields) if name != found.name]
     if others:
@@ -141,37 +168,46 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
 
 
 def _fitting(fields: Fields) -> list[str]:
-    """The formats whose keys the row has."""
+    """The formats whose keys the row has. Null ones, as tables have them, count only where no others fit."""
+    said = Fields({key: value for key, value in fields.row.items() if value is not None}, fields.columns)
+    return _with_keys(said) or _with_keys(fields)
+
+
+def _with_keys(fields: Fields) -> list[str]:
     fits = [
         name for name, needs in NEEDS.items() if any(all(fields.has(key) for key in keys) for keys in needs)
     ]
-    if "kto" in fits and not _labelled(fields):
-        fits.remove("kto")
-    claimed = {other for name in fits for other in _CLAIMED.get(name, ())}
+    if "kto" in fits and not _is_labelled(fields):
+        return [name for name in fits if name != "kto"]
+    claimed = {name for keys, names in _CLAIMED if all(fields.has(key) for key in keys) for name in names}
     return [name for name in fits if name not in claimed]
 
 
-def _labelled(fields: Fields) -> bool:
+def _is_labelled(fields: Fields) -> bool:
     """A label that is true or false, which a class's number or name is not."""
     if fields.has("kto_tag"):
         return True
-    label = fields.get("label")
-    return isinstance(label, bool) or (fields.has("completion") and label in (0, 1))
+    try:
+        is_desirable(fields)
+    except BadRowError:
+        return False
+    return fields.has("completion") or isinstance(fields.get("label"), bool)
 
 
 def _one_of(fits: Sequence[str], task: str) -> str:
-    taken = [name for name in fits if name in TASK_FORMATS[task]]
-    asked_for = [name for name in fits if name in _ASKED_FOR] if task == "sft" else []
+    """Of the formats that a row fits the one that the task takes. Raises BadRowError where several are."""
+    taken = [name for name in fits if name in TASK_FORMATS[task]] or fits[:1]
     if len(taken) > 1:
-        raise BadRowError(f"fits {' and '.join(fits)}; say which with format: {taken[0]}")
-    if asked_for:
-        raise BadRowError(_ask(asked_for[0]))
-    return taken[0] if taken else fits[0]
+        written = " or ".join(f"format: {name}" + _trains_on(name, task) for name in taken)
+        raise BadRowError(f"fits {' and '.join(fits)}; say which with {written}")
+    if task == "sft" and taken[0] in _ASKED_FOR:
+        asked = f"format: {taken[0]}{_trains_on(taken[0], task)}"
+        raise BadRowError(f"{taken[0]} rows, which task sft takes where the spec says so: {asked}")
+    return taken[0]
 
 
-def _ask(name: str) -> str:
-    what = {"preference": "the chosen answers", "kto": "the answers labelled true"}[name]
-    return f"{name} rows, and task sft takes them where the spec says format: {name}, to train on {what}"
+def _trains_on(name: str, task: str) -> str:
+    return f" ({_ASKED_FOR[name]})" if task == "sft" and name in _ASKED_FOR else ""
 
 
 def _why(name: str, fields: Fields) -> str:
@@ -191,7 +227,7 @@ def _no_format(fields: Fields) -> str:
     unfound = [theirs for theirs in columns.values() if theirs not in row]
     if unfound:
         return f"columns names {listed(unfound)}, and the row has {listed(row) or 'no keys'}"
-    meant = next((write for keys, write in _MEANT if keys <= row.keys()), None)
+    meant = next((write for keys, write in _MEANT if all(key in row for key in keys)), None)
     if meant is not None:
         return f"no format fits the keys {listed(row)}; did you mean {meant}?"
     formats = "; ".join(f"{name} needs {listed(needs[0])}" for name, needs in NEEDS.items())

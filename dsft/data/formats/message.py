@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dsft.data.formats.values import is_empty, listed, mapping, parsed, plain, string
+from dsft.data.formats.values import is_empty, is_text, listed, mapping, only, parsed, plain, string
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError, Conversation, Message
 
@@ -73,10 +73,14 @@ class Turn(NamedTuple):
 
 
 def turns(value: object, place: str, dialect: Dialect) -> list[Turn]:
-    """The messages of a list, or of one message that stands alone."""
+    """The messages of a list, or of the JSON of one. Raises BadRowError where it is empty."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _read(value, place)
     if not isinstance(value, list):
         keys = f"{dialect.role_keys[0]} and {dialect.content_keys[0]}"
         raise BadRowError(f'"{place}" is {kind(value)}; it must be a list of {keys}')
+    if not value:
+        raise BadRowError(f'"{place}" is an empty list; it must hold messages')
     return [turn(message, f"{place}[{i}]", dialect) for i, message in enumerate(value)]
 
 
@@ -87,30 +91,29 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
         raise BadRowError(
             f'"{place}" is {kind(value)}; it must be an object with {role_key} and {content_key}'
         )
+    if len(value) == 2:  # as most are
+        named, content = value.get(role_key), value.get(content_key)
+        role = dialect.roles.get(named) if isinstance(named, str) else None
+        if role is not None and role != _CALL and is_text(content):
+            return Turn(place, {"role": role, "content": content}, None)
     said = {key: one for key, one in value.items() if one is not None}
     role_key = next((key for key in dialect.role_keys if key in said), role_key)
     content_key = next((key for key in dialect.content_keys if key in said), content_key)
     if role_key not in value:
         raise BadRowError(_missing(role_key, value, place, dialect))
     role = _role(value[role_key], f"{place}.{role_key}", dialect)
-    if len(said) == 2 and role != _CALL and isinstance(said.get(content_key), str):
-        return Turn(
-            place, {"role": role, "content": string(said[content_key], f"{place}.{content_key}")}, None
-        )
     _check_keys(said, role, place, dialect)
-    message: dict[str, Any] = {"role": "assistant" if role == _CALL else role}
-    calls = _calls(said, place)
+    message: dict[str, Any] = {"role": "assistant" if role == _CALL else role, "content": None}
     if role == _CALL:
         calls = _written_calls(said.get(content_key), f"{place}.{content_key}")
-        message["content"] = None
-    elif content_key in said:
-        message["content"] = _content(said[content_key], f"{place}.{content_key}")
-    elif calls:
-        message["content"] = None
-    elif content_key in value:
-        raise BadRowError(f'"{place}.{content_key}" is null; it must be a string')
     else:
-        raise BadRowError(_missing(content_key, value, place, dialect))
+        calls = _calls(said, place)
+        if content_key in said:
+            message["content"] = _content(said[content_key], f"{place}.{content_key}")
+        elif not calls and content_key in value:
+            raise BadRowError(f'"{place}.{content_key}" is null; it must be a string')
+        elif not calls:
+            raise BadRowError(_missing(content_key, value, place, dialect))
     if calls:
         message["tool_calls"] = calls
     message |= {key: string(said[key], f"{place}.{key}") for key in _KEPT if key in said}
@@ -122,31 +125,33 @@ def conversation(
 ) -> Conversation:
     """`of`: what the row calls its messages. Raises BadRowError where nothing of them is trained on."""
     _check_order(talk)
-    flags = tuple(turn.trained for turn in talk)
-    messages = tuple(turn.message for turn in talk)
-    if True not in flags:
-        answers = [
-            one for one, message in zip(flags, messages, strict=True) if message["role"] == "assistant"
-        ]
+    messages = tuple([turn.message for turn in talk])
+    flags = tuple([turn.trained for turn in talk])
+    answers = [turn.trained for turn in talk if turn.message["role"] == "assistant"]
+    if None not in answers and True not in flags:
         if not answers:
             raise BadRowError(f'"{of}" has no assistant turn, so there is nothing to train on')
-        if None not in answers:
-            raise BadRowError("every assistant turn has train: false, so there is nothing to train on")
-    return Conversation(messages, tools, flags if any(flag is not None for flag in flags) else ())
+        raise BadRowError("every assistant turn has train: false, so there is nothing to train on")
+    is_flagged = any(flag is not None for flag in flags)
+    return Conversation(messages, tools, flags if is_flagged else ())
 
 
 def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
     """A row's functions, each as {"type": "function", "function": {...}}; a JSON text is read."""
     if isinstance(value, str) and value.strip():
-        try:
-            value = parsed(value)
-        except ValueError as error:
-            raise BadRowError(f'"{place}" is a string that is not JSON ({error})') from None
-    if is_empty(value) or (isinstance(value, str) and not value.strip()):
+        value = _read(value, place)
+    if is_empty(value) or isinstance(value, str):
         return ()
     if not isinstance(value, list):
         raise BadRowError(f'"{place}" is {kind(value)}; it must be a list of functions, or its JSON')
     return tuple(_tool(one, f"{place}[{i}]") for i, one in enumerate(value))
+
+
+def _read(value: str, place: str) -> Any:
+    try:
+        return parsed(value)
+    except ValueError as error:
+        raise BadRowError(f'"{place}" is a string that is not JSON ({error})') from None
 
 
 # --- one message ------------------------------------------------------------------------------------------
@@ -155,8 +160,13 @@ def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
 def _missing(key: str, value: Mapping[str, Any], place: str, dialect: Dialect) -> str:
     reason = f'"{key}" is missing in "{place}", which has {listed(value) or "no keys"}'
     if dialect is OPENAI and {"from", "value"} & value.keys():
-        return f"{reason}; from and value are read with format: sharegpt, columns: {{conversations: …}}"
+        return f"{reason}; from and value are read with {_as_sharegpt(place)}"
     return reason
+
+
+def _as_sharegpt(place: str) -> str:
+    """What to write for a list that a place stands in, which OpenAI's names were looked for in."""
+    return f"format: sharegpt, columns: {{conversations: {place.partition('[')[0]}}}"
 
 
 def _role(value: object, place: str, dialect: Dialect) -> str:
@@ -166,7 +176,7 @@ def _role(value: object, place: str, dialect: Dialect) -> str:
     role = string(value, place)
     reason = f'"{place}" is "{role[:40]}"; the roles are {", ".join(dialect.roles)}'
     if role in _SHAREGPT_ROLES:
-        reason += ", and ShareGPT's with format: sharegpt, columns: {conversations: …}"
+        reason += f"; ShareGPT's are read with {_as_sharegpt(place)}"
     raise BadRowError(reason)
 
 
@@ -202,17 +212,13 @@ def _part(value: object, place: str) -> str:
     part = mapping(value, place, "an object with type and text")
     what = string(part.get("type"), f"{place}.type")
     if what != "text":
-        raise BadRowError(
-            f'"{place}" is a part of type "{what[:40]}"; {_medium(what)} parts are not trained on'
-        )
+        medium = next((name for name in ("image", "audio", "video", "file") if name in what), None)
+        rule = f"{medium} parts are not trained on" if medium else "only text parts are read"
+        raise BadRowError(f'"{place}" is a part of type "{what[:40]}"; {rule}')
     unknown = [key for key, one in part.items() if key not in ("type", "text") and not is_empty(one)]
     if unknown:
         raise BadRowError(f'"{place}" has {listed(unknown)}; a part of type text has type and text')
     return string(part.get("text"), f"{place}.text")
-
-
-def _medium(what: str) -> str:
-    return next((name for name in ("image", "audio", "video", "file") if name in what), "such")
 
 
 def _trained(said: Mapping[str, Any], place: str) -> bool | None:
@@ -224,13 +230,11 @@ def _trained(said: Mapping[str, Any], place: str) -> bool | None:
     if not given:
         return None
     key, value = given[0], said[given[0]]
-    if key == "weight":
-        if isinstance(value, bool) or value not in (0, 1):
-            shown = value if isinstance(value, (int, float)) and not isinstance(value, bool) else kind(value)
-            raise BadRowError(f'"{place}.weight" is {shown}; it must be 0 or 1')
-    elif not isinstance(value, bool):
-        raise BadRowError(f'"{place}.{key}" is {kind(value)}; it must be true or false')
-    return bool(value)
+    if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
+        return bool(value)
+    shown = value if isinstance(value, (int, float)) else kind(value)
+    rule = "0 or 1" if key == "weight" else "true or false"
+    raise BadRowError(f'"{place}.{key}" is {shown}; it must be {rule}')
 
 
 # --- calls and tools --------------------------------------------------------------------------------------
@@ -272,12 +276,12 @@ def _call(value: object, place: str) -> Mapping[str, Any]:
         if outer.get("type", "function") != "function":
             what = kind(outer["type"]) if not isinstance(outer["type"], str) else outer["type"][:40]
             raise BadRowError(f'"{place}.type" is {what}; only calls of type function are read')
-        _only(outer, ("id", "type", "function"), place)
+        only(outer, ("id", "type", "function"), place)
         inner_place = f"{place}.function"
         inner = dict(mapping(outer["function"], inner_place, "an object with name and arguments"))
     else:
         inner, inner_place = {key: one for key, one in call.items() if key not in ("id", "type")}, place
-    _only(inner, ("name", "arguments"), inner_place)
+    only(inner, ("name", "arguments"), inner_place)
     for key in ("name", "arguments"):
         if inner.get(key) is None:
             raise BadRowError(
@@ -291,12 +295,6 @@ def _call(value: object, place: str) -> Mapping[str, Any]:
         },
     }
     return {"id": string(outer["id"], f"{place}.id"), **made} if "id" in outer else made
-
-
-def _only(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
-    unknown = [key for key, one in value.items() if key not in keys and not is_empty(one)]
-    if unknown:
-        raise BadRowError(f'"{place}" has {listed(unknown)}; it has {", ".join(keys)}')
 
 
 def _arguments(value: object, place: str) -> Any:
@@ -332,16 +330,20 @@ def _check_order(talk: Sequence[Turn]) -> None:
     before: Message | None = None  # the last message that is not a tool's
     for i, (place, message, _) in enumerate(talk):
         role = message["role"]
+        if role == "tool":
+            _check_result(message, before, place)
+            continue
         if role == "system" and i > 0:
             raise BadRowError(f'"{place}" is a system message; it must be the first one')
-        if role != "tool":
-            before = message
-            continue
-        if before is None or before["role"] != "assistant":
-            raise BadRowError(f'"{place}" is a tool\'s result, and no assistant turn before it calls a tool')
-        ids = {call.get("id") for call in before.get("tool_calls", ())}
-        own = message.get("tool_call_id")
-        if own is not None and ids and None not in ids and own not in ids:
-            raise BadRowError(
-                f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it are {listed(sorted(ids))}'
-            )
+        before = message
+
+
+def _check_result(message: Message, before: Message | None, place: str) -> None:
+    if before is None or before["role"] != "assistant":
+        raise BadRowError(f'"{place}" is a tool\'s result, and no assistant turn before it calls a tool')
+    ids = {call.get("id") for call in before.get("tool_calls", ())}
+    own = message.get("tool_call_id")
+    if own is not None and ids and None not in ids and own not in ids:
+        raise BadRowError(
+            f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it are {listed(sorted(ids))}'
+        )

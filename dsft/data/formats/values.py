@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fields:
     """A row under our names. A column that `columns` takes from elsewhere never stands for itself."""
 
@@ -27,32 +27,39 @@ class Fields:
         return self.columns.get(key, key)
 
     def has(self, key: str) -> bool:
-        return self.name(key) in self.row
+        return self.columns.get(key, key) in self.row
 
     def string(self, key: str) -> str:
-        return string(self.get(key), self.name(key))
+        name = self.columns.get(key, key)
+        return string(self.row.get(name), name)
 
     def optional(self, key: str) -> str:
         """A string; empty where the row has none."""
-        value = self.get(key)
-        return "" if value is None else string(value, self.name(key))
+        name = self.columns.get(key, key)
+        value = self.row.get(name)
+        return "" if value is None else string(value, name)
 
 
 def string(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise BadRowError(f'"{place}" is {kind(value)}; it must be a string')
-    if not value.isascii():
-        _check_encodable(value, place)
-    return value
+    if is_text(value):
+        return value
+    half = next(i for i, letter in enumerate(value) if "\ud800" <= letter <= "\udfff")
+    raise BadRowError(f'"{place}" holds half of a surrogate pair at character {half + 1}, which is no text')
 
 
-def _check_encodable(value: str, place: str) -> None:
+def is_text(value: object) -> bool:
+    """A string that UTF-8 can write, which half of a surrogate pair is not."""
+    if not isinstance(value, str):
+        return False
+    if value.isascii():
+        return True
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRowError(
-            f'"{place}" holds half of a surrogate pair at character {error.start + 1}, which is no text'
-        ) from None
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain(value: object, place: str) -> Any:
@@ -88,6 +95,13 @@ def mapping(value: object, place: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BadRowError(f'"{place}" is {kind(value)}; it must be {what}')
     return value
+
+
+def only(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
+    """Raises BadRowError for keys besides these that say something."""
+    unknown = [key for key, one in value.items() if key not in keys and not is_empty(one)]
+    if unknown:
+        raise BadRowError(f'"{place}" has {listed(unknown)}; it may have {", ".join(keys)}')
 
 
 def is_empty(value: object) -> bool:
