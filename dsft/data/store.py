@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -87,7 +87,10 @@ def tokenised(
     blank_lines = 0
     for file in data_files(source):
         notes += file_notes(file)
-        lines = [line for block in blocks(file) for line in read_block(block)]
+        lines: list[Line] = []
+        for block in blocks(file):
+            before = lines[-1].number if lines else 0
+            lines += [replace(line, number=before + line.number) for line in read_block(block)]
         blank_lines += sum(line.row is None and line.mistake is None for line in lines)
         mistakes = [(line.number, line.mistake) for line in lines if line.mistake is not None]
         with_rows = [line for line in lines if line.row is not None]

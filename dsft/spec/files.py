@@ -14,8 +14,9 @@ from typing import Any
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 from dsft.spec.document import Path, shown
 from dsft.spec.finding import Finding
+from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
-from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX, kind_of
+from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX, hub_data
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
@@ -30,21 +31,13 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
             yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
         elif name in BUILTIN and spec.task != "sft":
             yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
-        elif any(character in name for character in "*?"):
-            yield Finding(
-                path,
-                f"{shown(name)} is a pattern, which is not built yet; name each file as an item of the list",
-            )
-        elif not name.startswith(BUILTIN_PREFIX) and kind_of(name) not in ("jsonl", "json"):
-            message = f"{shown(name)} is neither .jsonl nor .json; other files are not built yet, convert it"
-            yield Finding(path, message)
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:
     """What is not there, or is of the wrong kind."""
     for path, source in _sources(spec):
         if not source.path.startswith(BUILTIN_PREFIX):
-            yield from _file(path, source.path)
+            yield from _data(path, source.path)
     if spec.data.chat_template is not None:
         yield from _chat_template(spec.data.chat_template, spec)
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
@@ -84,6 +77,17 @@ def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
             yield ("data", part, index, "path"), source
 
 
+def _data(path: Path, name: str) -> Iterator[Finding]:
+    """A hub id is not looked up."""
+    try:
+        is_here = local_files(name) is not None
+    except NoDataFileError as error:
+        yield Finding(path, f"{shown(name)}: {error}")
+        return
+    if not is_here and hub_data(name) is None:
+        yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
+
+
 def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
     """One of ours, a file, or one of several that the tokenizer has; what a hub id has is not known here."""
     folder = spec.model.tokenizer or spec.model.name_or_path
@@ -114,7 +118,7 @@ def _templates_in(folder: str) -> set[str]:
     return names
 
 
-def _file(path: Path, name: str, files: str = "each file in it") -> Iterator[Finding]:
+def _file(path: Path, name: str, files: str) -> Iterator[Finding]:
     if _is_folder(FilePath(name)):
         yield Finding(path, f"{shown(name)} is a folder, a file is needed; name {files}")
     elif not _is_file(FilePath(name)):

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsft.data import builtin
+from dsft.data.read.columns import arrow_rows, arrow_starts, parquet_rows, parquet_starts
+from dsft.data.read.csv_rows import csv_rows
+from dsft.data.read.hub import hub_files
 from dsft.data.read.json_rows import is_list, json_lines, json_list
-from dsft.data.read.lines import BYTE_ORDER_MARK, cuts, first_bytes, lines
+from dsft.data.read.lines import BYTE_ORDER_MARK, cuts, first_bytes, is_blank, lines
 from dsft.data.rows import Line
 from dsft.errors import MissingInputError
-from dsft.spec.sources import BUILTIN_PREFIX, kind_of
+from dsft.spec.listing import NoDataFileError, local_files
+from dsft.spec.sources import BUILTIN_PREFIX, hub_data, kind_of
 
 
 class Source(Protocol):
@@ -68,27 +72,31 @@ def data_files(source: Source) -> tuple[DataFile, ...]:
     name = str(source.path)
     if name.startswith(BUILTIN_PREFIX):
         return (DataFile(name),)
-    path = Path(name)
-    if not path.exists():
+    try:
+        found = local_files(name)
+    except NoDataFileError as error:
+        raise MissingInputError(f"data {name}: {error}") from error
+    hub = hub_data(name)
+    if found is not None:
+        paths, notes = found
+        files = [DataFile(str(path), str(path), kind_of(path.name) or "") for path in paths]
+    elif hub is not None:
+        paths, notes = hub_files(name, hub)
+        files = [DataFile(f"{hub.id}/{path.name}", str(path), "arrow") for path in paths]
+    else:
         raise MissingInputError(
             f"data {name}: there is no such file; paths are relative to the working folder"
         )
-    if not path.is_file():
-        raise MissingInputError(f"data {name}: this is a folder; name the files in it one by one")
-    return (_data_file(path),)
+    return (replace(files[0], notes=tuple(notes)), *files[1:])
 
 
 def blocks(file: DataFile) -> tuple[Block, ...]:
     """The same ones for the same content, found without reading it all. Raises MissingInputError where the
     file cannot be read."""
-    path = Path(file.path)
     with readable(file):
-        if file.kind in ("jsonl", "text", "json") and not file.is_compressed:
-            if file.kind != "json" or not is_list(path):
-                starts: list[int | None] = [*cuts(path), None]
-                pairs = zip(starts, starts[1:], strict=False)
-                return tuple(Block(file, i, start or 0, stop) for i, (start, stop) in enumerate(pairs))
-    return (Block(file),)
+        starts: list[int | None] = [*_starts(file), None]
+    pairs = zip(starts, starts[1:], strict=False)
+    return tuple(Block(file, i, start or 0, stop) for i, (start, stop) in enumerate(pairs))
 
 
 def read_block(block: Block) -> Iterator[Line]:
@@ -109,13 +117,15 @@ def file_notes(file: DataFile) -> tuple[str, ...]:
     return (*file.notes, f"{file.name}: a byte order mark at the start was skipped")
 
 
-def _data_file(path: Path) -> DataFile:
-    kind = kind_of(path.name)
-    if kind is None or kind not in _READ:
-        raise MissingInputError(
-            f"data {path}: {path.suffix or 'no ending'} is not read; give a .jsonl or .json file"
-        )
-    return DataFile(str(path), str(path), kind)
+def _starts(file: DataFile) -> list[int]:
+    """Of its blocks, in bytes, row groups or record batches."""
+    path = Path(file.path)
+    if file.kind == "parquet":
+        return parquet_starts(path)
+    if file.kind == "arrow":
+        return arrow_starts(path)
+    has_lines = file.kind in ("jsonl", "text") or (file.kind == "json" and not is_list(path))
+    return cuts(path) if has_lines and not file.is_compressed else [0]
 
 
 def _texts(block: Block) -> Iterator[tuple[str, str | None]]:
@@ -133,8 +143,8 @@ def _json(block: Block) -> Iterator[Line]:
 def _text(block: Block) -> Iterator[Line]:
     """Each line that is not blank is a row."""
     for number, (text, mistake) in enumerate(_texts(block), start=1):
-        row = {"text": text.removesuffix("\r")} if text else None
-        yield Line(number, row, mistake)
+        is_row = mistake is None and not is_blank(text)
+        yield Line(number, {"text": text.removesuffix("\r")} if is_row else None, mistake)
 
 
 def _builtin(block: Block) -> Iterator[Line]:
@@ -152,4 +162,8 @@ _READ: Mapping[str, Callable[[Block], Iterator[Line]]] = {
     "jsonl": lambda block: json_lines(_texts(block)),
     "json": _json,
     "text": _text,
+    "csv": lambda block: csv_rows(_texts(block), ","),
+    "tsv": lambda block: csv_rows(_texts(block), "\t"),
+    "parquet": lambda block: parquet_rows(Path(block.file.path), block.start, block.stop),
+    "arrow": lambda block: arrow_rows(Path(block.file.path), block.start, block.stop),
 }

@@ -24,6 +24,7 @@ from dsft.data.read.lines import (
     TOO_LONG,
     damaged,
     first_bytes,
+    is_blank,
     open_bytes,
     text_mistakes,
 )
@@ -39,7 +40,7 @@ def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
     """One object a line, of `lines`."""
     decoder = _Decoder()
     for number, (text, mistake) in enumerate(texts, start=1):
-        if mistake is not None or not text:
+        if mistake is not None or is_blank(text):
             yield Line(number, mistake=mistake)
         else:
             yield _json_line(decoder, number, text)

@@ -21,6 +21,7 @@ TOO_LONG = f"{{}}, and a row may have {MAX_LINE:,}; make several rows of it"
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a compressed file raises where it is cut off, altered or of another kind."""
 _CHUNK = 1 << 20
+_BLANK = " \t\n\r\v\f"
 
 
 def open_bytes(path: Path, *, compressed: bool) -> IO[bytes]:
@@ -57,8 +58,8 @@ def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
 def lines(
     path: Path, start: int = 0, stop: int | None = None, *, compressed: bool = False
 ) -> Iterator[tuple[str, str | None]]:
-    """(text, None) of each line, without its line break and "" for a blank one; ("", reason) for one that is
-    no text. `start` and `stop` in bytes, both at a line's start. A byte order mark is skipped."""
+    """(text, None) of each line, without its line break; (what can be read of it, reason) for one that is no
+    text. `start` and `stop` in bytes, both at a line's start. A byte order mark is skipped."""
     left = stop - start if stop is not None else None
     with open_bytes(path, compressed=compressed) as opened:
         opened.seek(start)
@@ -112,14 +113,16 @@ def damaged(error: Exception) -> str:
 
 def _text(raw: bytes) -> tuple[str, str | None]:
     raw = raw.removesuffix(b"\n")
-    if not raw.strip():
-        return "", None
-    if b"\0" in raw:
-        return "", _nul(raw)
     try:
-        return raw.decode("utf-8"), None
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return "", _not_utf8(error)
+        return raw.decode("utf-8", "replace"), _nul(raw) if b"\0" in raw else _not_utf8(error)
+    return text, _nul(raw) if b"\0" in raw else None
+
+
+def is_blank(text: str) -> bool:
+    """White space of ASCII alone, as bytes.strip() has it."""
+    return not text.strip(_BLANK)
 
 
 def _nul(raw: bytes, before: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Mapping
@@ -151,8 +152,35 @@ CASES = (
     Case("no_source", {}),
     Case("task_takes_other_rows", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "pretrain"}),
     Case("missing_file", {}, (Source("nowhere.jsonl"),), error=MissingInputError),
-    Case("folder", {"rows/a.jsonl": lines(TEXT)}, (Source("rows"),), error=MissingInputError),
-    Case("parquet", {"a.parquet": b"PAR1"}, error=MissingInputError),
+    Case("missing_in_a_folder", {"a/b.txt": b""}, (Source("a/train"),), error=MissingInputError),
+    Case("other_ending", {"a.xlsx": b"PK"}, error=MissingInputError),
+    Case("folder_without_data", {"a/b.md": b"", "a/.c.jsonl": b""}, (Source("a"),), error=MissingInputError),
+    Case("pattern_of_nothing", {}, (Source("a/*.jsonl"),), error=MissingInputError),
+    Case("pattern_without_data", {"a/b.md": b""}, (Source("a/*"),), error=MissingInputError),
+    Case(
+        "saved_splits",
+        {f"a/{name}": b"{}" for name in ("dataset_dict.json", "test/state.json", "train/state.json")},
+        (Source("a"),),
+        error=MissingInputError,
+    ),
+    Case(
+        "saved_without_file",
+        {"a/dataset_info.json": b"{}", "a/state.json": b'{"_data_files": [{"filename": "data.arrow"}]}'},
+        (Source("a"),),
+        error=MissingInputError,
+    ),
+    Case("parquet_damaged", {"a.parquet": b"PAR1"}),
+    Case("arrow_damaged", {"a.arrow": b"ARROW1"}),
+    Case("gzip_damaged", {"a.jsonl.gz": gzip.compress(lines(TEXT))[:-4], "b.json.gz": b"[]"}),
+    Case(
+        "csv",
+        {
+            "a.csv": b'id,text\n1,good\n2\n3,a,b\n\n4,"two\nlines"\n5,"x"y\n6,\xff\n7,"not closed\n',
+            "b.csv": b"text,text\na,b\n",
+            "c.tsv": b"text\t\na\tb\n",
+        },
+    ),
+    Case("long_line", {"a.jsonl": lines(TEXT, {"text": "x" * (64 << 20)}, {"text": 1})}),
     Case("builtin_unknown", {}, (Source("builtin:slowstart"),), error=MissingInputError),
     Case(
         "too_long",
@@ -191,7 +219,7 @@ CASES = (
 def message(case: Case) -> str:
     """What a user reads. The files lie in the working folder."""
     for name, content in case.files.items():
-        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content)
     tokenizer = byte_level_tokenizer()
     if case.template != "own":

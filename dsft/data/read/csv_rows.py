@@ -1,0 +1,82 @@
+"""CSV and TSV files, read strictly: a header, and rows of as many fields (RFC 4180, and tabs for commas).
+
+Takes lines of a file. Gives every row with the line it starts on, its values as strings, and every mistake.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+
+from dsft.data.read.lines import MAX_LINE
+from dsft.data.rows import Line
+
+_FURTHER = "; the file is not read further"
+
+
+def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterator[Line]:
+    """Of `lines`. A quoted field may hold line breaks; a row is where it starts."""
+    csv.field_size_limit(MAX_LINE)  # of the process: the module has no other
+    header: list[str] | None = None
+    for number, fields, mistake in _records(texts, delimiter):
+        if mistake is None and len(fields) < 2 and not "".join(fields).strip():
+            yield Line(number)
+        elif header is None:
+            mistake = mistake or _header_mistake(fields)
+            if mistake is not None:
+                yield Line(number, mistake=f"{mistake.removesuffix(_FURTHER)}{_FURTHER}")
+                return
+            header = fields
+        elif mistake is not None:
+            yield Line(number, mistake=mistake)
+        elif len(fields) != len(header):
+            hint = "quote a field that holds a delimiter or a line break"
+            has = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
+            yield Line(number, mistake=f"{has}, and the header has {len(header)}; {hint}")
+        else:
+            yield Line(number, dict(zip(header, fields, strict=True)))
+
+
+def _records(
+    texts: Iterable[tuple[str, str | None]], delimiter: str
+) -> Iterator[tuple[int, list[str], str | None]]:
+    """(line, fields, mistake), the line being the one that the record starts on."""
+    bad: list[str] = []
+
+    def with_line_breaks() -> Iterator[str]:
+        for text, mistake in texts:
+            if mistake is not None:
+                bad.append(mistake)
+            yield text + "\n"
+
+    reader = csv.reader(with_line_breaks(), delimiter=delimiter, strict=True)
+    while True:
+        number, fields, reason = reader.line_num + 1, [], None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            reason = _syntax(error)
+        yield number, fields, bad[0] if bad else reason
+        if reason is not None and reason.endswith(_FURTHER):
+            return
+        bad.clear()
+
+
+def _syntax(error: csv.Error) -> str:
+    said = str(error)
+    if said == "unexpected end of data":
+        return "cut off: a quote that is opened here is not closed"
+    if said.startswith("field larger"):
+        return f"a field has over {MAX_LINE:,} characters, or its quote is not closed{_FURTHER}"
+    return f"not CSV: {said}"
+
+
+def _header_mistake(names: Sequence[str]) -> str | None:
+    for position, name in enumerate(names, start=1):
+        if not name.strip():
+            return f"column {position} of the header has no name"
+        if name in names[: position - 1]:
+            return f'the header has the column "{name}" twice'
+    return None

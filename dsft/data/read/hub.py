@@ -1,0 +1,47 @@
+"""Data sets of the hub: loaded by `datasets`, which is imported here alone, into Arrow files of its cache.
+
+Takes a hub id. Gives the paths of the files, and which revision they are of. Asks the network where the cache
+has it not. No code of the repository is run: `datasets` has none of that since version 4.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from dsft.errors import MissingInputError
+from dsft.spec.sources import HubData
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
+    """Raises MissingInputError where it cannot be had, or holds no row."""
+    import datasets
+
+    try:
+        data = datasets.load_dataset(hub.id, hub.subset, split=hub.split, revision=hub.revision)
+    except Exception as error:  # of many libraries: no connection, no such id, split or subset, no rights
+        raise MissingInputError(_refusal(name, error)) from error
+    files = [Path(entry["filename"]) for entry in data.cache_files]
+    if not files:
+        raise MissingInputError(f"data {name}: the split {hub.split} of {hub.id} holds no row; name another")
+    commits = [part for part in files[0].parts if _COMMIT.fullmatch(part)]
+    revision = commits[-1] if commits else "not known"
+    note = f"{name}: from the hub, split {hub.split}, revision {revision}, {len(data):,} rows"
+    return files, [note]
+
+
+def _refusal(name: str, error: Exception) -> str:
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    offline = [
+        key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key, "0") not in ("", "0")
+    ]
+    if offline:
+        way_out = f"unset {offline[0]}, or load it once into this machine's cache"
+    else:
+        way_out = (
+            "correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what is private"
+        )
+    return f"data {name}: neither here nor to be had from the hub ({said}); {way_out}"

@@ -1,0 +1,111 @@
+"""The data files of a folder, of a pattern, and of a data set saved by `datasets`.
+
+Takes a name that the spec gives. Gives paths, in the order in which they are read, and notes. Lists folders,
+and reads what a saved data set says of itself.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dsft.spec.sources import READ, hub_data, is_pattern, kind_of
+
+_SAVED = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
+"""What `datasets` writes beside the rows."""
+_SHOWN = 5
+
+
+class NoDataFileError(Exception):
+    """Why a name gives no data file, and the way out; whoever catches it says the name before it."""
+
+
+def local_files(name: str) -> tuple[list[Path], list[str]] | None:
+    """The data files of a file's, folder's or pattern's name, at least one, and what is to be said of them.
+    None where there is nothing of this name. Raises NoDataFileError."""
+    if os.path.isfile(name):
+        if kind_of(name) is None:
+            raise NoDataFileError(f"{Path(name).suffix or 'no ending'} is not read; what is read is {READ}")
+        return [Path(name)], []
+    if os.path.isdir(name):
+        return _folder(name)
+    if is_pattern(name):
+        return _pattern(name)
+    first = Path(name).parts[0]
+    if hub_data(name) is not None and os.path.isdir(first):
+        raise NoDataFileError(
+            f"does not exist, and is no hub id, as {first} is a folder here; correct the path"
+        )
+    return None
+
+
+def _folder(name: str) -> tuple[list[Path], list[str]]:
+    """Those of the folders in it as well, sorted by name; of a saved data set the files that it names."""
+    folder = Path(name)
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json")) or ["train"]
+        raise NoDataFileError(
+            f"a saved data set of splits ({', '.join(splits)}); name one, such as {folder / splits[0]}"
+        )
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _saved(folder), [f"{name}: a data set saved by datasets"]
+    return _data_files(name, _walk(folder), "a folder")
+
+
+def _pattern(name: str) -> tuple[list[Path], list[str]]:
+    """What *, ?, [] and ** match, sorted by name."""
+    found = [Path(path) for path in glob.glob(name, recursive=True)]
+    if not found:
+        from_here = "" if os.path.isabs(name) else " (looked for in the folder the command runs in)"
+        raise NoDataFileError(f"the pattern matches nothing{from_here}; correct it")
+    return _data_files(name, (path for path in found if not path.is_dir()), "a pattern")
+
+
+def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path], list[str]]:
+    files: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(paths, key=lambda path: path.parts):
+        is_read = kind_of(path.name) is not None and path.name not in _SAVED and path.name[0] != "."
+        (files if is_read else others).append(path)
+    if not files:
+        has = f", it has {_shown(others)}" if others else ""
+        raise NoDataFileError(f"{what} without a data file{has}; what is read is {READ}")
+    notes = [f"{name}: {len(files)} {'file' if len(files) == 1 else 'files'}: {_shown(files)}"]
+    if others:
+        notes.append(f"{name}: not read, since they are no data files: {_shown(others)}")
+    return files, notes
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file, and every hidden folder as one, which is not gone into. Links to folders are followed, each
+    folder once."""
+    seen: set[str] = set()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        place = os.path.realpath(root)
+        if place in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        yield from (Path(root, name) for name in (*files, *folders) if name in files or name[0] == ".")
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+
+
+def _saved(folder: Path) -> list[Path]:
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise NoDataFileError("a saved data set whose state.json names no files; save it again") from None
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        lacks = ", ".join(missing) or "all files"
+        raise NoDataFileError(f"a saved data set that lacks {lacks}; save it again")
+    return files
+
+
+def _shown(paths: list[Path]) -> str:
+    rest = len(paths) - _SHOWN
+    return ", ".join(path.name for path in paths[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
