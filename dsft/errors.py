@@ -7,7 +7,7 @@ DsftError                 70  an internal fault
 ├── WorldError            69  processes, hosts or devices other than promised
 ├── LockedError           73  the run's folder is used by another job, or holds another run
 ├── OutOfMemoryError      71  a micro-batch that does not fit into memory
-├── StorageError          74  a disk that is full or cannot be written
+├── StorageError          74  a disk that is full, cannot be written, or gives back other bytes
 ├── CheckpointError       76  a checkpoint that is torn, altered or of another run
 └── NonFiniteError        78  gradients that stay infinite or not a number
 
@@ -86,6 +86,12 @@ class LockedError(DsftError):
 
 class StorageError(DsftError):
     exit_code = 74
+
+
+class DamagedDataError(StorageError):
+    """Raised by the rank that read the damaged bytes."""
+
+    of_one_rank = True
 
 
 class CheckpointError(DsftError):

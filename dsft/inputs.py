@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset, load_dataset
 from dsft.data.longest import longest_micro_batch
+from dsft.data.store import Cache, Pace, cache_folder
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
@@ -63,6 +64,8 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
+    cache = Cache(cache_folder(spec), spec.data.num_workers, say)
+
     def read(what: str, sources: Sequence[Source]) -> Dataset:
         data = spec.data
         dataset = load_dataset(
@@ -72,9 +75,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
             max_length=data.max_length,
             train_on=data.train_on,
             on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
-            progress=every_ten_seconds(
-                lambda done, rows: say(f"{what}: {done:,} of {rows:,} rows are tokens")
-            ),
+            cache=replace(cache, progress=every_ten_seconds(partial(_tell, say, what))),
         )
         for line in (*dataset.notes, dataset.ledger.text()):
             say(f"{what}: {line}")
@@ -87,14 +88,18 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
     return Inputs(tokenizer, facts, rows, config, files, read("data.train", spec.data.train), held_out)
 
 
-def every_ten_seconds(tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+def _tell(say: Callable[[str], None], what: str, pace: Pace) -> None:
+    say(f"{what}: {pace.rows:,} rows are tokens, {pace.done} of {pace.blocks} blocks are made")
+
+
+def every_ten_seconds(tell: Callable[[Pace], None]) -> Callable[[Pace], None]:
     told = time.monotonic()
 
-    def now_and_then(done: int, total: int) -> None:
+    def now_and_then(pace: Pace) -> None:
         nonlocal told
         if time.monotonic() - told >= 10:
             told = time.monotonic()
-            tell(done, total)
+            tell(pace)
 
     return now_and_then
 

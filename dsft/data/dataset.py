@@ -6,7 +6,7 @@ Takes the spec's sources and a tokenizer. Gives a Dataset. Reads the data files.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dsft.data.masks import TrainOn
 from dsft.data.render import Renderer
 from dsft.data.rows import data_error
-from dsft.data.store import Source, tokenised
+from dsft.data.store import IN_MEMORY, Cache, Source, tokenised
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -139,18 +139,18 @@ def load_dataset(
     max_length: int,
     on_too_long: OnTooLong,
     train_on: TrainOn = "assistant",
-    progress: Callable[[int, int], None] | None = None,
+    cache: Cache = IN_MEMORY,
 ) -> Dataset:
     """Read, check, render and cut all rows.
 
-    `max_length` in tokens; `progress` is called with (rows tokenised, rows in all). Raises MissingInputError
-    for a file that is not there, and DataError with every bad row, or where nothing is left to train on.
+    `max_length` in tokens. Raises MissingInputError for a file that is not there, and DataError with every
+    bad row, or where nothing is left to train on.
     """
     if on_too_long in ("split", "fill") and task != "pretrain":
         rule = f"{on_too_long} is for pretraining, and the task is {task}; use error, drop or truncate"
         raise DataError("too long rows cannot be cut so:", [Problem("data.on_too_long", rule)])
     renderer = Renderer(tokenizer, train_on=train_on)
-    read = [tokenised(source, renderer, task=task, progress=progress) for source in sources]
+    read = [tokenised(source, renderer, task=task, cache=cache) for source in sources]
     bad = [Problem(*problem) for part in read for problem in part.account.bad]
     if bad:
         raise data_error(bad, "mistake in the data", "mistakes in the data")

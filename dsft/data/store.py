@@ -1,26 +1,55 @@
-"""The tokens of a source's rows.
+"""The tokens of a source's rows: made once, kept on the disk, read where they lie.
 
-Takes a source and a renderer. Gives TokenRows. Reads the source's files.
+Takes a source, a renderer and where to keep what is made. Gives TokenRows. Reads the source's files; writes
+a folder per file below the cache's, named by all that decides its content. Of several processes, on any host,
+that need the same rows at once, one makes them and the others wait for its lock: no collective is held.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from dsft.data import formats
+from dsft.data.block import (
+    LAYOUT,
+    TEMPORARY,
+    DamagedBlockError,
+    Found,
+    TokenBlock,
+    open_block,
+    parse,
+    reopen_block,
+)
+from dsft.data.build import MAX_BAD, Job, Makers, cores, make_bytes
 from dsft.data.read import files
-from dsft.data.read.files import blocks, data_files, file_notes, read_block
+from dsft.data.read.digest import file_digest
+from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
 from dsft.data.render import Renderer
-from dsft.data.rows import Account, BadRowError, Line, Rendered, Row
+from dsft.data.rows import Account, BadRowError, Line, Rendered
+from dsft.errors import DamagedDataError, DataError, Problem, StorageError
+from dsft.spec.schema import Spec
 
-_LOOKED_AT = 100  # first lines of a file, by which its format is known
+_LOOKED_AT = 100  # first rows of a file, by which its format is known
+_SMALL = 8 << 20  # bytes of data that are not worth a worker's start
+_FILES_AT_ONCE = 64  # whose locks are held together: each takes a descriptor
+_MAPPED = 16  # blocks of about 16 MB whose tokens are mapped at a time
+_WAIT_SECONDS = 10.0
+_DIGESTS = "digests"
 
 
 class Source(files.Source, formats.Source, Protocol):
@@ -28,109 +57,412 @@ class Source(files.Source, formats.Source, Protocol):
 
 
 @dataclass(frozen=True)
-class InMemory:
-    """Rows that were just read."""
+class Pace:
+    """How far the making of a source's tokens is. blocks, done: of those that were not there."""
+
+    done: int
+    blocks: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where tokens are kept, and who makes them.
+
+    folder       None: in memory, made by this process
+    num_workers  processes; None: one a core
+    say          is called with a sentence for each thing that takes time or was not as it should be
+    progress     is called while tokens are made
+    """
+
+    folder: Path | None = None
+    num_workers: int | None = 0
+    say: Callable[[str], None] = field(default=lambda text: None)
+    progress: Callable[[Pace], None] = field(default=lambda pace: None)
+
+
+IN_MEMORY = Cache()
+
+
+def cache_folder(spec: Spec) -> Path:
+    """Where a spec's tokens are kept."""
+    return Path(spec.data.cache_dir) if spec.data.cache_dir else Path(spec.output_dir, ".cache", "data")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """TokenRows over blocks. starts: (blocks + 1,) the first row of each, and how many there are; names and
+    first_lines: each block's file, and its lines before the block; places: the file of each block's tokens,
+    or the block itself where it is in memory."""
 
     account: Account
-    rows: tuple[tuple[str, Rendered], ...]
+    lengths: NDArray[np.int64]
+    trained: NDArray[np.int64]
+    ended: NDArray[np.bool_]
     content: NDArray[np.uint64]
     desirable: NDArray[np.bool_]
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(row.input_ids) for _, row in self.rows], dtype=np.int64)
-
-    @cached_property
-    def trained(self) -> NDArray[np.int64]:
-        return np.array([np.count_nonzero(row.trained[1:]) for _, row in self.rows], dtype=np.int64)
-
-    @cached_property
-    def ended(self) -> NDArray[np.bool_]:
-        return np.array([row.ended for _, row in self.rows], dtype=np.bool_)
-
-    @cached_property
-    def digest(self) -> str:
-        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
-        for _, row in self.rows:
-            digest.update(row.input_ids.astype("<i4").tobytes())
-            digest.update(row.trained.tobytes())
-        return digest.hexdigest()
+    digest: str
+    starts: NDArray[np.int64]
+    names: tuple[str, ...]
+    first_lines: tuple[int, ...]
+    places: tuple[Path | TokenBlock, ...]
 
     def source(self, row: int) -> str:
-        return self.rows[row][0]
+        which, block, inside = self._find(row)
+        return f"{self.names[which]}:{self.first_lines[which] + block.line(inside)}"
 
     def spans(self, row: int) -> NDArray[np.int64]:
-        trained = np.concatenate([[False], self.rows[row][1].trained, [False]])
-        return np.flatnonzero(np.diff(trained.astype(np.int8))).reshape(-1, 2)
+        _, block, inside = self._find(row)
+        return block.spans(inside)
 
     def read(self, row: int) -> Rendered:
-        return self.rows[row][1]
+        """Raises DamagedDataError where the disk does not give back what was written; the block's file is
+        removed then, and made anew by the next start."""
+        which, block, inside = self._find(row)
+        try:
+            return block.read(inside)
+        except DamagedBlockError as error:
+            raise self._damaged(which, error) from None
+
+    def _find(self, row: int) -> tuple[int, TokenBlock, int]:
+        which = int(np.searchsorted(self.starts, row, side="right")) - 1
+        place = self.places[which]
+        if isinstance(place, TokenBlock):
+            return which, place, row - int(self.starts[which])
+        try:
+            return which, _reopened(place), row - int(self.starts[which])
+        except (DamagedBlockError, OSError) as error:
+            raise self._damaged(which, error) from None
+
+    def _damaged(self, which: int, error: DamagedBlockError | OSError) -> DamagedDataError:
+        path = self.places[which]
+        assert isinstance(path, Path), "what is in memory is not damaged"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        _reopened.cache_clear()
+        return DamagedDataError(
+            f"{path}: {reason}; the file, made of {self.names[which]}, is removed and will be made anew: "
+            "start again, and look at the disk's health if it happens again."
+        )
+
+
+@lru_cache(maxsize=_MAPPED)
+def _reopened(path: Path) -> TokenBlock:
+    return reopen_block(path)
 
 
 def tokenised(
-    source: Source,
-    renderer: Renderer,
-    *,
-    task: str,
-    progress: Callable[[int, int], None] | None = None,
-) -> InMemory:
-    """Every row of the source. `progress` is called with (rows that are tokens, rows in all).
+    source: Source, renderer: Renderer, *, task: str, cache: Cache = IN_MEMORY, max_rows: int | None = None
+) -> StoredRows:
+    """Every row of the source, or the first `max_rows` of them. What is in the cache is taken from there.
 
-    Raises MissingInputError for a file that is not there. Bad rows stand in the account.
+    Raises MissingInputError for a file that is not there, StorageError where the cache cannot be written, and
+    WorldError where a worker is killed. Bad rows stand in the account.
     """
-    rows: list[tuple[str, Rendered]] = []
-    bad: list[tuple[str, str]] = []
-    notes: list[str] = []
-    content: list[int] = []
-    desirable: list[bool] = []
-    chosen: list[tuple[str, str, str]] = []
-    blank_lines = 0
-    for file in data_files(source):
-        notes += file_notes(file)
-        lines: list[Line] = []
-        for block in blocks(file):
-            before = lines[-1].number if lines else 0
-            lines += [replace(line, number=before + line.number) for line in read_block(block)]
-        blank_lines += sum(line.row is None and line.mistake is None for line in lines)
-        mistakes = [(line.number, line.mistake) for line in lines if line.mistake is not None]
-        with_rows = [line for line in lines if line.row is not None]
-        if with_rows:
-            try:
-                found = formats.choose(source, with_rows[:_LOOKED_AT], task)
-                notes.append(f"{file.name}: {found.reason}")
-                chosen.append((file.name, found.name, found.reason))
-                meant = _converted(with_rows, found, mistakes)
-            except BadRowError as error:
-                mistakes.append((with_rows[0].number, str(error)))
-                meant = []
+    read = [_look_at(file, source, task) for file in data_files(source)]
+    wanted = [job for look in read for job in _jobs(look, renderer, cache)]
+    opened: list[tuple[Job, _Index]] = []
+    with closing(_Store(renderer, cache)) as store:
+        for some in _waves(wanted, store.num_workers if max_rows is not None else None):
+            opened += zip(some, store.open(some), strict=True)
+            if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
+                break
+    return _joined(read, opened, max_rows)
+
+
+# --- what a file is read as -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a file's first rows say. format: None where they have none; found: what was met on the way."""
+
+    file: DataFile
+    has_rows: bool
+    format: formats.Format | None
+    found: Found
+
+
+def _look_at(file: DataFile, source: Source, task: str) -> _Look:
+    """By its first rows. The files of a source are read for them at every start."""
+    rows: list[Line] = []
+    mistakes: list[tuple[int, str]] = []
+    blank = bad = 0
+    for line in _lines(file):
+        if line.row is not None:
+            rows.append(line)
+        elif line.mistake is None:
+            blank += 1
         else:
-            notes.append(f"{file.name}: holds no row")
-            meant = []
-        samples = [(number, row, sample) for number, row in meant for sample in row.samples]
-        for (number, row, _), rendered in zip(
-            samples, renderer.render([sample for _, _, sample in samples]), strict=True
-        ):
-            if isinstance(rendered, str):
-                mistakes.append((number, rendered))
-            else:
-                rows.append((f"{file.name}:{number}", rendered))
-                content.append(formats.content_hash(row))
-                desirable.append(row.label is not False)
-        bad += [(f"{file.name}:{number}", reason) for number, reason in sorted(mistakes)]
-        if progress is not None:
-            progress(len(rows), len(rows))
-    account = Account(blank_lines, len(bad), tuple(bad), tuple(notes), tuple(chosen))
-    hashes, labels = np.array(content, dtype=np.uint64), np.array(desirable, dtype=np.bool_)
-    return InMemory(account, tuple(rows), hashes, labels)
+            bad += 1
+            mistakes += [(line.number, line.mistake)] * (len(mistakes) < MAX_BAD)
+        if len(rows) == _LOOKED_AT:
+            break
+    try:
+        chosen = formats.choose(source, rows, task) if rows else None
+    except BadRowError as error:
+        chosen, bad = None, bad + 1
+        mistakes.append((rows[0].number, str(error)))
+    return _Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))))
 
 
-def _converted(
-    lines: list[Line], found: formats.Format, mistakes: list[tuple[int, str]]
-) -> list[tuple[int, Row]]:
-    meant = []
-    for line in lines:
-        try:
-            meant.append((line.number, formats.convert(line.row or {}, found)))
-        except BadRowError as error:
-            mistakes.append((line.number, str(error)))
-    return meant
+def _lines(file: DataFile) -> Iterator[Line]:
+    """All lines, numbered in the file."""
+    before = 0
+    for block in blocks(file):
+        last = 0
+        for line in read_block(block):
+            last = max(last, line.number)
+            yield replace(line, number=before + line.number)
+        before += last
+
+
+def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
+    """The blocks of a file that rows are made of."""
+    if look.format is None:
+        return []
+    parts = blocks(look.file)
+    if cache.folder is None:
+        return [Job(part, look.format) for part in parts]
+    content = file_digest(look.file, cache.folder / _DIGESTS)
+    # All that decides what stands in a block; where the blocks are cut is among it.
+    cuts = [[part.start, part.stop] for part in parts]
+    of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
+    says = json.dumps([LAYOUT, content, cuts, of_format, renderer.digest], sort_keys=True, default=repr)
+    key = hashlib.sha256(says.encode()).hexdigest()
+    folder = cache.folder / key[:32]
+    return [
+        Job(part, look.format, content, key, folder / f"block-{part.index:05}.safetensors") for part in parts
+    ]
+
+
+def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
+    """`size` blocks at a time, or else the blocks of _FILES_AT_ONCE files."""
+    of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
+    if size is not None:
+        yield from (jobs[i : i + max(1, size)] for i in range(0, len(jobs), max(1, size)))
+        return
+    for i in range(0, len(of_file), _FILES_AT_ONCE):
+        yield [job for group in of_file[i : i + _FILES_AT_ONCE] for job in group]
+
+
+# --- made, or read ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What stays in memory of a block: of each row all but its tokens, spans and line."""
+
+    found: Found
+    columns: dict[str, NDArray[Any]]
+    place: Path | TokenBlock
+
+    @classmethod
+    def of(cls, block: TokenBlock, place: Path | TokenBlock) -> _Index:
+        kept = ("trained", "ended", "content", "desirable", "digests")
+        columns = {name: np.array(block.arrays[name]) for name in kept} | {"lengths": block.lengths}
+        return cls(block.found, columns, place)
+
+    def __len__(self) -> int:
+        return len(self.columns["lengths"])
+
+
+class _Store:
+    """The blocks of one source, made where they are not there."""
+
+    def __init__(self, renderer: Renderer, cache: Cache) -> None:
+        self._renderer, self._cache = renderer, cache
+        self.num_workers = cores() if cache.num_workers is None else cache.num_workers
+
+    @cached_property
+    def _makers(self) -> Makers:
+        return Makers(self._renderer, token_type(self._renderer), self.num_workers)
+
+    @cached_property
+    def _alone(self) -> Makers:
+        return Makers(self._renderer, token_type(self._renderer), 0)
+
+    def open(self, jobs: Sequence[Job]) -> list[_Index]:
+        if self._cache.folder is None:
+            return [self._in_memory(job) for job in jobs]
+        found = {job.path: _opened(job) for job in jobs}
+        missing = [job for job in jobs if not isinstance(found[job.path], _Index)]
+        if missing:
+            names = {job.path.parent: job.block.file.name for job in missing}
+            with ExitStack() as held:
+                for folder in sorted(names):
+                    held.enter_context(alone(folder, names[folder], self._cache.say))
+                self._make([job for job in missing if self._is_missing(job)])
+            found |= {job.path: _opened(job) for job in missing}
+        return [_proven(job, found[job.path]) for job in jobs]
+
+    def close(self) -> None:
+        self._makers.close()
+
+    def _in_memory(self, job: Job) -> _Index:
+        content = make_bytes(job, self._renderer, token_type(self._renderer))
+        block = parse(content, job.key, job.block.index)
+        return _Index.of(block, block)
+
+    def _is_missing(self, job: Job) -> bool:
+        """Under the lock: another process may have made it while this one waited."""
+        now = _opened(job)
+        if isinstance(now, DamagedBlockError):
+            self._cache.say(f"{job.path}: {now}; it is made anew")
+        return not isinstance(now, _Index)
+
+    def _make(self, jobs: Sequence[Job]) -> None:
+        if not jobs:
+            return
+        for folder in {job.path.parent for job in jobs}:
+            for left in folder.glob(f"*{TEMPORARY}"):  # by one that was killed: its lock is held here
+                with suppress(OSError):
+                    left.unlink()
+        makers = self._makers if _num_bytes(jobs) >= _SMALL else self._alone
+        makers.make(jobs, lambda done, rows: self._cache.progress(Pace(done, len(jobs), rows)))
+        self._prove_unchanged(jobs)
+
+    def _prove_unchanged(self, jobs: Sequence[Job]) -> None:
+        """What was made must be of the content that names it. Raises DataError."""
+        assert self._cache.folder is not None
+        memory, of_file = self._cache.folder / _DIGESTS, {job.block.file: job for job in jobs}
+        changed = [file for file, job in of_file.items() if file_digest(file, memory) != job.content]
+        if changed:
+            for job in jobs:
+                if job.block.file in changed:
+                    job.path.unlink(missing_ok=True)
+            rule = "was written to while its rows were read; start again when it is complete"
+            raise DataError("a data file changes:", [Problem(file.name, rule) for file in changed])
+
+
+def _num_bytes(jobs: Sequence[Job]) -> int:
+    return sum(Path(file.path).stat().st_size for file in {job.block.file for job in jobs} if file.path)
+
+
+def token_type(renderer: Renderer) -> str:
+    """The smallest type of a block's tokens that holds every id of the tokenizer."""
+    return "U16" if max(renderer.tokenizer.get_vocab().values(), default=0) < 2**16 else "I32"
+
+
+def _opened(job: Job) -> _Index | DamagedBlockError | None:
+    """The block's index; why its file is not it; None where there is no file."""
+    try:
+        return _Index.of(open_block(job.path, job.key, job.block.index), job.path)
+    except DamagedBlockError as error:
+        return error
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return DamagedBlockError(f"it cannot be read ({error.strerror})")
+
+
+def _proven(job: Job, found: _Index | DamagedBlockError | None) -> _Index:
+    if isinstance(found, _Index):
+        return found
+    raise StorageError(
+        f"{job.path}: {found or 'it is gone'}, and was written just now; set data.cache_dir to a sound disk."
+    )
+
+
+@contextmanager
+def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Be the one that makes the folder's blocks. flock(2): the kernel drops it when its holder dies.
+
+    Raises StorageError where the folder cannot be made, or locked.
+    """
+    path = folder / ".lock"
+    lock = FileLock(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lock.acquire(timeout=_WAIT_SECONDS)
+                break
+            except Timeout:
+                say(f"{name}: {_holder(path)} makes its tokens; waiting for it")
+    except (OSError, NotImplementedError) as error:
+        raise StorageError(
+            f"{path} cannot be locked ({error}); set data.cache_dir to a folder that can be written."
+        ) from None
+    try:
+        with suppress(OSError):  # a full disk: then it is held without a name
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="ascii")
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip() or "another process"
+    except (OSError, ValueError):
+        return "another process"
+
+
+# --- all of it --------------------------------------------------------------------------------------------
+
+
+def _joined(read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], max_rows: int | None) -> StoredRows:
+    """The blocks as one, the first `max_rows` rows of them."""
+    columns = {
+        name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
+        for name, dtype in _COLUMNS.items()
+    }
+    digest = hashlib.sha256(columns["lengths"].astype("<i8", copy=False).data)
+    digest.update(columns["digests"].astype("<u8", copy=False).data)
+    starts = np.minimum(np.cumsum([0, *(len(index) for _, index in opened)]), len(columns["lengths"]))
+    first_lines = []
+    lines = 0
+    for before, (job, index) in zip([None, *(job for job, _ in opened)], opened, strict=False):
+        lines = lines if before is not None and before.block.file == job.block.file else 0
+        first_lines.append(lines)
+        lines += index.found.lines
+    return StoredRows(
+        account=_account(read, opened, first_lines),
+        **{name: column for name, column in columns.items() if name != "digests"},
+        digest=digest.hexdigest(),
+        starts=starts,
+        names=tuple(job.block.file.name for job, _ in opened),
+        first_lines=tuple(first_lines),
+        places=tuple(index.place for _, index in opened),
+    )
+
+
+_COLUMNS: Mapping[str, Any] = {
+    "lengths": np.int64,
+    "trained": np.int64,
+    "ended": np.bool_,
+    "content": np.uint64,
+    "desirable": np.bool_,
+    "digests": np.uint64,
+}
+
+
+def _account(
+    read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], first_lines: Sequence[int]
+) -> Account:
+    notes: list[str] = []
+    bad: list[tuple[str, str]] = []
+    found = []
+    of_file = defaultdict(list)
+    for (job, index), first in zip(opened, first_lines, strict=True):
+        of_file[job.block.file].append((first, index.found))
+    for look in read:
+        notes += file_notes(look.file)
+        mine = of_file[look.file] if look.format is not None else [(0, look.found)]
+        if look.format is not None:
+            notes.append(f"{look.file.name}: {look.format.reason}")
+        elif not look.has_rows:
+            notes.append(f"{look.file.name}: holds no row")
+        bad += [
+            (f"{look.file.name}:{first + line}", reason) for first, one in mine for line, reason in one.bad
+        ]
+        found += [one for _, one in mine]
+    return Account(
+        blank_lines=sum(one.blank_lines for one in found),
+        bad_rows=sum(one.bad_rows for one in found),
+        bad=tuple(bad[:MAX_BAD]),
+        notes=tuple(notes),
+        formats=tuple((look.file.name, look.format.name, look.format.reason) for look in read if look.format),
+    )

@@ -179,7 +179,7 @@ class Data(Section):
     cache_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of the rows' tokens, shared by all hosts and runs; by default OUTPUT_DIR/.cache.",
+        description="Folder of tokens, shared by all hosts and runs; by default OUTPUT_DIR/.cache/data.",
     )
     num_workers: int | None = Field(
         default=None,

@@ -44,8 +44,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.max_dropped_fraction", (None,), "use data.on_too_long: error"),
     Unbuilt("data.max_truncated_fraction", (None,), "use data.on_too_long: error"),
     Unbuilt("data.max_duplicate_fraction", (None,), LEAVE_OUT),
-    Unbuilt("data.cache_dir", (None,), LEAVE_OUT),
-    Unbuilt("data.num_workers", (None,), LEAVE_OUT),
     Unbuilt(
         "data.on_bad_row", ("error",), "use error and mend the rows, which are listed with file and line"
     ),
