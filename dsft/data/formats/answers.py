@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, tools, turn, turns
+from dsft.data.formats.calls import tools
+from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, turn, turns
 from dsft.data.formats.talk import alpaca_turns, said_by, with_system
 from dsft.data.formats.values import Fields, is_empty, only, string
 from dsft.data.read.json_rows import kind

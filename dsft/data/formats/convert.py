@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsft.data.formats.answers import kto, preference, prompt_completion
+from dsft.data.formats.calls import tools
 from dsft.data.formats.detect import Format, check_row
-from dsft.data.formats.message import OPENAI, SHAREGPT, conversation, tools, turns
+from dsft.data.formats.message import OPENAI, SHAREGPT, conversation, turns
 from dsft.data.formats.talk import alpaca_turns, with_system
 from dsft.data.formats.values import Fields
 from dsft.data.rows import BadRowError, Row, Text

@@ -104,6 +104,22 @@ def only(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
         raise BadRowError(f'"{place}" has {listed(unknown)}; it may have {", ".join(keys)}')
 
 
+def one_of(keys: Sequence[str], said: Mapping[str, Any], place: str) -> str | None:
+    """The key of these names of one thing that stands in a message."""
+    given = [key for key in keys if key in said]
+    if len(given) > 1:
+        raise BadRowError(f'"{place}" has {" and ".join(listed([key]) for key in given)}; give one of them')
+    return given[0] if given else None
+
+
+def read_text(value: str, place: str) -> Any:
+    """What a JSON text says. Raises BadRowError where it is none."""
+    try:
+        return parsed(value)
+    except ValueError as error:
+        raise BadRowError(f'"{place}" is a string that is not JSON ({error})') from None
+
+
 def is_empty(value: object) -> bool:
     """Says nothing, as the keys that other rows have: null, "", [], {}."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)

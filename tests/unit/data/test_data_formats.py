@@ -1,0 +1,450 @@
+"""What rows mean: every format says the same, each finding and refusal by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.formats import TASK_FORMATS, Format, choose, content_hash, convert
+from dsft.data.rows import BadRowError, Conversation, Line, Row, Text
+
+REAL = Path(__file__).parents[4] / "shared" / "data"
+
+
+@dataclass(frozen=True)
+class Source:
+    format: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def found(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> Format:
+    return choose(Source(name, columns), [Line(1, row)], task)
+
+
+def meant(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> Row:
+    return convert(row, found(row, task, name, **columns))
+
+
+def talk(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> Conversation:
+    (sample,) = meant(row, task, name, **columns).samples
+    assert isinstance(sample, Conversation)
+    return sample
+
+
+def refusal(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> str:
+    with pytest.raises(BadRowError) as caught:
+        meant(row, task, name, **columns)
+    return str(caught.value)
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
+    return {**more, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED, ANSWERED = said("user", "a"), said("assistant", "b")
+PAIR = (ASKED, ANSWERED)
+SCHEMA = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": SCHEMA}
+
+# --- one conversation, in every format --------------------------------------------------------------------
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+ARGUMENTS = st.dictionaries(
+    WORDS, st.none() | st.booleans() | st.integers() | WORDS | st.lists(WORDS), max_size=2
+)
+
+
+@st.composite
+def _turns(draw: st.DrawFn, *, plain: bool) -> list[dict[str, Any]]:
+    """A user's turn, calls with their results, and an answer."""
+    turns = [said("user", draw(WORDS))]
+    for _ in range(0 if plain else draw(st.integers(0, 2))):
+        calls = [call(draw(WORDS), draw(ARGUMENTS)) for _ in range(draw(st.integers(1, 2)))]
+        turns.append(said("assistant", None, tool_calls=calls))
+        turns += [said("tool", draw(WORDS)) for _ in calls]
+    return [*turns, said("assistant", draw(WORDS))]
+
+
+@st.composite
+def talks(draw: st.DrawFn, *, plain: bool = False) -> list[dict[str, Any]]:
+    system = [said("system", draw(WORDS))] if draw(st.booleans()) else []
+    turns = draw(st.lists(_turns(plain=plain), min_size=1, max_size=3))
+    return [*system, *(message for some in turns for message in some)]
+
+
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+
+
+def openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as OpenAI writes them, a text; the content as a list of parts."""
+    if "tool_calls" not in message:
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    calls = [
+        call(one["function"]["name"], json.dumps(one["function"]["arguments"]))
+        for one in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return {"from": SHAREGPT[message["role"]], "value": message["content"]}
+    return {"from": "function_call", "value": json.dumps([one["function"] for one in message["tool_calls"]])}
+
+
+def forms(messages: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The same conversation in every way of every format: (format, row)."""
+    other = said("assistant", f"{messages[-1]['content']}!")
+    prompt, answer = messages[:-1], messages[-1:]
+    shared = [sharegpt(message) for message in messages]
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    without = messages[1:] if system is not None else messages
+    return {
+        "messages": ("messages", chat(*messages)),
+        "openai": ("messages", chat(*map(openai, messages))),
+        "system column": ("messages", chat(*without, system=system)),
+        "sharegpt": ("sharegpt", {"conversations": shared}),
+        "sharegpt system": (
+            "sharegpt",
+            {"conversations": [sharegpt(message) for message in without], "system": system},
+        ),
+        "conversations": ("sharegpt", {"conversations": messages}),
+        "completion": ("prompt_completion", {"prompt": prompt, "completion": answer}),
+        "one message": ("prompt_completion", {"prompt": prompt, "completion": answer[0]}),
+        "a string": ("prompt_completion", {"prompt": prompt, "completion": answer[0]["content"]}),
+        "pair": ("preference", {"prompt": prompt, "chosen": answer, "rejected": [other]}),
+        "implicit": ("preference", {"chosen": messages, "rejected": [*prompt, other]}),
+        "both": ("preference", {"prompt": prompt, "chosen": messages, "rejected": [*prompt, other]}),
+        "sharegpt pair": (
+            "preference",
+            {"conversations": shared[:-1], "chosen": shared[-1], "rejected": sharegpt(other)},
+        ),
+        "replaced": ("preference", chat(*messages, rejected_response=other["content"])),
+        "labelled": ("kto", {"prompt": prompt, "completion": answer, "label": 1}),
+        "tagged": ("kto", chat(*messages, kto_tag=True)),
+    }
+
+
+def alpaca(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    contents = [message["content"] for message in messages if message["role"] != "system"]
+    history = [list(pair) for pair in zip(contents[:-2:2], contents[1:-2:2], strict=True)]
+    return {"instruction": contents[-2], "output": contents[-1], "system": system, "history": history}
+
+
+@settings(deadline=None, max_examples=60)
+@given(talks())
+def test_every_format_says_the_same(messages: list[dict[str, Any]]) -> None:
+    for form, (name, row) in forms(messages).items():
+        sample = talk(row, name=name)
+        assert list(sample.messages) == messages, form
+        of_prompt = name in ("prompt_completion", "preference", "kto")
+        assert sample.trained == ((False,) * (len(messages) - 1) + (None,) if of_prompt else ()), form
+
+
+@settings(deadline=None, max_examples=30)
+@given(talks(plain=True))
+def test_alpaca_says_the_same(messages: list[dict[str, Any]]) -> None:
+    row = alpaca(messages)
+    assert list(talk(row).messages) == messages
+    assert list(talk({**row, "kto_tag": "true"}, name="kto").messages) == messages
+    pair = {**row, "chosen": row["output"], "rejected": row["output"] + "!"}
+    assert list(talk(pair, name="preference").messages) == messages
+
+
+@settings(deadline=None, max_examples=40)
+@given(talks())
+def test_the_format_is_found(messages: list[dict[str, Any]]) -> None:
+    for form, (name, row) in forms(messages).items():
+        task = "dpo" if name == "preference" else "sft"
+        if name == "kto":
+            assert "format: kto (trains on the answers labelled true)" in refusal(row, task), form
+        else:
+            assert found(row, task).name == name, form
+        table = {"messages": None, "text": None, "chosen": None, "label": None} | row | {"id": 5}
+        assert name in (refusal(table) if name == "kto" else found(table, task).name), form
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything in a value."""
+    items: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    return [place for key, one in items for place in [(value, key), *_places(one)]]
+
+
+STRANGE: tuple[Any, ...] = (None, True, 0, 2.5, float("nan"), "", "x", "[", "[1]", "{}", "\ud800", b"x")
+STRANGE += ([], {}, [[]], [None], {"": 1}, (), {1: 2})
+
+
+@settings(deadline=None, max_examples=150)
+@given(talks(), st.data())
+def test_any_change_gives_a_row_or_a_reason(messages: list[dict[str, Any]], data: st.DataObject) -> None:
+    name, row = data.draw(st.sampled_from(list(forms(messages).values())))
+    changed = json.loads(json.dumps({**row, "tools": [TOOL]}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        places = _places(changed)
+        container, key = places[data.draw(st.integers(0, len(places) - 1))]
+        if data.draw(st.booleans()):
+            del container[key]
+        else:
+            container[key] = data.draw(st.sampled_from(STRANGE))
+        if not _places(changed):
+            break
+    for task, format in (("sft", None), ("sft", name), ("dpo", None)):
+        try:
+            result = convert(changed, choose(Source(format), [Line(1, changed)], task))
+        except BadRowError as error:
+            assert str(error)
+        else:
+            json.dumps([result.label, [sample_text(sample) for sample in result.samples]]).encode()
+            assert content_hash(result) == content_hash(result)
+
+
+def sample_text(sample: Text | Conversation) -> Any:
+    return sample.parts if isinstance(sample, Text) else [sample.messages, sample.tools, sample.trained]
+
+
+# --- the formats ------------------------------------------------------------------------------------------
+
+
+def test_texts_are_whole_or_a_prompt_and_what_is_trained_on() -> None:
+    assert meant({"text": "a"}, "pretrain") == Row((Text((("a", True),)),))
+    assert meant({"prompt": "a", "completion": "b"}) == Row((Text((("a", False), ("b", True))),))
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    chosen, rejected = Text((("a", False), ("b", True))), Text((("a", False), ("c", True)))
+    assert meant(pair, "dpo") == Row((chosen, rejected))
+    assert meant(pair, "sft", "preference") == Row((chosen,))
+
+
+@pytest.mark.parametrize(
+    ("label", "is_desirable"),
+    [(True, True), (0, False), (1.0, True), ("False", False), ("true", True), ("0", False)],
+)
+def test_labels(label: object, is_desirable: bool) -> None:
+    row = {"prompt": "a", "completion": "b", "label": label}
+    assert meant(row, name="kto").label is is_desirable
+
+
+def test_what_is_labelled_is_the_last_answer_alone() -> None:
+    row = chat(
+        said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), label=False
+    )
+    kept = meant(row, name="kto")
+    assert kept.label is False
+    assert talk(row, name="kto").trained == (False, False, False, None)
+    assert talk(row, name="messages").trained == ()
+
+
+def test_a_class_is_no_label() -> None:
+    assert found(chat(*PAIR, label="positive")).name == "messages"
+    assert found(chat(*PAIR, label=1)).name == "messages"
+    assert found({"prompt": "a", "completion": "b", "label": "good"}).name == "prompt_completion"
+    assert "fits messages and kto" in refusal(chat(*PAIR, label=True))
+
+
+def test_a_pair_that_begins_with_its_prompt() -> None:
+    """As many files have it: the prompt as a string, and again at the head of both answers."""
+    row = {"prompt": "a ", "chosen": list(PAIR), "rejected": [ASKED, said("assistant", "c")], "messages": [1]}
+    chosen, rejected = (sample_text(sample)[0] for sample in meant(row, "dpo").samples)
+    assert list(chosen) == list(PAIR)
+    assert list(rejected) == [ASKED, said("assistant", "c")]
+    assert "is not what" in refusal({**row, "prompt": "another"}, "dpo")
+    assert "format: messages or format: preference (trains on the chosen answers)" in refusal(row)
+
+
+def test_an_answer_of_several_messages_keeps_what_it_shares() -> None:
+    """Beside a prompt the answers are taken whole, though both begin with the same call."""
+    turns = [said("assistant", None, tool_calls=[call("f", {})]), said("tool", "1")]
+    row = {"prompt": [ASKED], "chosen": [*turns, ANSWERED], "rejected": [*turns, said("assistant", "c")]}
+    chosen, _ = meant(row, "dpo").samples
+    assert isinstance(chosen, Conversation)
+    assert chosen.trained == (False, None, None, None)
+
+
+def test_openai_pairs() -> None:
+    row = {
+        "input": {"messages": [ASKED], "tools": [TOOL], "parallel_tool_calls": True},
+        "preferred_output": [ANSWERED],
+        "non_preferred_output": [said("assistant", "c")],
+    }
+    way_out = "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}"
+    assert refusal(row, "dpo").endswith(f"did you mean {way_out}?")
+    columns = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+    chosen, _ = meant(row, "dpo", None, **columns).samples
+    assert chosen == Conversation(PAIR, (TOOL,), (False, None))
+
+
+def test_columns_name_what_the_file_has() -> None:
+    row = {"question": "q", "chosen": "a", "rejected": "b", "system": "s", "turns": [ASKED, said("gpt", 5)]}
+    assert "{prompt: question}" in refusal(row, "dpo")
+    assert "columns: {instruction: question} for a chat" in refusal(row, "dpo", prompt="question")
+    chosen, _ = meant(row, "dpo", None, instruction="question").samples
+    assert chosen == Conversation(
+        (said("system", "s"), said("user", "q"), said("assistant", "a")), (), (False, False, None)
+    )
+    assert refusal(row, "sft", "sharegpt", conversations="turns").startswith('"turns[1].content" is a number')
+
+
+def test_a_tables_text_is_read_where_it_is_a_list() -> None:
+    assert talk(chat(*PAIR)) == talk({"messages": json.dumps(PAIR), "tools": ""})
+    assert "not JSON" in refusal({"messages": "[1"})
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+def test_calls_and_tools_in_all_their_forms() -> None:
+    calls = (
+        {"tool_calls": [call("f", '{"x": 1}')]},
+        {"tool_calls": [call("f", {"x": 1}, index=None, id=None)]},
+        {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "refusal": None, "annotations": []},
+    )
+    wanted = said("assistant", None, tool_calls=[call("f", {"x": 1})])
+    for tools in ([TOOL], [SCHEMA], json.dumps([SCHEMA]), [{"type": "function", **SCHEMA}]):
+        for form in calls:
+            row = chat(ASKED, {"role": "assistant", **form}, said("function", "1", name="f"), tools=tools)
+            assert talk(row) == Conversation((ASKED, wanted, said("tool", "1", name="f")), (TOOL,))
+    assert talk(chat(ASKED, ANSWERED, tools="[]")) == talk(chat(ASKED, ANSWERED, tools=None))
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"), [("", {}), ("{}", {}), ("[1]", "[1]"), ("{x", "{x"), ('{"x": NaN}', '{"x": NaN}')]
+)
+def test_arguments_that_are_no_object_stay_a_text(written: str, kept: object) -> None:
+    (message,) = talk(chat(said("assistant", "", tool_calls=[call("f", written)]))).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_content_of_parts_and_reasoning() -> None:
+    parts = [{"type": "text", "text": "a", "image_url": None}, {"type": "text", "text": "b"}]
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        sample = talk(chat(said("user", parts), said("assistant", "c", **{name: "why"})))
+        assert sample.messages == (said("user", "ab"), said("assistant", "c", reasoning_content="why"))
+
+
+def test_roles_of_other_files() -> None:
+    names = ("developer", "human", "model", "user", "function_call", "function_response", "gpt")
+    values = ("s", "a", "b", "c", '{"name": "f", "arguments": {}}', "1", "d")
+    turns = [{"from": name, "value": value} for name, value in zip(names, values, strict=True)]
+    roles = [message["role"] for message in talk({"conversations": turns}).messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
+
+
+def test_a_call_written_in_the_answer_itself() -> None:
+    """Hermes' files have no tool_calls: a result may follow any turn of the assistant."""
+    row = chat(ASKED, said("assistant", "<tool_call>{}</tool_call>"), said("tool", "1"), said("tool", "2"))
+    assert len(talk(row).messages) == 4
+
+
+@pytest.mark.parametrize("key", ["train", "weight", "loss"])
+def test_flags(key: str) -> None:
+    off, on = (0, 1) if key == "weight" else (False, True)
+    last = said("assistant", "d", **{key: on})
+    row = chat(ASKED, said("assistant", "b", **{key: off}), said("user", "c"), last)
+    assert talk(row).trained == (None, False, None, True)
+    assert talk(chat(said("user", "a", **{key: on}))).trained == (True,)
+    assert "every assistant turn has train: false" in refusal(
+        chat(ASKED, said("assistant", "b", **{key: off}))
+    )
+    prompt = {"prompt": row["messages"][:3], "completion": [last]}
+    assert talk(prompt).trained == (False, False, False, True)
+
+
+# --- which format -----------------------------------------------------------------------------------------
+
+
+def test_reasons() -> None:
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    assert found(shared).reason == 'detected sharegpt: every row has "conversations" of from/value'
+    assert found({"text": "a"}, name="text").reason == "read as text, as the spec says"
+    assert found({"body": "a"}, text="body").reason == 'detected text: every row has "body"'
+
+
+def test_what_a_task_takes_decides() -> None:
+    both = {**chat(*PAIR), "text": "a"}
+    assert found(both, "pretrain").name == "text"
+    assert refusal(both) == "fits messages and text; say which with format: messages or format: text"
+    assert refusal(chat(*PAIR), "pretrain").startswith("messages rows, and task pretrain takes text")
+    assert refusal(chat(*PAIR), "dpo").startswith("messages rows, and task dpo takes preference")
+    assert set(TASK_FORMATS) == {"sft", "pretrain", "dpo"}
+
+
+def test_a_format_can_be_sent() -> None:
+    one = found({"text": "a"})
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+# --- hashes -----------------------------------------------------------------------------------------------
+
+
+def test_a_hash_is_of_what_is_said() -> None:
+    first = chat(ASKED, said("assistant", None, tool_calls=[call("f", {"x": 1, "y": 2})]), tools=[TOOL])
+    second = chat(
+        {"content": "a", "role": "user"},
+        {"tool_calls": [call("f", {"y": 2, "x": 1})], "content": None, "role": "assistant"},
+        tools=[{"function": dict(reversed(SCHEMA.items())), "type": "function"}],
+    )
+    assert content_hash(meant(first)) == content_hash(meant(second))
+    assert content_hash(meant({"text": "a"})) == 4992086911048399932  # the same everywhere, always
+
+
+def test_hashes_differ() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = [
+        meant({"text": "ab"}),
+        meant({"prompt": "a", "completion": "b"}),
+        meant({"prompt": "", "completion": "ab"}),
+        meant({"prompt": "a", "completion": "b", "label": True}, name="kto"),
+        meant({"prompt": "a", "completion": "b", "label": False}, name="kto"),
+        meant(pair, "dpo"),
+        meant(pair, "sft", "preference"),
+        meant(chat(*PAIR)),
+        meant(chat(ASKED, said("assistant", "b", train=True))),
+        meant(chat(*PAIR, tools=[TOOL])),
+        meant(chat(said("user", "a"), said("assistant", "b", reasoning_content=""))),
+        meant(chat(said("user", ""), said("assistant", "ab"))),
+    ]
+    same = [meant({"prompt": "a", "completion": "b"}) == row for row in rows]
+    hashes = [content_hash(row) for row in rows]
+    assert len(set(hashes)) == len(rows) - (sum(same) - 1)
+    assert all(0 <= one < 2**64 for one in hashes)
+
+
+# --- real files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "format"),
+    [
+        ("alpaca_en_demo.json", "sft", "alpaca"),
+        ("dpo_en_demo.json", "dpo", "preference"),
+        ("c4_demo.jsonl", "pretrain", "text"),
+    ],
+)
+def test_real_files(name: str, task: str, format: str) -> None:
+    if not (REAL / name).is_file():
+        pytest.skip(f"{REAL / name} is not there")
+    content = (REAL / name).read_text()
+    rows = json.loads(content) if name.endswith(".json") else list(map(json.loads, content.splitlines()))
+    one = choose(Source(), [Line(1, rows[0])], task)
+    assert one.name == format
+    made = [convert(row, one) for row in rows]
+    assert len({content_hash(row) for row in made}) == len({json.dumps(row) for row in rows})
