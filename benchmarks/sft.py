@@ -135,7 +135,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     WORK/spec.yaml and WORK/rows.json: dsft's own input, from which all of the former is made."""
     import torch
 
-    from dsft.data.dataset import load_dataset
+    from dsft.data.load import load_data
     from dsft.data.pack import pack
     from dsft.data.steps import TrainSteps
     from dsft.data.tokenizer import pad_id, tokenizer_of
@@ -172,26 +172,23 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     )
     (work / "spec.yaml").write_text(dump_spec(spec))
     tokenizer = tokenizer_of(spec.model)
-    dataset = load_dataset(
-        spec.data.train, tokenizer, task="sft", max_length=arguments.max_length, on_too_long="truncate"
-    )
+    dataset = load_data(spec, tokenizer).train
     batch = batch_sizes(spec.train, arguments.ranks)
     steps = TrainSteps(dataset, batch, 0, spec.train.seed, pad_id(tokenizer))
     policy = build_model(spec.model, token_facts(tokenizer), spec.train.seed, torch.float32)
     policy.causal_lm.save_pretrained(work / "model")
     tokenizer.save_pretrained(work / "model")
+    lengths = dataset.lengths.astype("int64")
     orders = [steps.step(index).example_ids for index in range(steps.steps_per_epoch)]
     budget = arguments.micro_batch_size * arguments.max_length
     given = {
-        "examples": [
-            {"input_ids": e.input_ids.tolist(), "trained": e.trained.tolist()} for e in dataset.examples
-        ],
+        "examples": [{"input_ids": e.input_ids.tolist(), "trained": e.trained.tolist()} for e in dataset],
         "steps": orders,
         "packs": [  # [step][rank][micro-batch] -> examples, as dsft lays them
             [
                 [
                     [order[i] for i in members]
-                    for members in pack(dataset.lengths[list(order)], budget, arguments.ranks, rank)
+                    for members in pack(lengths[list(order)], budget, arguments.ranks, rank)
                 ]
                 for rank in range(arguments.ranks)
             ]

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.dataset import Dataset
+from dsft.data.load import HeldOut, Loaded, load_data
 from dsft.data.longest import longest_micro_batch
 from dsft.data.store import Cache, Pace, cache_folder
 from dsft.data.template import choose_template
@@ -21,16 +22,7 @@ from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
-from dsft.spec.held_out import set_names
-from dsft.spec.schema import Source, Spec, Train
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """An evaluation set and its name in metrics, None where it has none of its own."""
-
-    name: str | None
-    data: Dataset
+from dsft.spec.schema import Spec, Train
 
 
 @dataclass(frozen=True)
@@ -43,8 +35,15 @@ class Inputs:
     rows: NewRows | None
     config: PreTrainedConfig
     files: Sequence[FileSample] | None
-    train: Dataset
-    held_out: Sequence[HeldOut]
+    loaded: Loaded
+
+    @property
+    def train(self) -> Dataset:
+        return self.loaded.train
+
+    @property
+    def held_out(self) -> Sequence[HeldOut]:
+        return self.loaded.held_out
 
     @cached_property
     def pad_id(self) -> int:
@@ -66,30 +65,14 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
 
     cache = Cache(cache_folder(spec), spec.data.num_workers, say)
 
-    def read(what: str, sources: Sequence[Source]) -> Dataset:
-        data = spec.data
-        dataset = load_dataset(
-            sources,
-            tokenizer,
-            task=spec.task,
-            max_length=data.max_length,
-            train_on=data.train_on,
-            on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
-            cache=replace(cache, progress=every_ten_seconds(partial(_tell, say, what))),
-        )
-        for line in (*dataset.notes, dataset.ledger.text()):
-            say(f"{what}: {line}")
-        return dataset
-
-    held_out = tuple(
-        HeldOut(name, read(f"data.eval {name}" if name else "data.eval", [source]))
-        for name, source in zip(set_names(spec.data.eval), spec.data.eval, strict=True)
-    )
-    return Inputs(tokenizer, facts, rows, config, files, read("data.train", spec.data.train), held_out)
+    loaded = load_data(spec, tokenizer, replace(cache, progress=every_ten_seconds(partial(_tell, say))))
+    for line in loaded.lines:
+        say(line)
+    return Inputs(tokenizer, facts, rows, config, files, loaded)
 
 
-def _tell(say: Callable[[str], None], what: str, pace: Pace) -> None:
-    say(f"{what}: {pace.rows:,} rows are tokens, {pace.done} of {pace.blocks} blocks are made")
+def _tell(say: Callable[[str], None], pace: Pace) -> None:
+    say(f"data: {pace.rows:,} rows are tokens, {pace.done} of {pace.blocks} blocks are made")
 
 
 def every_ten_seconds(tell: Callable[[Pace], None]) -> Callable[[Pace], None]:

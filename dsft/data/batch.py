@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,15 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class OfSource:
+    """What a step has of a source; epoch: how often the run has seen that source after this step."""
+
+    examples: int
+    tokens: int
+    epoch: float
+
+
+@dataclass(frozen=True)
 class GlobalStep:
     """One optimizer step as one data-parallel rank sees it.
 
@@ -57,6 +66,7 @@ class GlobalStep:
     squared        global, Σ length² over the examples: what attention grows with
     epoch          how much of the data has been seen after this step, in epochs
     example_ids    global: indices into the dataset of the examples of this step
+    sources        global, by name, where the data has several
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -65,3 +75,4 @@ class GlobalStep:
     epoch: float
     example_ids: tuple[int, ...]
     squared: int = 0
+    sources: Mapping[str, OfSource] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset
 from dsft.data.lay import collate, lay
-from dsft.data.order import examples_of
+from dsft.data.order import Order
 from dsft.data.pack import BatchSizes, pack
 
 LAID = 1_000_000  # examples of all steps that are laid to find the largest pack: seconds
@@ -24,17 +24,15 @@ def longest_micro_batch(
 
     Packed: the largest of all steps; of a run of more than LAID examples as many of the longest ones as a
     micro-batch can come to have, which may be more than any has."""
-    budget, count, size = batch.tokens_per_micro_batch, len(dataset), batch.global_batch_size
+    budget, size = batch.tokens_per_micro_batch, batch.global_batch_size
     if budget is not None:
         if total_steps * size > LAID:
             return _fullest_pack(dataset, batch, budget, pad_id)
-        packs = (
-            _largest_pack(dataset, batch, budget, examples_of(index, count, size, seed))
-            for index in range(total_steps)
-        )
+        order = Order(dataset, size, seed)
+        packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
-        return lay([dataset.examples[which] for which in largest], pad_id)
-    example = dataset.examples[int(np.argmax(dataset.lengths))]
+        return lay([dataset[int(which)] for which in largest], pad_id)
+    example = dataset[int(np.argmax(dataset.lengths))]
     return collate([example] * min(batch.micro_batch_size, len(dataset)), pad_id)
 
 
@@ -42,7 +40,9 @@ def _largest_pack(
     dataset: Dataset, batch: BatchSizes, budget: int, ids: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Of a step's examples; packs are dealt by size, so it is the first one of rank 0."""
-    members: Sequence[int] = pack(dataset.lengths[ids], budget, batch.data_parallel, data_rank=0)[0]
+    members: Sequence[int] = pack(
+        dataset.lengths[ids].astype(np.int64), budget, batch.data_parallel, data_rank=0
+    )[0]
     return ids[members]
 
 
@@ -54,7 +54,7 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    examples = [dataset.examples[which] for which in taken]
+    examples = [dataset[int(which)] for which in taken]
     whole = lay(examples, pad_id)
     pieces = np.cumsum([length for example in examples for length in example.segment_lengths])
     lengths = np.diff(np.minimum(pieces, tokens), prepend=0)

@@ -1,32 +1,144 @@
-"""Which examples a step holds: a pure function of (their number, seed, step), without torch."""
+"""Which examples a step holds: a pure function of (sizes and weights of sources, seed, step), without torch.
+
+An epoch of the mixture has as many slots as there are examples. Without weights slot i is example i. With
+weights each source has its share of the slots, and the n-th slot of a source in the run takes the n-th of its
+own examples, which go round in shuffled epochs of their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-def examples_of(index: int, count: int, global_batch_size: int, seed: int) -> NDArray[np.int64]:
-    """Which of `count` examples step `index` of a run holds, from 0, through any number of epochs."""
-    epoch, position = divmod(index, -(-count // global_batch_size))
-    start = position * global_batch_size
-    return epoch_order(count, seed, epoch)[start : start + global_batch_size]
+Ids = NDArray[np.int64]
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+class Mixed(Protocol):
+    """What is read of a dataset."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Examples of each source."""
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """Of each source, not yet shares of one; None: every example once an epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A step's examples (b,) in order; taken (s,): of each source how many examples the run has taken after
+    this step; epoch: of the mixture, after this step."""
+
+    ids: Ids
+    taken: Ids
+    epoch: float
+
+
+class Order:
+    """The examples of every step of a run, of which any may be asked for."""
+
+    def __init__(self, data: Mixed, global_batch_size: int, seed: int) -> None:
+        self._sizes, self._size, self._seed = np.array(data.sizes, dtype=np.int64), global_batch_size, seed
+        self.slots = quotas(data.sizes, data.weights)
+        self._mixes = data.weights is not None
+        self._count = sum(self.slots)
+        self._ends, self._firsts = np.cumsum(self.slots), np.cumsum(self._sizes) - self._sizes
+        self._after = (0, 0, np.zeros(len(self.slots), dtype=np.int64))
+        self.steps_per_epoch = -(-self._count // global_batch_size)
+
+    def step(self, index: int) -> Drawn:
+        """Step `index` of the run, from 0, through any number of epochs."""
+        epoch, position = divmod(index, self.steps_per_epoch)
+        start, stop = position * self._size, min((position + 1) * self._size, self._count)
+        slots = epoch_order(self._count, self._seed, epoch)[start:stop].astype(np.int64)
+        source = np.searchsorted(self._ends, slots, side="right")
+        before = self._taken(epoch, start) + epoch * np.array(self.slots)
+        here = np.bincount(source, minlength=len(self.slots))
+        self._after = (epoch, stop, before - epoch * np.array(self.slots) + here)
+        ids = self._mixed(source, before) if self._mixes else slots
+        return Drawn(ids, before + here, epoch + stop / self._count)
+
+    def _taken(self, epoch: int, slots: int) -> Ids:
+        """(s,): of each source how many of the epoch's first slots are its own. Counted on from the step
+        before, where that was the last one asked for."""
+        done_epoch, done, counts = self._after
+        if slots == 0:
+            return np.zeros(len(self.slots), dtype=np.int64)
+        if (done_epoch, done) != (epoch, slots):
+            order = epoch_order(self._count, self._seed, epoch)[:slots]
+            counts = np.bincount(np.searchsorted(self._ends, order, side="right"), minlength=len(self.slots))
+        return counts
+
+    def _mixed(self, source: Ids, before: Ids) -> Ids:
+        ids = np.zeros(len(source), dtype=np.int64)
+        for which in np.unique(source):
+            at = np.flatnonzero(source == which)
+            own_epochs, places = np.divmod(before[which] + np.arange(len(at)), self._sizes[which])
+            for own in np.unique(own_epochs):
+                order = epoch_order(int(self._sizes[which]), _source_seed(self._seed, int(which)), int(own))
+                ids[at[own_epochs == own]] = self._firsts[which] + order[places[own_epochs == own]]
+        return ids
+
+
+def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, ...]:
+    """The slots of each source in an epoch, as many in all as there are examples: by weight, the largest
+    remainders rounded up."""
+    if weights is None:
+        return tuple(sizes)
+    weights = [weight if size else 0.0 for weight, size in zip(weights, sizes, strict=True)]
+    whole, total = sum(sizes), sum(weights)
+    exact = [weight / total * whole for weight in weights]
+    given = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (given[i] - exact[i], i))
+    for i in by_remainder[: whole - sum(given)]:
+        given[i] += 1
+    return tuple(given)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """A permutation of range(count), (count,), the same with every version of every library.
 
     The examples are sorted by a hash of (seed, epoch, index); equal hashes stay in order.
     """
-    key: NDArray[np.uint64] = np.array([seed % 2**64], dtype=np.uint64)
-    for number in (np.uint64(epoch), np.arange(count, dtype=np.uint64)):
-        key = _splitmix64(key) + number
-    order = np.argsort(_splitmix64(key), kind="stable")
+    latest = _latest(count, seed)
+    if epoch not in latest:
+        order = _sorted_by_hash(count, seed, epoch)
+        while len(latest) > 1:  # a step may stand in two of them, and there is a thread that makes the next
+            latest.pop(next(iter(latest)), None)
+        latest[epoch] = order
+        return order
+    return latest[epoch]
+
+
+@lru_cache(maxsize=64)
+def _latest(count: int, seed: int) -> dict[int, NDArray[np.int32]]:
+    """The orders of the latest two epochs that were asked for."""
+    return {}
+
+
+def _sorted_by_hash(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    key: NDArray[np.uint64] = _splitmix64(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(epoch)
+    number: NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
+    key = _splitmix64(key) + number
+    for start in range(0, count, _CHUNK):  # in place: what a hash needs beside is small
+        key[start : start + _CHUNK] = _splitmix64(key[start : start + _CHUNK])
+    order = np.argsort(key, kind="stable").astype(np.int32)
     order.flags.writeable = False  # shared by all who ask
     return order
+
+
+_CHUNK = 1 << 16
+
+
+def _source_seed(seed: int, source: int) -> int:
+    """Sources of one size do not go in one order."""
+    return int(_splitmix64(np.array([(seed + source + 1) % 2**64], dtype=np.uint64))[0])
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -116,11 +116,12 @@ class TokenRows(Protocol):
     def read(self, row: int) -> Rendered: ...
 
 
-def data_error(problems: Sequence[Problem], one: str, many: str) -> DataError:
-    """All problems up to MAX_SHOWN in full, the rest as a number."""
-    title = f"{len(problems)} {one if len(problems) == 1 else many}:"
+def data_error(problems: Sequence[Problem], one: str, many: str, count: int | None = None) -> DataError:
+    """Problems up to MAX_SHOWN in full, the rest as a number. count: of all, where fewer are given."""
+    count = len(problems) if count is None else count
+    title = f"{count:,} {one if count == 1 else many}:"
     shown = list(problems[:MAX_SHOWN])
-    rest = len(problems) - len(shown)
+    rest = count - len(shown)
     if rest:
-        shown.append(Problem(f"… and {rest} more", f"the first {MAX_SHOWN} are shown"))
+        shown.append(Problem(f"… and {rest:,} more", f"the first {MAX_SHOWN} are shown"))
     return DataError(title, shown)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.batch import GlobalStep, MicroBatch
+from dsft.data.batch import GlobalStep, MicroBatch, OfSource
 from dsft.data.dataset import Dataset
 from dsft.data.lay import collate, lay
-from dsft.data.order import examples_of
+from dsft.data.order import Drawn, Order
 from dsft.data.pack import BatchSizes, micro_batches_of
 
 
@@ -36,24 +36,38 @@ class TrainSteps:
     ) -> None:
         self._neftune_alpha = neftune_alpha
         self._dataset, self._batch = dataset, batch
-        self._data_rank, self._seed, self._pad_id = data_rank, seed, pad_id
-        self.steps_per_epoch = -(-len(dataset) // batch.global_batch_size)
+        self._data_rank, self._pad_id = data_rank, pad_id
+        self._order = Order(dataset, batch.global_batch_size, seed)
+        self.steps_per_epoch = self._order.steps_per_epoch
 
     def step(self, index: int) -> GlobalStep:
         """Step `index` of the run, from 0, through any number of epochs."""
-        epoch, position = divmod(index, self.steps_per_epoch)
-        size, count = self._batch.global_batch_size, len(self._dataset)
-        ids = examples_of(index, count, size, self._seed)
+        drawn = self._order.step(index)
+        ids, lengths = drawn.ids, self._dataset.lengths[drawn.ids].astype(np.int64)
         return GlobalStep(
             micro_batches=_micro_batches(
                 self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
             ),
             counts=_counts(self._dataset, ids),
-            num_tokens=int(self._dataset.lengths[ids].sum()),
-            epoch=epoch + min((position + 1) * size, count) / count,
+            num_tokens=int(lengths.sum()),
+            epoch=drawn.epoch,
             example_ids=tuple(ids.tolist()),
-            squared=int((self._dataset.lengths[ids] ** 2).sum()),
+            squared=int((lengths**2).sum()),
+            sources=self._sources(drawn, lengths),
         )
+
+    def _sources(self, drawn: Drawn, lengths: NDArray[np.int64]) -> Mapping[str, OfSource]:
+        """By name, where there are several."""
+        parts, ends = self._dataset.parts, self._dataset.ends
+        if len(parts) == 1:
+            return {}
+        source = np.searchsorted(ends, drawn.ids, side="right")
+        tokens = np.bincount(source, weights=lengths, minlength=len(parts)).astype(np.int64).tolist()
+        examples = np.bincount(source, minlength=len(parts)).tolist()
+        epochs = (drawn.taken / np.maximum(1, self._dataset.sizes)).tolist()
+        return {
+            part.name or str(i): OfSource(examples[i], tokens[i], epochs[i]) for i, part in enumerate(parts)
+        }
 
 
 def evaluation(
@@ -73,8 +87,8 @@ def _micro_batches(
     alpha: float | None = None,
 ) -> tuple[MicroBatch, ...]:
     row = collate if batch.tokens_per_micro_batch is None else lay
-    hands = micro_batches_of(dataset.lengths[ids], batch, data_rank)
-    return tuple(row([dataset.examples[i] for i in ids[hand]], pad_id, alpha) for hand in hands)
+    hands = micro_batches_of(dataset.lengths[ids].astype(np.int64), batch, data_rank)
+    return tuple(row([dataset[int(i)] for i in ids[hand]], pad_id, alpha) for hand in hands)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:

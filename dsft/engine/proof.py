@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -93,7 +94,7 @@ def real_rows(dataset: Dataset) -> list[Example]:
     """Three short rows and a long one between them, every token of them but the first a target."""
     pieces = [
         piece
-        for example in dataset.examples[:LOOKED_AT]
+        for example in islice(dataset, LOOKED_AT)
         for piece in np.split(example.input_ids, np.cumsum(example.segment_lengths)[:-1])
     ]
     pieces = [piece for piece in pieces if len(piece) > 1]

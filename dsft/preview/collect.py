@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.load import Loaded, load_data
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import DataError
@@ -22,12 +22,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Collected:
-    """data: None where no example is left; refusal: why a run would not start with this data."""
+    """loaded: None where no example is left; refusal: why a run would not start with this data."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
-    data: Dataset | None
+    loaded: Loaded | None
     refusal: DataError | None
 
 
@@ -35,16 +35,17 @@ def collect(spec: Spec) -> Collected:
     """Raises MissingInputError for what is not there, SpecError where the batch sizes fit no ranks."""
     batch = sizes(spec)
     tokenizer = tokenizer_of(spec.model)
-    data, refusal = None, None
+    choose_template(tokenizer, spec.data.chat_template)
+    loaded, refusal = None, None
     try:
-        data = _load(spec, tokenizer)
+        loaded = load_data(spec, tokenizer)
     except DataError as error:
         refusal = error
         try:
-            data = _load(lenient(spec), tokenizer)
+            loaded = load_data(lenient(spec), tokenizer)
         except DataError:
             pass
-    return Collected(spec, tokenizer, batch, data, refusal)
+    return Collected(spec, tokenizer, batch, loaded, refusal)
 
 
 def lenient(spec: Spec) -> Spec:
@@ -71,16 +72,3 @@ def _fewest(spec: Spec) -> int:
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     ranks = total // (micro * steps) if total and micro and steps else 1
     return ranks * spec.parallel.pipeline_stages
-
-
-def _load(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    data = spec.data
-    choose_template(tokenizer, data.chat_template)
-    return load_dataset(
-        data.train,
-        tokenizer,
-        task=spec.task,
-        max_length=data.max_length,
-        on_too_long="fill" if data.packing and spec.task == "pretrain" else data.on_too_long,
-        train_on=data.train_on,
-    )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.order import examples_of
+from dsft.data.dataset import Dataset
+from dsft.data.order import Order
 from dsft.data.pack import micro_batches_of
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import steps_per_epoch, total_steps
@@ -49,7 +50,7 @@ class Steps:
     of_steps: int
 
 
-def lengths_of(lengths: NDArray[np.int64], max_length: int) -> Lengths:
+def lengths_of(lengths: NDArray[np.int32], max_length: int) -> Lengths:
     """Percentiles are lengths that occur: at least so many of the examples are no longer."""
     p50, p95, p99 = np.percentile(lengths, [50, 95, 99], method="inverted_cdf").tolist()
     longest = int(lengths.max())
@@ -59,12 +60,14 @@ def lengths_of(lengths: NDArray[np.int64], max_length: int) -> Lengths:
     return Lengths(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 
-def steps_of(lengths: NDArray[np.int64], train: Train, data: Data, batch: BatchSizes) -> Steps:
+def steps_of(dataset: Dataset, train: Train, data: Data, batch: BatchSizes) -> Steps:
     """What an epoch would be, told by its first steps where it is long."""
+    lengths = dataset.lengths.astype(np.int64)
     count, size = len(lengths), batch.global_batch_size
     per_epoch = steps_per_epoch(count, size)
     looked_at = min(per_epoch, max(1, LAID // (size * batch.data_parallel)))
-    steps = [lengths[examples_of(index, count, size, train.seed)] for index in range(looked_at)]
+    order = Order(dataset, size, train.seed)
+    steps = [lengths[order.step(index).ids] for index in range(looked_at)]
     tokens = [int(step.sum()) for step in steps]
     budget = batch.tokens_per_micro_batch or max(batch.micro_batch_size * data.max_length, int(lengths.max()))
     ways = {

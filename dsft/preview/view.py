@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsft.data.dataset import Dataset, Example
-from dsft.data.order import examples_of
+from dsft.data.order import Order
 from dsft.data.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
@@ -68,13 +70,14 @@ class Wanted:
 
 def view(found: Collected, wanted: Wanted) -> View:
     """Raises SpecError where a row is asked for that is not there."""
-    spec, data, refusal = found.spec, found.data, found.refusal
+    spec, loaded, refusal = found.spec, found.loaded, found.refusal
     refused = None if refusal is None else (refusal.title, refusal.problems)
-    if data is None:
+    if loaded is None:
         if wanted.row is not None:
             raise _no_row(wanted.row, "no row can be trained on")
         empty = (spec.name, spec.task, found.batch.equation(), 0, (), (), ())
         return View(*empty, None, None, None, 0.0, refused)
+    data = loaded.train
     if wanted.row is not None:
         which: Sequence[int] = _found(data, wanted.row)
     else:
@@ -85,10 +88,10 @@ def view(found: Collected, wanted: Wanted) -> View:
         batch=found.batch.equation(),
         examples=len(data),
         rows=tuple(shown(found, data, index) for index in which),
-        notes=data.notes,
-        ledger=(data.ledger.text(),),
+        notes=(),
+        ledger=loaded.lines,
         lengths=lengths_of(data.lengths, spec.data.max_length),
-        steps=steps_of(data.lengths, spec.train, spec.data, found.batch),
+        steps=steps_of(data, spec.train, spec.data, found.batch),
         micro_batch=None if wanted.row is not None else _micro_batch(found, data),
         trained_share=float(data.target_counts.sum() / data.lengths.sum()),
         refusal=refused,
@@ -96,15 +99,15 @@ def view(found: Collected, wanted: Wanted) -> View:
 
 
 def shown(found: Collected, data: Dataset, index: int, why: str = "") -> ShownRow:
-    example: Example = data.examples[index]
+    example: Example = data[index]
     tokens = tuple(tokens_of(example, found.tokenizer))
     return ShownRow(index + 1, example.source, tokens, example.segment_lengths, why)
 
 
 def _micro_batch(found: Collected, data: Dataset) -> MicroBatch:
     batch = found.batch
-    ids = examples_of(0, len(data), batch.global_batch_size, found.spec.train.seed)
-    members = ids[micro_batches_of(data.lengths[ids], batch, data_rank=0)[0]]
+    ids = Order(data, batch.global_batch_size, found.spec.train.seed).step(0).ids
+    members = ids[micro_batches_of(data.lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
     lengths = data.lengths[members]
     packed = batch.tokens_per_micro_batch is not None
     rows = tuple(shown(found, data, int(index)) for index in members)
@@ -116,7 +119,7 @@ def _found(data: Dataset, row: str) -> list[int]:
         if not 1 <= int(row) <= len(data):
             raise _no_row(row, f"there are {len(data)}, counted from 1")
         return [int(row) - 1]
-    sources = [example.source for example in data.examples]
+    sources = [data.source(index) for index in range(len(data))]
     which = [i for i, source in enumerate(sources) if source == row or source.endswith(f"/{row}")]
     if not which:
         raise _no_row(row, f"the first is {sources[0]}, the last {sources[-1]}")

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
-from dsft.spec.held_out import name_findings
+from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
 from dsft.spec.schema import Optim, Schedule, Spec
 
@@ -310,16 +310,35 @@ def _data(spec: Spec) -> Iterator[Finding]:
         message = f"'split' is for pretraining, no row of {spec.task} can be cut; use error, drop or truncate"
         yield Finding(("data", "on_too_long"), message, ("data.on_too_long", "task"))
     yield from _packing(spec)
-    if spec.train.eval_every is not None and not spec.data.eval:
+    yield from _sources(spec)
+    if spec.data.eval_fraction is not None and spec.data.eval_count is not None:
+        message = f"{spec.data.eval_count} and eval_fraction {spec.data.eval_fraction} both say how many rows"
+        reads = ("data.eval_count", "data.eval_fraction")
+        yield Finding(("data", "eval_count"), f"{message} are held out; give one of them", reads)
+    if spec.train.eval_every is not None and not evaluates(spec.data):
         message = (
             f"{spec.train.eval_every} needs rows to evaluate, data.eval has none; name them or leave it out"
         )
         yield Finding(("train", "eval_every"), message, ("train.eval_every", "data.eval"))
 
 
+def _sources(spec: Spec) -> Iterator[Finding]:
+    """Weights are shares of a whole: all sources have one, or none."""
+    data, weighed = spec.data, [source.weight is not None for source in spec.data.train]
+    if any(weighed) and not all(weighed):
+        message = (
+            f"has no weight, and data.train.{weighed.index(True)} has one; give all sources one, or none"
+        )
+        yield Finding(("data", "train", weighed.index(False)), message, ("data.train.weight",))
+    for index, source in enumerate(data.eval):
+        if source.weight is not None:
+            message = f"{source.weight} has no effect, since every held-out row is evaluated; leave it out"
+            yield Finding(("data", "eval", index, "weight"), message, ("data.eval.weight",))
+
+
 def _best(spec: Spec) -> Iterator[Finding]:
     best, path = spec.checkpoint.keep_best, ("checkpoint", "keep_best")
-    if best is not None and not spec.data.eval:
+    if best is not None and not evaluates(spec.data):
         message = f"{best} needs rows to evaluate, data.eval has none; name them or leave it out"
         yield Finding(path, message, ("checkpoint.keep_best", "data.eval"))
     if best is not None and spec.checkpoint.every is None:

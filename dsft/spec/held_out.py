@@ -1,5 +1,5 @@
-"""The names that evaluation sets have in metrics: `eval/NAME/loss`. Pure: takes `data.eval`, gives names or
-findings."""
+"""The names of sources and of evaluation sets in metrics: `data/NAME/tokens`, `eval/NAME/loss`. Pure: takes
+the `data` section, gives names or findings."""
 
 from __future__ import annotations
 
@@ -9,25 +9,59 @@ from pathlib import Path
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
-from dsft.spec.schema import Source, Spec
+from dsft.spec.schema import Data, Source, Spec
+
+HELD_OUT = "held_out"
+"""The set of rows held out of sources without a name, where there are other sets."""
 
 
-def set_names(sources: Sequence[Source]) -> tuple[str | None, ...]:
-    """The name of each set: its own, or its file's without folder and suffix, with `_` for what a metric's
-    name cannot hold. None for one that stands alone without a name: `eval/loss` says all of it."""
-    if len(sources) == 1 and sources[0].name is None:
+def set_names(data: Data) -> tuple[str | None, ...]:
+    """The name of each set of data.eval: its own, or its file's without folder and suffix, with `_` for what
+    a metric's name cannot hold. None for one that stands alone without a name: `eval/loss` says all of it."""
+    if len(data.eval) == 1 and data.eval[0].name is None and not _divides(data):
         return (None,)
+    return train_names(data.eval)
+
+
+def train_names(sources: Sequence[Source]) -> tuple[str, ...]:
     return tuple(source.name or _file_name(source.path) for source in sources)
 
 
+def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
+    """The sets that are held out of data.train, and the sources that each is drawn from: one of each that has
+    a name, and one of all others."""
+    if not _divides(data):
+        return ()
+    named = [(source.name, (index,)) for index, source in enumerate(data.train) if source.name is not None]
+    others = tuple(index for index, source in enumerate(data.train) if source.name is None)
+    alone = not named and not data.eval
+    unnamed = [(None if alone else HELD_OUT, others)] if others else []
+    return (*named, *unnamed)
+
+
+def evaluates(data: Data) -> bool:
+    """Whether there are rows to evaluate."""
+    return bool(data.eval) or _divides(data)
+
+
+def _divides(data: Data) -> bool:
+    return data.eval_fraction is not None or data.eval_count is not None
+
+
 def name_findings(spec: Spec) -> Iterator[Finding]:
-    """Two sets with one name."""
-    seen: dict[str | None, int] = {}
-    for index, name in enumerate(set_names(spec.data.eval)):
+    """Two sources, or two sets, with one name."""
+    data = spec.data
+    yield from _twice("train", {}, train_names(data.train))
+    splits = {name: f"what is held out of data.train.{of[0]}" for name, of in split_sets(data)}
+    yield from _twice("eval", splits, set_names(data))
+
+
+def _twice(section: str, seen: dict[str | None, str], names: Sequence[str | None]) -> Iterator[Finding]:
+    for index, name in enumerate(names):
         if name in seen:
-            message = f"{shown(name)} is the name of data.eval.{seen[name]} too; give each a name of its own"
-            yield Finding(("data", "eval", index), message, ("data.eval.name", "data.eval.path"))
-        seen.setdefault(name, index)
+            message = f"{shown(name)} is the name of {seen[name]} too; give each a name of its own"
+            yield Finding(("data", section, index), message, (f"data.{section}.name", f"data.{section}.path"))
+        seen.setdefault(name, f"data.{section}.{index}")
 
 
 def _file_name(path: str) -> str:

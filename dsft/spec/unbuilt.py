@@ -33,29 +33,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "use auto, which attends per segment when rows are packed",
     ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
-    Unbuilt(
-        "data.eval_fraction",
-        (None,),
-        "put the held-out rows into a file of their own and name it in data.eval",
-    ),
-    Unbuilt(
-        "data.eval_count", (None,), "put the held-out rows into a file of their own and name it in data.eval"
-    ),
-    Unbuilt("data.max_dropped_fraction", (None,), "use data.on_too_long: error"),
-    Unbuilt("data.max_truncated_fraction", (None,), "use data.on_too_long: error"),
-    Unbuilt("data.max_duplicate_fraction", (None,), LEAVE_OUT),
-    Unbuilt(
-        "data.on_bad_row", ("error",), "use error and mend the rows, which are listed with file and line"
-    ),
-    Unbuilt("data.train.*.name", (None,), LEAVE_OUT),
-    *(
-        row
-        for part in ("train", "eval")
-        for row in (
-            Unbuilt(f"data.{part}.*.weight", (None,), "leave it out: every row is used once an epoch"),
-            Unbuilt(f"data.{part}.*.max_rows", (None,), "cut the file"),
-        )
-    ),
     Unbuilt("parallel.offload_optimizer.device", ("none", "cpu"), "use cpu or none"),
     Unbuilt(
         "parallel.offload_parameters.device", ("none",), "use none, and parallel.offload_optimizer for memory"

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.dataset import Dataset, Example
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
@@ -341,7 +341,7 @@ def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
 def proof_rows(steps: list[plain.Step]) -> Dataset:
     rows = [row for step in steps for row in plain.rows_of(step)]
     examples = [Example(np.array(ids, np.int32), np.array(trained), "parity") for ids, trained in rows]
-    return Dataset(tuple(examples), Ledger(len(rows), len(rows), 0, 0))
+    return Dataset.of(examples)
 
 
 BROKEN = {"now": False}

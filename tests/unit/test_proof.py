@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.dataset import Dataset, Example
 from dsft.data.lay import lay
 from dsft.engine import proof
 from dsft.engine.proof import every_second_changed, prove_head, prove_packing, real_rows
@@ -67,7 +67,7 @@ def rows(*lengths: int, segments: bool = False) -> Dataset:
     if segments:
         joined = np.concatenate(ids)
         examples = [Example(joined, np.zeros(len(joined), dtype=bool), "a:1", lengths)]
-    return Dataset(tuple(examples), Ledger(len(examples), len(examples), 0, 0))
+    return Dataset.of(examples)
 
 
 def scores(precision: str = "fp32") -> Scores:
@@ -131,7 +131,7 @@ def test_the_rows_are_real_and_short() -> None:
     chosen = real_rows(data)
     assert [len(row.input_ids) for row in chosen] == [18, 1024, 20, 30]
     assert all(row.trained[1:].all() and not row.trained[0] for row in chosen)
-    assert np.array_equal(chosen[2].input_ids, data.examples[1].input_ids)
+    assert np.array_equal(chosen[2].input_ids, data[1].input_ids)
 
 
 def test_pieces_of_full_rows_are_taken_apart() -> None:

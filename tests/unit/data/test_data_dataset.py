@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.builtin import builtin_rows
-from dsft.data.dataset import Dataset, load_dataset
+from dsft.data.dataset import Dataset, Example, ExamplePart
+from dsft.data.ledger import Ledger
+from dsft.data.load import Loaded, load_data
 from dsft.data.tokenizer import byte_level_tokenizer
 from dsft.errors import DataError
+from dsft.spec.schema import Data, Source
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
 @dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+class Wanted:
+    task: str
+    data: Data
 
 
-def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> Dataset:
+def load_all(*sources: Source, task: str = "sft", **keys: Any) -> Loaded:
+    return load_data(Wanted(task, Data(train=sources, **{"max_length": 256, **keys})), TOKENIZER)
+
+
+def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> Loaded:
     (tmp_path / name).write_bytes(content)
-    source = Source(str(tmp_path / name), options.pop("format", None), options.pop("columns", {}))
-    given = {"task": "sft", "max_length": 256, "on_too_long": "error", **options}
-    return load_dataset([source], TOKENIZER, **given)
+    of_source = {key: options.pop(key) for key in ("format", "columns", "max_rows") if key in options}
+    return load_all(Source(path=str(tmp_path / name), **of_source), **options)
+
+
+def ledger_of(loaded: Loaded, part: str = "train") -> Ledger:
+    figures = (
+        loaded.account["train"]["total"] if part == "train" else loaded.account["held_out"][part]["total"]
+    )
+    names = Ledger.__dataclass_fields__
+    return Ledger(**{name: value for name, value in figures.items() if name in names})
 
 
 def texts(*rows: str) -> bytes:
     return "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
 
 
-def decoded(dataset: Dataset) -> list[str]:
-    return [TOKENIZER.decode(example.input_ids) for example in dataset.examples]
+def decoded(loaded: Loaded) -> list[str]:
+    return [TOKENIZER.decode(example.input_ids) for example in loaded.train]
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -52,15 +64,15 @@ def test_blank_lines_marks_and_carriage_returns(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"text": "one"}\r\n\r\n \n{"text": "two\\u0000"}'
     dataset = load(tmp_path, content)
     assert decoded(dataset) == ["one<|im_end|>", "two\0<|im_end|>"]
-    assert [example.source.rsplit(":")[-1] for example in dataset.examples] == ["1", "4"]
-    assert dataset.ledger.blank_lines == 2
-    assert dataset.notes[0].endswith("a.jsonl: a byte order mark at the start was skipped")
-    assert dataset.notes[1].endswith('a.jsonl: detected text: every row has "text"')
+    assert [example.source.rsplit(":")[-1] for example in dataset.train] == ["1", "4"]
+    assert ledger_of(dataset).blank_lines == 2
+    assert dataset.lines[0].endswith("a.jsonl: a byte order mark at the start was skipped")
+    assert dataset.lines[1].endswith('a.jsonl: detected text: every row has "text"')
 
 
 def test_a_list_keeps_the_line_of_each_element(tmp_path: Path) -> None:
     dataset = load(tmp_path, b'\n[{"text": "one"},\n\n  {"text":\n "two"}, {"text": "three"}\n]\n', "a.json")
-    assert [example.source.rsplit(":")[-1] for example in dataset.examples] == ["2", "4", "5"]
+    assert [example.source.rsplit(":")[-1] for example in dataset.train] == ["2", "4", "5"]
 
 
 def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
@@ -78,28 +90,28 @@ def test_alpaca_becomes_a_conversation(tmp_path: Path) -> None:
         system + "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n",
         "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n",
     ]
-    assert dataset.target_counts.tolist() == [2, 3]
-    assert dataset.notes[0].endswith('detected alpaca: every row has "instruction" and "output"')
+    assert dataset.train.target_counts.tolist() == [2, 3]
+    assert dataset.lines[0].endswith('detected alpaca: every row has "instruction" and "output"')
 
 
 def test_columns_and_format_override(tmp_path: Path) -> None:
     content = b'{"body": "one", "text": "not this", "messages": 1}\n'
     dataset = load(tmp_path, content, format="text", columns={"text": "body"})
     assert decoded(dataset) == ["one<|im_end|>"]
-    assert dataset.notes[0].endswith("read as text, as the spec says")
+    assert dataset.lines[0].endswith("read as text, as the spec says")
     questions = b'{"q": "one", "a": "two"}\n'
     renamed = load(tmp_path, questions, columns={"instruction": "q", "output": "a"})
-    assert renamed.notes[0].endswith('detected alpaca: every row has "q" and "a"')
+    assert renamed.lines[0].endswith('detected alpaca: every row has "q" and "a"')
 
 
 def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> None:
     for name, content in (("a", texts("one")), ("b", b"\n"), ("c", texts("two"))):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
-    sources = [Source(str(tmp_path / f"{name}.jsonl")) for name in "abc"]
-    dataset = load_dataset(sources, TOKENIZER, task="pretrain", max_length=9, on_too_long="error")
+    sources = [Source(path=str(tmp_path / f"{name}.jsonl")) for name in "abc"]
+    dataset = load_all(*sources, task="pretrain", max_length=9)
     assert decoded(dataset) == ["one<|im_end|>", "two<|im_end|>"]
-    assert dataset.notes[1].endswith("b.jsonl: holds no row")
-    assert dataset.ledger.blank_lines == 1
+    assert dataset.lines[1].endswith("b.jsonl: holds no row")
+    assert ledger_of(dataset).blank_lines == 1
 
 
 # --- lengths ----------------------------------------------------------------------------------------------
@@ -108,27 +120,28 @@ def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> N
 def test_drop(tmp_path: Path) -> None:
     dataset = load(tmp_path, texts("x" * 9, "y" * 3, "z" * 4), max_length=5, on_too_long="drop")
     assert decoded(dataset) == ["yyy<|im_end|>", "zzzz<|im_end|>"]
-    assert (dataset.ledger.rows, dataset.ledger.dropped, dataset.ledger.lost_tokens) == (3, 1, 10)
+    assert (ledger_of(dataset).rows, ledger_of(dataset).dropped, ledger_of(dataset).lost_tokens) == (3, 1, 10)
 
 
-def test_truncate_and_rows_left_without_a_target(tmp_path: Path) -> None:
+def test_truncate_keeps_the_answer(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "answer"}]}
         for n in (1, 200)
     ]
     content = "\n".join(json.dumps(row) for row in rows).encode()
     dataset = load(tmp_path, content, max_length=25, on_too_long="truncate")
-    assert decoded(dataset) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nanswe"]
-    ledger = dataset.ledger
-    assert (ledger.rows, ledger.examples, ledger.truncated, ledger.without_target) == (2, 1, 2, 1)
-    assert (ledger.tokens, ledger.trained_tokens) == (25, len("answe"))
+    answer = "<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>"
+    assert decoded(dataset) == ["ser\nq" + answer, "q" * 5 + answer]
+    ledger = ledger_of(dataset)
+    assert (ledger.rows, ledger.examples, ledger.truncated, ledger.without_end) == (2, 2, 2, 0)
+    assert (ledger.example_tokens, ledger.trained_tokens) == (2 * 25, 2 * len("answer."))
 
 
 def test_split_gives_every_token_once_as_a_target(tmp_path: Path) -> None:
     dataset = load(tmp_path, texts("abcdefg", "hi"), task="pretrain", max_length=4, on_too_long="split")
     assert decoded(dataset) == ["abcd", "defg", "g<|im_end|>", "hi<|im_end|>"]
-    assert (dataset.ledger.rows, dataset.ledger.examples, dataset.ledger.split) == (2, 4, 1)
-    assert dataset.ledger.trained_tokens == (8 - 1) + (3 - 1)
+    assert (ledger_of(dataset).rows, ledger_of(dataset).examples, ledger_of(dataset).split) == (2, 4, 1)
+    assert ledger_of(dataset).trained_tokens == (8 - 1) + (3 - 1)
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=40), min_size=1, max_size=5), st.integers(2, 12))
@@ -136,16 +149,16 @@ def test_split_gives_every_token_once_as_a_target(tmp_path: Path) -> None:
 def test_split_loses_and_repeats_nothing(tmp_path_factory: Any, rows: list[str], max_length: int) -> None:
     folder = tmp_path_factory.mktemp("split")
     dataset = load(folder, texts(*rows), task="pretrain", max_length=max_length, on_too_long="split")
-    assert max(dataset.lengths) <= max_length
+    assert max(dataset.train.lengths) <= max_length
     for line, row in enumerate(rows, start=1):
-        pieces = [e.input_ids.tolist() for e in dataset.examples if e.source.endswith(f":{line}")]
+        pieces = [e.input_ids.tolist() for e in dataset.train if e.source.endswith(f":{line}")]
         assert pieces[0][:1] + [t for piece in pieces for t in piece[1:]] == [*row.encode(), END]
         assert all(piece[0] == before[-1] for before, piece in pairwise(pieces))
 
 
 def test_a_text_of_nothing_is_left_out(tmp_path: Path) -> None:
     dataset = load(tmp_path, texts("", "a"))
-    assert (len(dataset), dataset.ledger.without_target) == (1, 1)
+    assert (len(dataset.train), ledger_of(dataset).empty) == (1, 1)
 
 
 # --- the account ------------------------------------------------------------------------------------------
@@ -153,27 +166,24 @@ def test_a_text_of_nothing_is_left_out(tmp_path: Path) -> None:
 
 def test_the_account_in_words(tmp_path: Path) -> None:
     plain = load(tmp_path, texts("abc", "de"))
-    assert plain.ledger.text() == "2 rows gave 2 examples of 7 tokens, 5 of them trained on."
+    assert ledger_of(plain).text() == "2 rows gave 2 examples of 7 tokens, 5 of them trained on."
     cut = load(tmp_path, texts("abc", "d" * 9, "", "e" * 9) + b"\n", max_length=4, on_too_long="truncate")
-    assert cut.ledger.text() == (
-        "4 rows gave 3 examples of 12 tokens, 9 of them trained on. 2 rows were truncated. "
-        "1 row was left out, with nothing to train on. 12 tokens were cut off or dropped. "
+    assert ledger_of(cut).text() == (
+        "4 rows gave 3 examples of 12 tokens, 9 of them trained on. 1 row was empty and left out. "
+        "2 rows were truncated. 2 rows were without an end of turn. 12 tokens were cut off or dropped. "
         "1 blank line was skipped."
     )
 
 
 def test_the_fingerprint_sees_tokens_masks_borders_and_order(tmp_path: Path) -> None:
     def of(*rows: str) -> str:
-        return load(tmp_path, texts(*rows)).fingerprint
+        return load(tmp_path, texts(*rows)).train.fingerprint
 
     assert of("ab", "c") == of("ab", "c")
     assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("ab", "d"), of("ab")}) == 5
-    dataset = load(tmp_path, texts("ab"))
-    masked = Dataset(
-        tuple(type(e)(e.input_ids, np.zeros_like(e.trained), e.source) for e in dataset.examples),
-        dataset.ledger,
-    )
-    assert masked.fingerprint != dataset.fingerprint
+    examples = list(load(tmp_path, texts("ab")).train)
+    masked = [Example(e.input_ids, np.zeros_like(e.trained), e.source) for e in examples]
+    assert Dataset.of(masked).fingerprint != Dataset.of(examples).fingerprint
 
 
 # --- dsft's own rows --------------------------------------------------------------------------------------
@@ -200,15 +210,12 @@ def test_builtin_rows_tell_one_value_of_every_fact() -> None:
 
 
 def test_builtin_rows_are_the_same_everywhere() -> None:
-    dataset = load_dataset(
-        [Source("builtin:quickstart")], TOKENIZER, task="sft", max_length=160, on_too_long="error"
-    )
-    assert dataset.examples[0].source == "builtin:quickstart:1"
-    assert dataset.fingerprint == "e42c685d52f3c5a503a1f6a1d50d99215525d1ef68150413568860ad2790e1ca"
+    dataset = load_all(Source(path="builtin:quickstart"), max_length=160)
+    assert dataset.train[0].source == "builtin:quickstart:1"
+    pinned = "e42c685d52f3c5a503a1f6a1d50d99215525d1ef68150413568860ad2790e1ca"
+    assert ExamplePart(tuple(dataset.train)).digest == pinned
 
 
 def test_pretraining_takes_no_conversations() -> None:
     with pytest.raises(DataError, match="task pretrain takes text"):
-        load_dataset(
-            [Source("builtin:quickstart")], TOKENIZER, task="pretrain", max_length=160, on_too_long="error"
-        )
+        load_all(Source(path="builtin:quickstart"), task="pretrain", max_length=160)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.dataset import Dataset, Example
 from dsft.data.longest import longest_micro_batch
 from dsft.data.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
@@ -12,7 +12,7 @@ from dsft.plan.batch import BatchSizes
 
 def dataset(*lengths: int) -> Dataset:
     examples = [Example(np.arange(n, dtype=np.int32), np.ones(n, dtype=bool), f"f:{n}") for n in lengths]
-    return Dataset(tuple(examples), Ledger(len(lengths), len(lengths), sum(lengths), 0))
+    return Dataset.of(examples)
 
 
 def test_it_is_as_large_as_the_largest_of_any_step() -> None:

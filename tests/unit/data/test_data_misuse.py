@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dsft.data.dataset import load_dataset
+from dsft.data.load import load_data
 from dsft.data.tokenizer import byte_level_tokenizer
 from dsft.errors import DataError, DsftError, MissingInputError
+from dsft.spec.schema import Data, Source
 
 GOLDEN = Path(__file__).parent / "golden"
 GOOD_CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -25,10 +26,9 @@ REFUSING = "{{ raise_exception('system is not known') if messages[0]['role'] == 
 
 
 @dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+class Wanted:
+    task: str
+    data: Data
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,12 @@ CASES = (
     Case("no_format_fits", {"a.jsonl": lines({"prompt": "a", "label": "b"})}),
     Case("columns_meant", {"a.jsonl": lines({"question": "a", "answer": "b"})}),
     Case("two_formats_fit", {"a.jsonl": lines({**GOOD_CHAT, "text": "x"})}),
-    Case("format_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", "sharegpt4"),)),
-    Case("format_does_not_fit", {"a.jsonl": lines(TEXT, TEXT)}, (Source("a.jsonl", "messages"),)),
-    Case("column_unknown", {"a.jsonl": lines(TEXT)}, (Source("a.jsonl", columns={"body": "text"}),)),
+    Case("format_does_not_fit", {"a.jsonl": lines(TEXT, TEXT)}, (Source(path="a.jsonl", format="messages"),)),
+    Case("column_unknown", {"a.jsonl": lines(TEXT)}, (Source(path="a.jsonl", columns={"body": "text"}),)),
     Case(
         "column_missing",
         {"a.jsonl": lines({"body": "x"}, {"text": "taken from body, which is not here"})},
-        (Source("a.jsonl", columns={"text": "body"}),),
+        (Source(path="a.jsonl", columns={"text": "body"}),),
     ),
     Case(
         "messages",
@@ -134,7 +133,7 @@ CASES = (
     Case(
         "columns_not_there",
         {"a.jsonl": lines({"body": "x"})},
-        (Source("a.jsonl", columns={"text": "bdy"}),),
+        (Source(path="a.jsonl", columns={"text": "bdy"}),),
     ),
     Case("upper_case_ending", {"A.JSON": b'[{"text": 1}]'}),
     Case("list_cut", {"a.json": b'[\n {"text": "x"},\n {"text": "y"},\n {"text": "z'}),
@@ -149,24 +148,28 @@ CASES = (
     Case("empty_file", {"a.jsonl": b""}),
     Case("blank_lines_only", {"a.jsonl": b"\n  \n\n"}),
     Case("empty_list", {"a.json": b"[]"}),
-    Case("no_source", {}),
     Case("task_takes_other_rows", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "pretrain"}),
-    Case("missing_file", {}, (Source("nowhere.jsonl"),), error=MissingInputError),
-    Case("missing_in_a_folder", {"a/b.txt": b""}, (Source("a/train"),), error=MissingInputError),
+    Case("missing_file", {}, (Source(path="nowhere.jsonl"),), error=MissingInputError),
+    Case("missing_in_a_folder", {"a/b.txt": b""}, (Source(path="a/train"),), error=MissingInputError),
     Case("other_ending", {"a.xlsx": b"PK"}, error=MissingInputError),
-    Case("folder_without_data", {"a/b.md": b"", "a/.c.jsonl": b""}, (Source("a"),), error=MissingInputError),
-    Case("pattern_of_nothing", {}, (Source("a/*.jsonl"),), error=MissingInputError),
-    Case("pattern_without_data", {"a/b.md": b""}, (Source("a/*"),), error=MissingInputError),
+    Case(
+        "folder_without_data",
+        {"a/b.md": b"", "a/.c.jsonl": b""},
+        (Source(path="a"),),
+        error=MissingInputError,
+    ),
+    Case("pattern_of_nothing", {}, (Source(path="a/*.jsonl"),), error=MissingInputError),
+    Case("pattern_without_data", {"a/b.md": b""}, (Source(path="a/*"),), error=MissingInputError),
     Case(
         "saved_splits",
         {f"a/{name}": b"{}" for name in ("dataset_dict.json", "test/state.json", "train/state.json")},
-        (Source("a"),),
+        (Source(path="a"),),
         error=MissingInputError,
     ),
     Case(
         "saved_without_file",
         {"a/dataset_info.json": b"{}", "a/state.json": b'{"_data_files": [{"filename": "data.arrow"}]}'},
-        (Source("a"),),
+        (Source(path="a"),),
         error=MissingInputError,
     ),
     Case("parquet_damaged", {"a.parquet": b"PAR1"}),
@@ -181,7 +184,7 @@ CASES = (
         },
     ),
     Case("long_line", {"a.jsonl": lines(TEXT, {"text": "x" * (64 << 20)}, {"text": 1})}),
-    Case("builtin_unknown", {}, (Source("builtin:slowstart"),), error=MissingInputError),
+    Case("builtin_unknown", {}, (Source(path="builtin:slowstart"),), error=MissingInputError),
     Case(
         "too_long",
         {"a.jsonl": lines(TEXT, {"text": "x" * 40}, {"text": "y" * 32})},
@@ -191,11 +194,6 @@ CASES = (
         "nothing_left",
         {"a.jsonl": lines({"text": ""}, {"text": "x" * 40})},
         options={"max_length": 32, "on_too_long": "drop"},
-    ),
-    Case(
-        "split_conversations",
-        {"a.jsonl": lines(GOOD_CHAT)},
-        options={"max_length": 8, "on_too_long": "split"},
     ),
     Case("no_chat_template", {"a.jsonl": lines(GOOD_CHAT)}, template=None),
     Case(
@@ -224,10 +222,11 @@ def message(case: Case) -> str:
     tokenizer = byte_level_tokenizer()
     if case.template != "own":
         tokenizer.chat_template = case.template
-    sources = case.sources or tuple(Source(name) for name in case.files)
-    options: dict[str, Any] = {"task": "sft", "max_length": 512, "on_too_long": "error", **case.options}
+    sources = case.sources or tuple(Source(path=name) for name in case.files)
+    keys: dict[str, Any] = {"train": sources, "max_length": 512, **case.options}
+    task = keys.pop("task", "sft")
     with pytest.raises(case.error) as caught:
-        load_dataset(sources, tokenizer, **options)
+        load_data(Wanted(task, Data(**keys)), tokenizer)
     return f"{caught.value}\n"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsft.data import pack as packing
 from dsft.data.batch import NO_TARGET
-from dsft.data.dataset import Dataset, Example, Ledger, full_rows
+from dsft.data.dataset import Dataset, Example
 from dsft.data.lay import lay
 from dsft.data.longest import LAID, longest_micro_batch
 from dsft.data.pack import pack
@@ -32,7 +32,7 @@ def example(first: int, length: int) -> Example:
 def dataset(lengths: list[int]) -> Dataset:
     firsts = np.cumsum([100, *lengths])
     examples = tuple(example(int(f), n) for f, n in zip(firsts, lengths, strict=False))
-    return Dataset(examples, Ledger(len(lengths), len(lengths), 0, 0))
+    return Dataset.of(examples)
 
 
 @given(lengths_of_a_step, st.integers(50, 200), st.integers(1, 5))
@@ -149,48 +149,15 @@ def test_evaluation_is_packed_too() -> None:
     sizes = BatchSizes(2, 1, 1, 2, 14)
     dealt = [evaluation(data, sizes, rank, PAD) for rank in (0, 1)]
     found = segments(tuple(batch for batches, _ in dealt for batch in batches))
-    assert [ids for ids, _ in found] == [e.input_ids.tolist() for e in data.examples]
+    assert [ids for ids, _ in found] == [e.input_ids.tolist() for e in data]
     assert dealt[0][1] == {"tokens": int(data.target_counts.sum())}
     assert len(dealt[0][0]) == len(dealt[1][0])
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 30))
-@settings(max_examples=60, deadline=None)
-def test_full_rows_hold_every_token_once(lengths: list[int], size: int) -> None:
-    documents = dataset(lengths).examples
-    rows, ledger = full_rows(documents, size)
-    together = np.concatenate([document.input_ids for document in documents])
-    assert np.array_equal(np.concatenate([row.input_ids for row in rows]), together)
-    assert [len(row.input_ids) for row in rows[:-1]] == [size] * (len(rows) - 1)
-    assert 1 <= len(rows[-1].input_ids) <= size
-    begins = {int(document.input_ids[0]) for document in documents}
-    trained = {
-        int(i): bool(t)
-        for document in documents
-        for i, t in zip(document.input_ids, document.trained, strict=True)
-    }
-    for row in rows:
-        assert sum(row.segment_lengths) == len(row.input_ids)
-        first = 0
-        for length in row.segment_lengths:
-            piece = slice(first, first + length)
-            assert not row.trained[first]
-            assert [trained[int(i)] for i in row.input_ids[piece][1:]] == row.trained[piece][1:].tolist()
-            assert not begins & set(row.input_ids[piece][1:].tolist()), "a piece goes over a document's end"
-            assert first == 0 or int(row.input_ids[first]) in begins, "a piece begins inside a document"
-            first += length
-    apart = [{i for i, row in enumerate(rows) if set(row.input_ids) & set(d.input_ids)} for d in documents]
-    assert ledger.split == sum(len(of) > 1 for of in apart)
-    assert ledger.rows == len(documents)
-
-
 def test_rows_that_are_cut_otherwise_are_other_data() -> None:
     ids, trained = np.arange(8, dtype=np.int32), np.ones(8, dtype=bool)
-    ledger = Ledger(1, 1, 8, 7)
-    prints = {
-        Dataset((Example(ids, trained, "a", cut),), ledger).fingerprint
-        for cut in (None, (8,), (3, 5), (5, 3))
-    }
+    cuts = (None, (8,), (3, 5), (5, 3))
+    prints = {Dataset.of([Example(ids, trained, "a", cut)]).fingerprint for cut in cuts}
     assert len(prints) == 4
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
-from dsft.data.dataset import Dataset, Example, Ledger
+from dsft.data.dataset import Dataset, Example
 from dsft.data.lay import collate, lay
 from dsft.data.order import epoch_order
 from dsft.data.pack import deal
@@ -36,7 +36,7 @@ def dataset(count: int) -> Dataset:
         length = 2 + (i * 7) % 5
         trained = np.arange(length) >= (i % 3) * length // 3
         examples.append(Example(np.full(length, i + 100, dtype=np.int32), trained, f"a:{i}"))
-    return Dataset(tuple(examples), Ledger(count, count, 0, 0))
+    return Dataset.of(examples)
 
 
 def members(micro_batch: MicroBatch) -> list[int]:

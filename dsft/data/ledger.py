@@ -1,0 +1,143 @@
+"""What became of every row: takes counts of each source, gives their sum, sentences, a table and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of the rows of a source. Each row that was read stands in exactly one of the first group.
+
+    rows = used + bad + empty + undesirable + held_out + dropped + without_target
+
+    used            rows of which something is trained on
+    bad             cannot be read (data.on_bad_row: drop)
+    empty           of at most one token
+    undesirable     labelled as not to be learned (KTO)
+    held_out        to be evaluated on
+    dropped         longer than max_length, and left out
+    without_target  left out because nothing of them is trained on (after truncation, too)
+
+    truncated       longer than max_length, of which a part is kept
+    split           rows of which several examples have a part
+    duplicate       rows that say what an earlier one says, of this source or of one before it
+    without_end     used, and what is trained on stops before the end of the turn or text
+
+    tokens          of the rows that were read
+    examples        made; more than rows where rows were split
+    example_tokens  of the examples
+    trained_tokens  targets of the examples
+    dropped_tokens  of the dropped rows
+    truncated_tokens  cut off, or in pieces without a target
+    blank_lines     skipped in the files, not among the rows
+    """
+
+    rows: int = 0
+    used: int = 0
+    bad: int = 0
+    empty: int = 0
+    undesirable: int = 0
+    held_out: int = 0
+    dropped: int = 0
+    without_target: int = 0
+    truncated: int = 0
+    split: int = 0
+    duplicate: int = 0
+    without_end: int = 0
+    tokens: int = 0
+    examples: int = 0
+    example_tokens: int = 0
+    trained_tokens: int = 0
+    dropped_tokens: int = 0
+    truncated_tokens: int = 0
+    blank_lines: int = 0
+
+    @property
+    def masked_tokens(self) -> int:
+        """Tokens of the examples that are no targets."""
+        return self.example_tokens - self.trained_tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        return self.dropped_tokens + self.truncated_tokens
+
+    @property
+    def left_out(self) -> int:
+        """Rows that teach nothing though they were meant to: data.max_dropped_fraction."""
+        return self.bad + self.empty + self.dropped + self.without_target
+
+    def figures(self) -> dict[str, int]:
+        """All counts by name."""
+        return asdict(self) | {"masked_tokens": self.masked_tokens, "lost_tokens": self.lost_tokens}
+
+    def text(self) -> str:
+        """One paragraph; what did not happen is left out."""
+        said = [f"{self.rows:,} rows gave {self.examples:,} examples of {self.example_tokens:,} tokens,"]
+        said.append(f"{self.trained_tokens:,} of them trained on.")
+        happened = (
+            (self.held_out, "held out"),
+            (self.bad, "bad and dropped"),
+            (self.empty, "empty and left out"),
+            (self.undesirable, "labelled undesirable and left out"),
+            (self.dropped, "too long and dropped"),
+            (self.truncated, "truncated"),
+            (self.split, "split"),
+            (self.without_target, "left out, with nothing to train on"),
+            (self.without_end, "without an end of turn"),
+        )
+        said += [f"{count:,} {_rows(count)} {what}." for count, what in happened if count]
+        if self.duplicate:
+            said.append(f"{self.duplicate:,} {_say(self.duplicate)} what an earlier row says.")
+        if self.lost_tokens:
+            said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
+        if self.blank_lines:
+            lines = "line was" if self.blank_lines == 1 else "lines were"
+            said.append(f"{self.blank_lines:,} blank {lines} skipped.")
+        return " ".join(said)
+
+
+def total(ledgers: Sequence[Ledger]) -> Ledger:
+    return Ledger(*(sum(getattr(one, field.name) for one in ledgers) for field in fields(Ledger)))
+
+
+def table(ledgers: Mapping[str, Ledger]) -> list[str]:
+    """Lines of a table, a row a source and one for all; columns in which all is zero are left out."""
+    sums = total(list(ledgers.values()))
+    rows = {**ledgers, "all": sums}
+    shown = [(name, title) for name, title in _COLUMNS if name in _ALWAYS or getattr(sums, name)]
+    cells = [["", *(title for _, title in shown)]]
+    cells += [[name, *(f"{getattr(one, key):,}" for key, _ in shown)] for name, one in rows.items()]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    laid = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells)
+    return ["  ".join(line).rstrip() for line in laid]
+
+
+_COLUMNS = (
+    ("rows", "rows"),
+    ("examples", "examples"),
+    ("example_tokens", "tokens"),
+    ("trained_tokens", "trained on"),
+    ("held_out", "held out"),
+    ("bad", "bad"),
+    ("empty", "empty"),
+    ("undesirable", "undesirable"),
+    ("dropped", "dropped"),
+    ("truncated", "truncated"),
+    ("split", "split"),
+    ("without_target", "no target"),
+    ("without_end", "no end of turn"),
+    ("duplicate", "duplicate"),
+    ("lost_tokens", "tokens lost"),
+    ("blank_lines", "blank lines"),
+)
+_ALWAYS = ("rows", "examples", "example_tokens", "trained_tokens")
+
+
+def _rows(count: int) -> str:
+    return "row was" if count == 1 else "rows were"
+
+
+def _say(count: int) -> str:
+    return "row says" if count == 1 else "rows say"

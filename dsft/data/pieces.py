@@ -1,0 +1,266 @@
+"""Which tokens of which rows make an example: whole rows, windows of them, or pieces that go over rows.
+
+Takes the lengths and trained spans of a source's rows. Gives an index of a few numbers an example, made
+without reading a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.rows import Rendered, TokenRows
+
+OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
+"""What becomes of rows over max_length. fill, for packed pretraining: no row is too long, all are laid one
+after the other into examples of exactly max_length tokens."""
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """m examples cut from rows.
+
+    rows           which of the source's rows; (m,) the row of each example, or, where they go on over the
+                   ends of rows, (k,) all rows in order
+    begin          (m,) the token of the row with which an example begins
+    lengths        (m,) tokens
+    target_counts  (m,) targets
+    headed         (m,) the row's first token stands before `begin`; None: nowhere
+    at             (m,) the position in `rows` of the row where an example begins, where they go on over ends
+    """
+
+    rows: Ids
+    begin: Ids
+    lengths: Ids
+    target_counts: Ids
+    headed: NDArray[np.bool_] | None = None
+    at: Ids | None = None
+
+    def take(self, kept: NDArray[np.bool_]) -> Pieces:
+        """The examples of a mask (m,)."""
+        if kept.all():
+            return self
+        return Pieces(
+            self.rows[kept] if self.at is None else self.rows,
+            self.begin[kept],
+            self.lengths[kept],
+            self.target_counts[kept],
+            None if self.headed is None else self.headed[kept],
+            None if self.at is None else self.at[kept],
+        )
+
+    def row_of(self, example: int) -> int:
+        """The source's row in which it begins."""
+        return int(self.rows[example if self.at is None else self.at[example]])
+
+    def read(self, source: TokenRows, example: int) -> tuple[Rendered, int, tuple[int, ...] | None]:
+        """Its tokens, the row in which it begins, and the tokens of each row's part where they go over ends.
+        No part's first token is trained."""
+        begin, length = int(self.begin[example]), int(self.lengths[example])
+        if self.at is not None:
+            return self._over_ends(source, int(self.at[example]), begin, length)
+        which = int(self.rows[example])
+        row = source.read(which)
+        if self.headed is not None and self.headed[example]:
+            body = slice(begin, begin + length - 1)
+            ids = np.concatenate([row.input_ids[:1], row.input_ids[body]])
+            trained = np.concatenate([[False], row.trained[body]])
+            trained[1] = False  # what stood before it is cut off
+        else:
+            ids = row.input_ids[begin : begin + length]
+            trained = row.trained[begin : begin + length].copy()
+            trained[:1] = False
+        return Rendered(ids, trained, row.ended), which, None
+
+    def _over_ends(
+        self, source: TokenRows, at: int, begin: int, length: int
+    ) -> tuple[Rendered, int, tuple[int, ...]]:
+        parts, which, left = [], int(self.rows[at]), length
+        while left:
+            row = source.read(int(self.rows[at]))
+            ids = row.input_ids[begin : begin + left]
+            trained = row.trained[begin : begin + left].copy()
+            trained[:1] = False
+            parts.append((ids, trained))
+            at, begin, left = at + 1, 0, left - len(ids)
+        ids, trained = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return Rendered(ids, trained), which, tuple(len(part) for part, _ in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The pieces, and what became of rows, which are told by their numbers.
+
+    dropped         longer than max_length, left out
+    truncated       of which a window is kept, or would be if it had a target
+    unended         kept, without the end of the turn (or text) that they end with
+    without_target  left out, because nothing of what is kept is trained on
+    num_split       rows of which several examples have a part
+    truncated_tokens  cut off, and those of pieces in which nothing is trained on
+    """
+
+    pieces: Pieces
+    dropped: Ids
+    truncated: Ids
+    unended: Ids
+    without_target: Ids
+    num_split: int = 0
+    truncated_tokens: int = 0
+
+
+NONE: Ids = np.zeros(0, dtype=np.int32)
+
+
+def cut(source: TokenRows, rows: Ids, max_length: int, how: OnTooLong, bos: int | None) -> Cut:
+    """`rows` (k,) of the source, each with a target, as examples of at most `max_length` tokens. `bos`: the
+    token that a window keeps in front where its row begins with it. With `error` all rows stay whole."""
+    if how == "fill":
+        return _filled(source, rows, max_length)
+    lengths = source.lengths[rows]
+    too_long = lengths > max_length
+    if how == "split":
+        return _split(source, rows, lengths, max_length)
+    if how == "truncate" and too_long.any():
+        return _truncated(source, rows, too_long, max_length, bos)
+    dropped = NONE
+    if how == "drop":
+        dropped, rows = rows[too_long], rows[~too_long]
+    return Cut(whole(source, rows), dropped, NONE, rows[~source.ended[rows]], NONE)
+
+
+def whole(source: TokenRows, rows: Ids) -> Pieces:
+    return Pieces(rows, _zeros(len(rows)), _small(source.lengths[rows]), _small(source.trained[rows]))
+
+
+def _truncated(
+    source: TokenRows, rows: Ids, too_long: NDArray[np.bool_], max_length: int, bos: int | None
+) -> Cut:
+    pieces = whole(source, rows)
+    begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
+    lost = int(pieces.lengths[too_long].sum(dtype=np.int64)) - max_length * int(np.count_nonzero(too_long))
+    texts = too_long & (pieces.target_counts == pieces.lengths - 1)
+    ended[texts] = False
+    targets = np.where(texts, np.int32(max_length - 1), pieces.target_counts)
+    for i in np.flatnonzero(too_long & ~texts):
+        found = window(source, int(rows[i]), max_length, bos)
+        begin[i], headed[i], targets[i] = found.begin, found.headed, found.num_targets
+        ended[i] &= found.ended
+    lengths = np.minimum(pieces.lengths, np.int32(max_length))
+    kept = targets > 0
+    made = Pieces(rows, begin, lengths, targets, headed if headed.any() else None)
+    return Cut(made.take(kept), NONE, rows[too_long], rows[~ended & kept], rows[~kept], 0, lost)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Of a row: from `begin` on, behind the row's first token if `headed`. ended: the last part that is
+    trained on and not cut off whole is there to its end."""
+
+    begin: int
+    headed: bool
+    num_targets: int
+    ended: bool
+
+
+def window(source: TokenRows, row: int, size: int, bos: int | None) -> Window:
+    """The `size` tokens of a longer row that have the most targets, the earliest of equals. What stands
+    first, or behind a beginning that it did not stand behind, is no target."""
+    spans, length = source.spans(row), int(source.lengths[row])
+    before = targets_before(spans, np.arange(length + 1))
+    at = np.arange(length - size + 1)
+    counts = before[at + size] - before[at + 1]
+    begin = int(np.argmax(counts))
+    headed = begin > 0 and bos is not None and int(source.read(row).input_ids[0]) == bos
+    if headed:  # one token fewer from its place in the row
+        at = np.arange(1, length - size + 2)
+        counts = np.concatenate([counts[:1], before[at + size - 1] - before[at + 1]])
+        begin = int(np.argmax(counts))
+        headed = begin > 0
+    stop = begin + size - headed
+    ended = not ((spans[:, 0] < stop) & (stop < spans[:, 1])).any()
+    return Window(begin, headed, int(counts[begin]), ended)
+
+
+def targets_before(spans: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(n,): how many tokens before each place (n,) of a row are targets: trained, and not the row's first."""
+    if not len(spans):
+        return np.zeros(len(at), dtype=np.int64)
+    starts, stops = np.maximum(spans[:, 0], 1), np.maximum(spans[:, 1], 1)
+    which = np.searchsorted(starts, at, side="right") - 1
+    done = np.concatenate([[0], np.cumsum(stops - starts)])
+    inside = np.minimum(at, stops[which]) - starts[which]
+    return np.where(which < 0, 0, done[which] + inside)
+
+
+def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut:
+    """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
+    numbers = np.maximum(1, -((1 - lengths) // (max_length - 1)))
+    of_row = np.repeat(np.arange(len(rows)), numbers)
+    number = np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    begin = number * (max_length - 1)
+    pieces = np.minimum(max_length, lengths[of_row] - begin)
+    starts = (np.cumsum(lengths) - lengths)[of_row] + begin
+    targets = _targets(source, rows, lengths, starts, starts + pieces)
+    made = Pieces(rows[of_row], _small(begin), _small(pieces), _small(targets))
+    return _with_targets(made, source, rows, int(np.count_nonzero(numbers > 1)))
+
+
+def _filled(source: TokenRows, rows: Ids, size: int) -> Cut:
+    """Examples of `size` tokens, the last one of what is left, every token once."""
+    lengths = source.lengths[rows]
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    starts = np.arange(0, total, size)
+    stops = np.minimum(starts + size, total)
+    at = np.searchsorted(ends, starts, side="right")
+    begin = starts - (ends - lengths)[at]
+    targets = _targets(source, rows, lengths, starts, stops)
+    made = Pieces(rows, _small(begin), _small(stops - starts), _small(targets), at=_small(at))
+    num_split = np.count_nonzero((ends - lengths) // size != (ends - 1) // size)
+    return _with_targets(made, source, rows, int(num_split))
+
+
+def _with_targets(pieces: Pieces, source: TokenRows, rows: Ids, num_split: int) -> Cut:
+    kept = pieces.target_counts > 0
+    lost = int(pieces.lengths[~kept].sum(dtype=np.int64))
+    return Cut(pieces.take(kept), NONE, NONE, rows[~source.ended[rows]], NONE, num_split, lost)
+
+
+def _targets(
+    source: TokenRows,
+    rows: Ids,
+    lengths: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """(m,): targets from each start to its stop in the rows (k,) laid end to end. The first token of a piece,
+    as of a row, is none."""
+    trained = source.trained[rows]
+    first = np.cumsum(lengths) - lengths
+    done = np.cumsum(trained) - trained
+    part = trained != lengths - 1  # of these rows some tokens are masked
+
+    def up_to(place: NDArray[np.int64]) -> NDArray[np.int64]:
+        row = np.searchsorted(first, place, side="right") - 1
+        inside = place - first[row]
+        count = np.maximum(inside - 1, 0)
+        for i in np.flatnonzero(part[row]):
+            count[i] = targets_before(source.spans(int(rows[row[i]])), inside[i : i + 1])[0]
+        found: NDArray[np.int64] = done[row] + count
+        return found
+
+    return up_to(stops) - up_to(starts + 1)
+
+
+def _small(numbers: NDArray[np.int64]) -> Ids:
+    return numbers.astype(np.int32)
+
+
+def _zeros(count: int) -> Ids:
+    """(count,) without memory."""
+    return np.broadcast_to(np.int32(0), (count,))

@@ -1,0 +1,168 @@
+"""Cutting as an index of pieces, against a loop over tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.dataset import Dataset, RowPart
+from dsft.data.pieces import Cut, OnTooLong, cut
+from tests.unit.data.token_rows import FakeRows, Given
+
+BOS = 1
+
+
+@st.composite
+def a_row(draw: st.DrawFn, most: int = 30) -> Given:
+    """Tokens that stand in no other place, or behind a first BOS; some are trained, one at least."""
+    length = draw(st.integers(2, most))
+    trained = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    trained[draw(st.integers(1, length - 1))] = True
+    ids = list(range(100, 100 + length))
+    if draw(st.booleans()):
+        ids[0] = BOS
+    return ids, [True] * length if draw(st.booleans()) else trained
+
+
+rows_of_a_source = st.lists(a_row(), min_size=1, max_size=12)
+NAIVE: tuple[OnTooLong, ...] = ("drop", "truncate", "split", "fill")
+Piece = tuple[list[int], list[bool], int, tuple[int, ...] | None]
+
+
+def naive(given: list[Given], size: int, how: OnTooLong) -> list[Piece]:
+    """(tokens, targets, row, segments) of each example, one token after the other."""
+    if how == "fill":
+        return [piece for piece in naive_fill(given, size) if any(piece[1])]
+    pieces: list[Piece] = []
+    for row, (ids, trained) in enumerate(given):
+        targets = [False, *map(bool, trained[1:])]
+        if len(ids) <= size:
+            pieces.append((list(ids), targets, row, None))
+        elif how == "split":
+            for start in range(0, len(ids) - 1, size - 1):
+                stop = start + size
+                pieces.append((list(ids[start:stop]), [False, *targets[start + 1 : stop]], row, None))
+        elif how == "truncate":
+            pieces.append(naive_window(ids, targets, size, row))
+    return [piece for piece in pieces if any(piece[1])]
+
+
+def naive_window(ids: list[int], targets: list[bool], size: int, row: int) -> Piece:
+    windows = [(ids[:size], targets[:size])]
+    for start in range(1, len(ids)):
+        if ids[0] == BOS and len(ids[start:]) >= size - 1:
+            body = slice(start, start + size - 1)
+            windows.append(([ids[0], *ids[body]], [False, False, *targets[body][1:]]))
+        elif ids[0] != BOS and len(ids[start:]) >= size:
+            body = slice(start, start + size)
+            windows.append((list(ids[body]), [False, *targets[body][1:]]))
+    best = max(windows, key=lambda window: sum(window[1]))  # the first of equals
+    return list(best[0]), list(best[1]), row, None
+
+
+def naive_fill(given: list[Given], size: int) -> list[Piece]:
+    stream = [
+        (token, bool(is_target) and place > 0, row)
+        for row, (ids, trained) in enumerate(given)
+        for place, (token, is_target) in enumerate(zip(ids, trained, strict=True))
+    ]
+    pieces: list[Piece] = []
+    for start in range(0, len(stream), size):
+        part = stream[start : start + size]
+        targets = [is_target and place > 0 for place, (_, is_target, _) in enumerate(part)]
+        borders = [0, *(i for i, (a, b) in enumerate(pairwise(part), 1) if a[2] != b[2]), len(part)]
+        segments = tuple(stop - start for start, stop in pairwise(borders))
+        pieces.append(([token for token, _, _ in part], targets, part[0][2], segments))
+    return pieces
+
+
+def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
+    return cut(source, np.arange(len(source.given), dtype=np.int32), size, how, BOS)
+
+
+@pytest.mark.parametrize("how", NAIVE)
+@given(given=rows_of_a_source, size=st.integers(2, 20))
+@settings(max_examples=150, deadline=None)
+def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[Given], size: int) -> None:
+    source = FakeRows(given)
+    made = cut_of(source, size, how)
+    data = Dataset((RowPart(None, source, made.pieces),))
+    wanted = naive(given, size, how)
+    found = [
+        (example.input_ids.tolist(), example.trained.tolist(), int(example.source[2:]), example.segments)
+        for example in data
+    ]
+    assert found == wanted
+    assert data.lengths.tolist() == [len(ids) for ids, *_ in wanted]
+    assert data.target_counts.tolist() == [sum(targets) for _, targets, *_ in wanted]
+    assert [data.source(i) for i in range(len(data))] == [f"a:{row}" for _, _, row, _ in wanted]
+
+
+@pytest.mark.parametrize("how", NAIVE)
+@given(given=rows_of_a_source, size=st.integers(2, 20))
+@settings(max_examples=80, deadline=None)
+def test_tokens_add_up(how: OnTooLong, given: list[Given], size: int) -> None:
+    source = FakeRows(given)
+    made = cut_of(source, size, how)
+    rows, pieces = source.lengths, made.pieces
+    overlap = len(pieces.lengths) - len(given) if how == "split" else 0
+    if how == "split":  # a piece without a target takes its overlap with it
+        overlap = sum(max(0, -((1 - n) // (size - 1)) - 1) for n in rows.tolist())
+    left_out = rows[made.without_target]
+    kept = int(pieces.lengths.sum()) + int(np.minimum(left_out, size).sum())
+    assert rows.sum() + overlap == kept + rows[made.dropped].sum() + made.truncated_tokens
+
+
+def test_nothing_is_read_to_cut_rows_of_which_all_is_trained_on() -> None:
+    source = FakeRows([(range(n), [True] * n) for n in (3, 50, 7, 12)])
+    for how in NAIVE:
+        made = cut_of(source, 6, how)
+        assert len(made.pieces.lengths)
+    assert source.reads == []
+
+
+def test_a_window_keeps_the_answer_and_the_beginning_of_text() -> None:
+    """The question is cut off, not the answer."""
+    question, answer = list(range(10, 20)), list(range(50, 54))
+    row = ([BOS, *question, *answer], [False] * 11 + [True] * 4)
+    made = cut_of(FakeRows([row]), 8, "truncate")
+    example = Dataset((RowPart(None, FakeRows([row]), made.pieces),))[0]
+    assert example.input_ids.tolist() == [BOS, *question[-3:], *answer]
+    assert example.trained.tolist() == [False] * 4 + [True] * 4
+    assert made.truncated.tolist() == [0] and made.unended.tolist() == [] and made.truncated_tokens == 7
+
+
+def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
+    ids = list(range(20))
+    answered = [False] * 4 + [True] * 16
+    two_turns = [False, False, True, True, True, False, False, False, False] + [True] * 2 + [False] * 9
+    source = FakeRows([(ids, answered), (ids, two_turns), (ids[:5], answered[:5])], unended=frozenset({2}))
+    made = cut_of(source, 10, "truncate")
+    assert made.unended.tolist() == [0, 2]  # of the second row a whole turn is kept, or both
+
+
+def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
+    rows = [(range(n), [True] * n) for n in (3, 9, 4)]
+    prints = []
+    for rows_given, how, size in (
+        (rows, "fill", 5),
+        (rows, "fill", 4),
+        (rows, "split", 5),
+        (rows[::-1], "fill", 5),
+    ):
+        source = FakeRows(rows_given)
+        prints.append(Dataset((RowPart(None, source, cut_of(source, size, how).pieces),)).fingerprint)
+        again = FakeRows(rows_given)
+        made = cut_of(again, size, how).pieces
+        assert Dataset((RowPart("other name", again, made),)).fingerprint == prints[-1]
+        assert source.reads == []
+    assert len(set(prints)) == len(prints)
+    source = FakeRows(rows)  # no row is cut by either
+    short = {
+        Dataset((RowPart(None, source, cut_of(source, 9, how).pieces),)).fingerprint for how in NAIVE[:3]
+    }
+    assert len(short) == 1

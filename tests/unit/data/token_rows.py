@@ -1,0 +1,63 @@
+"""Rows of a source without a file: takes tokens and masks, gives TokenRows that count what is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.rows import Account, Rendered
+
+Given = tuple[Sequence[int], Sequence[bool]]
+
+
+@dataclass(eq=False)
+class FakeRows:
+    """reads: the row of every `read`."""
+
+    given: Sequence[Given]
+    unended: frozenset[int] = frozenset()
+    account: Account = field(default_factory=Account)
+    said: Sequence[int] | None = None
+    undesirable: frozenset[int] = frozenset()
+    reads: list[int] = field(default_factory=list)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(ids) for ids, _ in self.given], dtype=np.int64)
+
+    @property
+    def trained(self) -> NDArray[np.int64]:
+        return np.array([sum(trained[1:]) for _, trained in self.given], dtype=np.int64)
+
+    @property
+    def ended(self) -> NDArray[np.bool_]:
+        return np.array([i not in self.unended for i in range(len(self.given))], dtype=np.bool_)
+
+    @property
+    def content(self) -> NDArray[np.uint64]:
+        said = self.said if self.said is not None else [hash(tuple(ids)) % 2**64 for ids, _ in self.given]
+        return np.array(said, dtype=np.uint64)
+
+    @property
+    def desirable(self) -> NDArray[np.bool_]:
+        return np.array([i not in self.undesirable for i in range(len(self.given))], dtype=np.bool_)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.given).encode()).hexdigest()
+
+    def source(self, row: int) -> str:
+        return f"a:{row}"
+
+    def spans(self, row: int) -> NDArray[np.int64]:
+        trained = [False, *self.given[row][1], False]
+        return np.flatnonzero(np.diff(np.array(trained, dtype=np.int8))).reshape(-1, 2)
+
+    def read(self, row: int) -> Rendered:
+        self.reads.append(row)
+        ids, trained = self.given[row]
+        return Rendered(np.array(ids, np.int32), np.array(trained, np.bool_), row not in self.unended)
