@@ -93,11 +93,12 @@ class Model(Section):
 
 
 class Source(Section):
-    """One file of rows."""
+    """Rows of one file, or of several of a kind."""
 
     path: str = Field(
         min_length=1,
-        description="JSONL or JSON file, or builtin:quickstart, builtin:quickstart-heldout.",
+        description="A file, folder or pattern, a data set of the hub (owner/name[:split]), or "
+        "builtin:quickstart, builtin:quickstart-heldout.",
     )
     format: (
         Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto"] | None

@@ -151,9 +151,8 @@ class _Text:
         self.at_end = False
         self._mark, self._line, self._column = 0, 1, 1  # a position whose line and column, from 1, are known
         self._opened = opened
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()  # skips a byte order mark
         self.more()
-        self.buffer = self.buffer.removeprefix("\ufeff")
 
     @property
     def is_whole(self) -> bool:

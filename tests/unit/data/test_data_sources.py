@@ -1,0 +1,284 @@
+"""What a source's path names: files, folders, patterns, saved data sets, ids of the hub; and their digests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsft.data.read import digest
+from dsft.data.read.digest import file_digest
+from dsft.data.read.files import blocks, data_files, file_notes, read_block
+from dsft.errors import DataError, MissingInputError
+
+ROW = b'{"text": "a"}\n'
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*names: str, content: bytes = ROW) -> None:
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+
+
+def names(path: str) -> list[str]:
+    return [file.name for file in data_files(Source(path))]
+
+
+def rows(path: str) -> list[Any]:
+    lines = [
+        line for file in data_files(Source(path)) for block in blocks(file) for line in read_block(block)
+    ]
+    assert not [line for line in lines if line.mistake]
+    return [line.row for line in lines]
+
+
+# --- folders and patterns ---------------------------------------------------------------------------------
+
+
+def test_a_folder_is_its_data_files_sorted_and_what_is_left_out_is_told() -> None:
+    write("d/b.jsonl", "d/a.JSON", "d/sub/c.txt.gz", "d/sub.csv", "d/README.md", "d/.x.jsonl", "d/.git/a.txt")
+    files = data_files(Source("d"))
+    assert [file.name for file in files] == ["d/a.JSON", "d/b.jsonl", "d/sub/c.txt.gz", "d/sub.csv"]
+    assert [file.kind for file in files] == ["json", "jsonl", "text", "csv"]
+    assert files[0].notes == (
+        "d: 4 files: a.JSON, b.jsonl, c.txt.gz, sub.csv",
+        "d: not read, since they are no data files: .git, .x.jsonl, README.md",
+    )
+    assert file_notes(files[0]) == files[0].notes and file_notes(files[1]) == ()
+
+
+def test_links_to_folders_are_followed_each_folder_once() -> None:
+    write("elsewhere/a.jsonl")
+    Path("d").mkdir()
+    Path("d/link").symlink_to("../elsewhere")
+    Path("d/round").symlink_to("../d")
+    assert names("d") == ["d/link/a.jsonl"]
+
+
+def test_patterns() -> None:
+    write("d/a.jsonl", "d/b.jsonl", "d/e/c.jsonl", "d/notes.md", "d/[x].txt")
+    assert names("d/*.jsonl") == ["d/a.jsonl", "d/b.jsonl"]
+    assert names("d/**/*.jsonl") == ["d/a.jsonl", "d/b.jsonl", "d/e/c.jsonl"]
+    assert names("d/[b-z]*") == ["d/b.jsonl"]
+    assert names("d/[x].txt") == ["d/[x].txt"]  # a file of this name is meant before a pattern
+
+
+def test_many_files_are_told_of_in_short() -> None:
+    write(*(f"d/{n:03}.jsonl" for n in range(40)))
+    assert data_files(Source("d"))[0].notes[0] == (
+        "d: 40 files: 000.jsonl, 001.jsonl, 002.jsonl, 003.jsonl, 004.jsonl and 35 more"
+    )
+
+
+def test_a_data_set_that_datasets_saved() -> None:
+    import datasets
+
+    made = datasets.Dataset.from_list([{"text": str(n)} for n in range(10)])
+    datasets.DatasetDict({"train": made, "test": made.select(range(2))}).save_to_disk("saved", num_proc=1)
+    made.save_to_disk("shards", num_shards=3)
+    Path("saved/train/cache-1.arrow").write_bytes(b"of an earlier map()")
+    assert rows("saved/train") == [{"text": str(n)} for n in range(10)]
+    assert rows("shards") == rows("saved/train")
+    assert len(names("shards")) == 3
+    with pytest.raises(MissingInputError, match=r"splits \(test, train\); name one, such as saved/test"):
+        names("saved")
+
+
+# --- the hub ----------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """`datasets.load_dataset` as it answers for one id; gives what it was asked."""
+    import pyarrow
+
+    asked: list[Any] = []
+    path = Path(f"cache/{COMMIT}/data-train.arrow").absolute()
+
+    def load(name: str, subset: str | None, *, split: str, revision: str | None) -> Any:
+        asked.append((name, subset, split, revision))
+        if name != "owner/name":
+            raise ConnectionError("Couldn't reach 'owner/name' on the Hub\n(offline)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pyarrow.table({"text": ["a", "b"]})
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+        cache_files = [] if split == "empty" else [{"filename": str(path)}]
+        return type("Data", (), {"cache_files": cache_files, "__len__": lambda self: 2})()
+
+    module = ModuleType("datasets")
+    module.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    yield asked
+
+
+def test_a_hub_id_is_loaded_into_files_and_its_revision_told(hub: list[Any]) -> None:
+    (file,) = data_files(Source("owner/name@v1.0:main:test"))
+    assert hub == [("owner/name", "main", "test", "v1.0")]
+    assert file.name == "owner/name/data-train.arrow"
+    said = f"owner/name@v1.0:main:test: from the hub, split test, revision {COMMIT}, 2 rows"
+    assert file.notes == (said,)
+    assert rows("owner/name") == [{"text": "a"}, {"text": "b"}]
+    assert hub[1:] == [("owner/name", None, "train", None)]
+
+
+def test_a_file_or_folder_is_meant_before_a_hub_id(hub: list[Any]) -> None:
+    write("owner/name/a.jsonl")
+    assert names("owner/name") == ["owner/name/a.jsonl"]
+    with pytest.raises(
+        MissingInputError, match="owner/nam: does not exist, and is no hub id, as owner is a fo"
+    ):
+        names("owner/nam")
+    assert hub == []
+
+
+def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(MissingInputError) as caught:
+        names("nobody/nothing")
+    assert str(caught.value) == (
+        "data nobody/nothing: neither here nor to be had from the hub (Couldn't reach 'owner/name' on the Hub "
+        "(offline)); correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what is "
+        "private"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        MissingInputError, match="unset HF_HUB_OFFLINE, or load it once into this machine's cache"
+    ):
+        names("nobody/nothing")
+    with pytest.raises(MissingInputError, match="the split empty of owner/name holds no row"):
+        names("owner/name:empty")
+
+
+@pytest.mark.parametrize(
+    "name", ["name", "a/b/c", "owner/name:", "owner/name:a:b:c", "a/b.jsonl", "../b", "a/b c"]
+)
+def test_what_is_no_hub_id_is_not_asked_for(hub: list[Any], name: str) -> None:
+    with pytest.raises(MissingInputError, match="there is no such file"):
+        names(name)
+    assert hub == []
+
+
+def test_offline_datasets_itself_ends_in_one_sentence() -> None:
+    code = (
+        "import dataclasses, sys; from dsft.data.read.files import data_files\n"
+        "Source = dataclasses.make_dataclass('Source', ['path'])\n"
+        "try: data_files(Source('nobody-has/this-data'))\n"
+        "except Exception as error: print(type(error).__name__, str(error).count(chr(10)))\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout == "MissingInputError 0\n[]\n", done.stderr
+
+
+# --- digests ----------------------------------------------------------------------------------------------
+
+
+def digest_of(path: str, memory: str | None = "memory") -> str:
+    (file,) = data_files(Source(path))
+    return file_digest(file, Path(memory) if memory else None)
+
+
+def set_time(path: str, seconds_ago: float) -> None:
+    os.utime(path, ns=(time.time_ns(), time.time_ns() - int(seconds_ago * 1e9)))
+
+
+def test_a_digest_is_of_the_content_and_of_how_it_is_read() -> None:
+    write("a.jsonl", "b.jsonl", "c.txt")
+    write("d.jsonl", content=ROW + ROW)
+    write("e.jsonl.gz", content=gzip.compress(ROW))
+    assert digest_of("a.jsonl", None) == digest_of("b.jsonl") == digest_of("b.jsonl")
+    kinds = ("a.jsonl", "c.txt", "d.jsonl", "e.jsonl.gz", "builtin:quickstart", "builtin:quickstart-heldout")
+    assert len({digest_of(name) for name in kinds}) == 6
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose content was hashed."""
+    found: list[str] = []
+    real = digest.hashlib.file_digest
+
+    def record(opened: Any, kind: str) -> Any:
+        found.append(Path(opened.name).name)
+        return real(opened, kind)
+
+    monkeypatch.setattr(digest, "hashlib", SimpleNamespace(file_digest=record, sha256=digest.hashlib.sha256))
+    return found
+
+
+def test_an_old_file_is_hashed_once_and_again_when_it_changed(hashed: list[str]) -> None:
+    write("a.jsonl")
+    set_time("a.jsonl", 10)
+    first = digest_of("a.jsonl")
+    assert digest_of("a.jsonl") == first and hashed == ["a.jsonl"]
+    write("a.jsonl", content=ROW.replace(b"a", b"b"))  # the same size, another time
+    set_time("a.jsonl", 9)
+    assert digest_of("a.jsonl") != first and len(hashed) == 2
+    os.replace("a.jsonl", "b.jsonl")
+    write("a.jsonl")
+    os.utime("a.jsonl", ns=(0, Path("b.jsonl").stat().st_mtime_ns))  # size and time as before, another file
+    assert digest_of("a.jsonl") == first and len(hashed) == 3
+
+
+def test_a_file_of_the_last_two_seconds_is_not_remembered(hashed: list[str]) -> None:
+    write("a.jsonl")
+    for seconds_ago in (0, 1.5, -5):
+        set_time("a.jsonl", seconds_ago)
+        digest_of("a.jsonl")
+        digest_of("a.jsonl")
+    assert len(hashed) == 6
+    assert not list(Path().glob("memory/*.json"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"sha256": 3}', b"\xff"])
+def test_a_damaged_memory_is_made_anew(hashed: list[str], content: bytes) -> None:
+    write("a.jsonl")
+    set_time("a.jsonl", 10)
+    first = digest_of("a.jsonl")
+    (known,) = Path("memory").iterdir()
+    known.write_bytes(content)
+    assert digest_of("a.jsonl") == first and len(hashed) == 2
+    assert json.loads(known.read_text())["sha256"] != first  # of the content alone
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(hashed: list[str]) -> None:
+    write("a.jsonl", "memory")  # a file where the folder should be
+    set_time("a.jsonl", 10)
+    assert digest_of("a.jsonl") == digest_of("a.jsonl") and len(hashed) == 2
+
+
+def test_a_file_that_changes_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("a.jsonl")
+    real = digest.hashlib.file_digest
+
+    def change(opened: Any, kind: str) -> Any:
+        write("a.jsonl", content=ROW + ROW)
+        return real(opened, kind)
+
+    monkeypatch.setattr(digest, "hashlib", SimpleNamespace(file_digest=change, sha256=digest.hashlib.sha256))
+    with pytest.raises(DataError, match="a.jsonl: has another size or time now than before"):
+        digest_of("a.jsonl")
