@@ -1,4 +1,4 @@
-"""What a source's path names: files, folders, patterns, saved data sets, ids of the hub; and their digests."""
+"""What a source names: files, folders, patterns, saved data sets, ids of the hub; and their digests."""
 
 from __future__ import annotations
 
@@ -160,9 +160,9 @@ def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pyte
     with pytest.raises(MissingInputError) as caught:
         names("nobody/nothing")
     assert str(caught.value) == (
-        "data nobody/nothing: neither here nor to be had from the hub (Couldn't reach 'owner/name' on the Hub "
-        "(offline)); correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what is "
-        "private"
+        "data nobody/nothing: neither here nor to be had from the hub (Couldn't reach 'owner/name' on the "
+        "Hub (offline)); correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what "
+        "is private"
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
