@@ -126,7 +126,8 @@ def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
 
 def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
     """Of messages or conversations the last one, which is the assistant's, and those before it."""
-    key, dialect = ("messages", OPENAI) if fields.get("messages") is not None else ("conversations", SHAREGPT)
+    is_sharegpt = fields.get("messages") is None and fields.has("conversations")
+    key, dialect = ("conversations", SHAREGPT) if is_sharegpt else ("messages", OPENAI)
     talk = with_system(fields, turns(fields.get(key), fields.name(key), dialect))
     place, message, _ = talk[-1]
     if message["role"] != "assistant":
@@ -158,15 +159,12 @@ def _pair(fields: Fields) -> tuple[Sample, Sample]:
         raise BadRowError(_no_prompt(fields))
     answers = _answer(chosen, names[0]), _answer(rejected, names[1])
     asked = _prompt(fields, key)
-    if asked and answers[0][0].message["role"] == "assistant":
+    if asked and (not isinstance(chosen, list) or answers[0][0].message["role"] == "assistant"):
         return _talks(with_system(fields, asked), answers, fields)
     same = _common(*answers)
     if not same:
-        raise BadRowError(
-            f'"{names[0]}" and "{names[1]}" begin with different messages, and no answer to one prompt can'
-            if key
-            else f'"{names[0]}" and "{names[1]}" have no message in common, and no prompt stands beside them'
-        )
+        said = f'"{names[0]}" and "{names[1]}" begin with different messages'
+        raise BadRowError(f"{said}; answers begin with their prompt, or with the assistant's turn after it")
     prompt = answers[0][:same]
     _check_prompt(fields, key, asked, prompt)
     return _talks(with_system(fields, prompt), (answers[0][same:], answers[1][same:]), fields)

@@ -94,13 +94,15 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Format:
     """`reason` says why the format was taken, `by` what decided it; columns are {ours: theirs}; of the task
-    depends what of a row is trained on."""
+    depends what of a row is trained on; version: of what rows mean, so that what was made of them is known
+    to be of another one."""
 
     name: str
     reason: str
     by: str
     columns: Mapping[str, str]
     task: str
+    version: int = 1
 
 
 def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
@@ -128,11 +130,11 @@ def check_row(fields: Fields, found: Format) -> None:
                 break
         else:
             return
-    others = [name for name in _fitting(fields) if name != found.name]
-    if others:
-        raise BadRowError(f"a row of {others[0]}, and {found.by}; a file holds rows of one format")
     nearest = min(needs, key=lambda keys: sum(not fields.has(key) for key in keys))
     missing = [fields.name(key) for key in nearest if not fields.has(key)]
+    others = [name for name in _fitting(fields) if name != found.name]
+    if others and len(missing) == len(nearest):
+        raise BadRowError(f"a row of {others[0]}, and {found.by}; a file holds rows of one format")
     raise BadRowError(f"{listed(missing)} is missing; the row has {listed(row) or 'no keys'}")
 
 
@@ -214,11 +216,12 @@ def _why(name: str, fields: Fields) -> str:
     keys = next(keys for keys in NEEDS[name] if all(fields.has(key) for key in keys))
     said = f"every row has {' and '.join(listed([fields.name(key)]) for key in keys)}"
     if name == "sharegpt":
-        first = next(iter(fields.get("conversations") or ()), None)
-        inside = [
+        talk = fields.get("conversations")
+        first = talk[0] if isinstance(talk, list) and talk else None
+        keys = tuple(
             key for key in ("from", "role", "value", "content") if isinstance(first, dict) and key in first
-        ]
-        said += f" of {'/'.join(inside)}" if inside else ""
+        )
+        said += f" of {'/'.join(keys)}" if keys else ""
     return said
 
 

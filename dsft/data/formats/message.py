@@ -100,9 +100,10 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
         if role is not None and role != _CALL and is_text(content):
             return Turn(place, {"role": role, "content": content}, None)
     role_key = next((key for key in dialect.role_keys if value.get(key) is not None), role_key)
-    content_key = next((key for key in dialect.content_keys if value.get(key) is not None), content_key)
     if role_key not in value:
         raise BadRowError(_missing(role_key, value, place, dialect))
+    content_key = dialect.content_keys[dialect.role_keys.index(role_key)]
+    content_key = next((key for key in dialect.content_keys if value.get(key) is not None), content_key)
     named = _role(value[role_key], f"{place}.{role_key}", dialect)
     role = "assistant" if named == _CALL else named
     said = _checked(value, role, place, dialect)
@@ -248,5 +249,5 @@ def _check_result(message: Message, before: Message | None, place: str) -> None:
     own = message.get("tool_call_id")
     if own is not None and ids and None not in ids and own not in ids:
         raise BadRowError(
-            f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it are {listed(sorted(ids))}'
+            f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it have {listed(sorted(ids))}'
         )

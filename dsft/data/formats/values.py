@@ -83,6 +83,8 @@ def parsed(value: str) -> Any:
     """What a JSON text says. Raises ValueError where it is none."""
     try:
         return json.loads(value, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg[0].lower()}{error.msg[1:]} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -311,7 +311,7 @@ def test_a_tables_text_is_read_where_it_is_a_list() -> None:
 
 
 def test_calls_and_tools_in_all_their_forms() -> None:
-    calls = (
+    calls: tuple[dict[str, Any], ...] = (
         {"tool_calls": [call("f", '{"x": 1}')]},
         {"tool_calls": [call("f", {"x": 1}, index=None, id=None)]},
         {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
@@ -366,6 +366,11 @@ def test_flags(key: str) -> None:
     )
     prompt = {"prompt": row["messages"][:3], "completion": [last]}
     assert talk(prompt).trained == (False, False, False, True)
+
+
+def test_what_is_no_list_is_detected_and_refused() -> None:
+    for value in (True, 5, {}, {"a": 1}, None, "x"):
+        assert refusal({"conversations": value}).startswith('"conversations" is ')
 
 
 # --- which format -----------------------------------------------------------------------------------------

@@ -46,12 +46,23 @@ def lines(*rows: object) -> bytes:
     return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
 
 
-def chat(*turns: object) -> dict[str, object]:
-    return {"messages": list(turns)}
+def chat(*turns: object, **more: object) -> dict[str, object]:
+    return {"messages": list(turns), **more}
 
 
 def turn(role: object, content: object, **more: object) -> dict[str, object]:
     return {"role": role, "content": content, **more}
+
+
+ASKED, ANSWERED = turn("user", "a"), turn("assistant", "b")
+
+
+def calling(**call: object) -> dict[str, object]:
+    return turn("assistant", None, tool_calls=[call])
+
+
+def shared(*turns: tuple[str, object], **more: object) -> dict[str, object]:
+    return {"conversations": [{"from": name, "value": value} for name, value in turns], **more}
 
 
 TEXT = {"text": "some text"}
@@ -113,6 +124,143 @@ CASES = (
         },
     ),
     Case(
+        "message_keys",
+        {
+            "a.jsonl": lines(
+                GOOD_CHAT,
+                chat(turn("user", "a", mood="sad", id=5, none=None, empty=[]), ANSWERED),
+                chat(turn("user", "a", reasoning_content="c"), ANSWERED),
+                chat(ASKED, turn("assistant", "b", thinking="c", reasoning="c")),
+                chat(ASKED, turn("assistant", "b", name=5)),
+                chat(turn("user", [{"type": "image_url", "image_url": {"url": "x"}}]), ANSWERED),
+                chat(turn("user", [{"type": "tool_use", "id": "x"}]), ANSWERED),
+                chat(turn("user", [{"type": "text", "text": "x", "cache": 1}]), ANSWERED),
+                chat(turn("user", ["x"]), ANSWERED),
+                chat({"from": "human", "value": "a"}),
+                chat(turn(None, "a")),
+                {**GOOD_CHAT, "messages": '[{"role": "user"'},
+                {**GOOD_CHAT, "system": ["x"]},
+                chat(turn("system", "x"), ASKED, ANSWERED) | {"system": "y"},
+                chat(ASKED, turn("system", "x"), ANSWERED),
+                chat(ASKED, turn("tool", "1"), ANSWERED),
+                chat(turn("user", "half \ud83d"), ANSWERED),
+            )
+        },
+    ),
+    Case(
+        "flags",
+        {
+            "a.jsonl": lines(
+                GOOD_CHAT,
+                chat(ASKED, turn("assistant", "b", train=False)),
+                chat(ASKED, turn("assistant", "b", weight=0), ASKED, turn("assistant", "b", train=False)),
+                chat(ASKED, turn("assistant", "b", weight=0.5)),
+                chat(ASKED, turn("assistant", "b", train="yes")),
+                chat(ASKED, turn("assistant", "b", train=True, weight=1)),
+                chat(ASKED, turn("assistant", "b", train_detail=[{"begin_offset": 0}])),
+            )
+        },
+    ),
+    Case(
+        "calls",
+        {
+            "a.jsonl": lines(
+                GOOD_CHAT,
+                chat(ASKED, turn("assistant", None, tool_calls={"name": "f"})),
+                chat(ASKED, calling(type="function", function={"name": "f"})),
+                chat(ASKED, calling(type="retrieval", function={"name": "f", "arguments": "{}"})),
+                chat(ASKED, calling(function={"name": "f", "arguments": 5})),
+                chat(ASKED, calling(name="f", arguments={}, result=7)),
+                chat(turn("user", "a", tool_calls=[{"name": "f", "arguments": {}}]), ANSWERED),
+                chat(ASKED, calling(name="f", arguments={}, id="1"), turn("tool", "x", tool_call_id="2")),
+                chat(ASKED, turn("assistant", None, tool_calls=[])),
+                {**GOOD_CHAT, "tools": "no JSON"},
+                {**GOOD_CHAT, "tools": {"name": "f"}},
+                {**GOOD_CHAT, "tools": [{"type": "web_search"}]},
+                {**GOOD_CHAT, "tools": [{"type": "function", "function": {"parameters": {}}}]},
+                {**GOOD_CHAT, "tools": [5]},
+            )
+        },
+    ),
+    Case(
+        "sharegpt",
+        {
+            "a.jsonl": lines(
+                shared(("human", "a"), ("gpt", "b")),
+                {"conversations": []},
+                {"conversations": [{"human": "a", "assistant": "b"}]},
+                shared(("human", "a"), ("bot", "b")),
+                shared(("human", "a")),
+                shared(("human", "a"), ("gpt", 5)),
+                shared(("human", "a"), ("function_call", "f(x)")),
+                shared(("human", "a"), ("function_call", "[]")),
+                shared(("human", "a"), ("function_call", '{"name": "f"}')),
+                shared(("human", "a"), ("observation", "1")),
+                shared(("human", "a"), ("gpt", "b"), system=5),
+                {"conversations": [{"from": "human", "role": "user", "value": "a"}]},
+            )
+        },
+    ),
+    Case(
+        "prompts",
+        {
+            "a.jsonl": lines(
+                {"prompt": "a", "completion": "b"},
+                {"prompt": "a", "completion": None},
+                {"prompt": 5, "completion": "b"},
+                {"prompt": [], "completion": "b"},
+                {"prompt": [ASKED], "completion": [ASKED]},
+                {"prompt": [ASKED], "completion": {"role": "assistant"}},
+                {"prompt": "a", "completion": "b", "system": "s"},
+                {"prompt": {"messages": [ASKED], "model": "x"}, "completion": "b"},
+                {"prompt": "a"},
+            )
+        },
+    ),
+    Case(
+        "pairs",
+        {
+            "a.jsonl": lines(
+                {"prompt": "a", "chosen": "b", "rejected": "c"},
+                {"prompt": "a", "chosen": "b", "rejected": "b"},
+                {"prompt": "a", "chosen": "b", "rejected": ""},
+                {"prompt": "a", "chosen": "b", "rejected": None},
+                {"prompt": "a", "chosen": "b", "rejected": [ANSWERED]},
+                {"chosen": "a b", "rejected": "a c"},
+                {"question": "a", "chosen": "b", "rejected": "c"},
+                {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED]},
+                {"chosen": [ASKED, ANSWERED], "rejected": [turn("user", "c"), ANSWERED]},
+                {
+                    "chosen": [ASKED, ANSWERED, ASKED],
+                    "rejected": [ASKED, ANSWERED, turn("user", "c"), ANSWERED],
+                },
+                {"prompt": "c", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, turn("assistant", "c")]},
+                {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [turn("assistant", "")]},
+                shared(("human", "a"), chosen={"from": "human", "value": "b"}, rejected=ANSWERED),
+                chat(ASKED, rejected_response="c"),
+                chat(ASKED, ANSWERED, rejected_response="b"),
+                {"prompt": "a", "chosen": "b"},
+            )
+        },
+        (Source("a.jsonl", "preference"),),
+    ),
+    Case(
+        "labels",
+        {
+            "a.jsonl": lines(
+                {"prompt": "a", "completion": "b", "label": True},
+                {"prompt": "a", "completion": "b", "label": "good"},
+                {"prompt": "a", "completion": "b", "label": 0.5},
+                {"prompt": "a", "completion": "b", "label": None},
+                chat(ASKED, ANSWERED, ASKED, label=True),
+                chat(ASKED, ANSWERED),
+                {"messages": None, "label": True},
+            )
+        },
+        (Source("a.jsonl", "kto"),),
+    ),
+    Case("messages_and_labels", {"a.jsonl": lines({**GOOD_CHAT, "label": True})}),
+    Case(
         "alpaca",
         {
             "a.json": json.dumps(
@@ -121,7 +269,8 @@ CASES = (
                     {"instruction": "a", "output": None},
                     {"instruction": 1, "output": "b"},
                     {"instruction": "a", "input": 2, "output": "b"},
-                    {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+                    {"instruction": "a", "output": "b", "history": [["c", "d"], ["e"], "f"]},
+                    {"instruction": "a", "output": "b", "history": "c"},
                     {"instruction": "a"},
                 ],
                 indent=1,
