@@ -1,0 +1,141 @@
+"""Row 24 of the fault matrix: one fault in a file of good rows is found before training, with its exact line, in
+every kind of file that can have it; dropped, it costs its own row and no other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.cli import main
+from dsft.data.load import Loaded, load_data
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DataError
+from dsft.spec.schema import Data, Source
+
+FAULTY = 17
+ROWS = [json.dumps({"text": f"row {number}"}).encode() for number in range(1, 31)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What stands in line FAULTY, and how the reason begins."""
+
+    line: bytes
+    reason: str
+
+
+FAULTS = {
+    "cut_line": Fault(b'{"text": "row 1', "cut off: the JSON ends before it is complete"),
+    "not_utf8": Fault(b'{"text": "caf\xe9"}', "not UTF-8: byte 14 is 0xe9"),
+    "nul_bytes": Fault(b"\0" * 40, "a NUL byte at byte 1"),
+    "wrong_type": Fault(b'{"text": 17}', '"text" is a number; it must be a string'),
+    "missing_key": Fault(b'{"txt": "row 17"}', '"text" is missing; the row has "txt"'),
+    "not_a_number": Fault(b'{"text": "row 17", "score": NaN}', "NaN is not JSON"),
+    "long_line": Fault(
+        b'{"text": "' + b"x" * (64 << 20) + b'"}', "the line has 67,108,877 bytes, and a row may"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    task: str
+    data: Data
+
+
+def load(path: str, **keys: Any) -> Loaded:
+    data = Data(train=(Source(path=path),), max_length=64, **keys)
+    return load_data(Wanted("pretrain", data), byte_level_tokenizer())
+
+
+def as_lines(rows: list[bytes]) -> bytes:
+    return b"".join(row + b"\n" for row in rows)
+
+
+def with_fault(line: bytes) -> list[bytes]:
+    return [*ROWS[: FAULTY - 1], line, *ROWS[FAULTY:]]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("ending, packed", [("jsonl", bytes), ("jsonl.gz", gzip.compress)])
+def test_a_fault_is_named_with_its_line(
+    name: str, ending: str, packed: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "long_line" and ending != "jsonl":
+        pytest.skip("64 MB are not compressed for it: lines are read by the same code")
+    monkeypatch.chdir(tmp_path)
+    Path(f"a.{ending}").write_bytes(packed(as_lines(with_fault(FAULTS[name].line))))
+    with pytest.raises(DataError) as caught:
+        load(f"a.{ending}")
+    (problem,) = caught.value.problems
+    assert problem.where == f"a.{ending}:{FAULTY}"
+    assert problem.message.startswith(FAULTS[name].reason)
+    assert caught.value.exit_code == 65
+    if name != "long_line":
+        kept = load(f"a.{ending}", on_bad_row="drop")
+        assert len(kept.train) == len(ROWS) - 1
+        told = f"a.{ending}:{FAULTY}: {problem.message}"
+        assert any(told in line for line in kept.lines)
+
+
+@pytest.mark.parametrize("name", ["not_utf8", "nul_bytes", "wrong_type", "missing_key", "not_a_number"])
+def test_a_fault_in_a_list_is_named_with_its_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = with_fault(FAULTS[name].line)
+    rows[0], rows[-1] = b"[" + rows[0], rows[-1] + b"]"
+    Path("a.json").write_bytes(b",\n".join(rows))
+    with pytest.raises(DataError) as caught:
+        load("a.json")
+    (problem,) = caught.value.problems
+    assert problem.where == f"a.json:{FAULTY}"
+    assert problem.message.startswith(FAULTS[name].reason)
+
+
+def test_what_is_no_fault_is_read_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte order mark, a blank line, another key."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_bytes(as_lines(ROWS))
+    plain = load("a.jsonl").train
+    other = b'{"text": "row 17", "id": {"of": [1, null]}}'
+    Path("b.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + as_lines([*ROWS[:3], b"", *ROWS[3:16], b" \t ", other, *ROWS[17:]])
+    )
+    loaded = load("b.jsonl")
+    assert loaded.train.lengths.tolist() == plain.lengths.tolist()
+    assert loaded.train[16].input_ids.tolist() == plain[16].input_ids.tolist()
+    assert loaded.train[16].source == "b.jsonl:19"
+    said = "\n".join(loaded.lines)
+    assert "b.jsonl: a byte order mark at the start was skipped" in said
+    assert "2 blank lines" in said
+
+
+SPEC = """
+name: faulty
+task: pretrain
+model: {from_config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,
+  num_attention_heads: 1, max_position_embeddings: 64}}
+data: {train: [{path: a.jsonl}], max_length: 64}
+train: {max_steps: 1, micro_batch_size: 1, global_batch_size: 1}
+optim: {name: sgd, learning_rate: 0.1}
+"""
+
+
+def test_the_command_ends_with_code_65(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_bytes(as_lines(with_fault(FAULTS["cut_line"].line)))
+    Path("spec.yaml").write_text(SPEC)
+    monkeypatch.setattr("sys.argv", ["dsft", "preview", "spec.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 65
+    assert "a.jsonl:17: cut off: the JSON ends before it is complete" in "".join(capsys.readouterr())
