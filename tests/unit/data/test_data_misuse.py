@@ -242,7 +242,7 @@ CASES = (
                 {"prompt": "a", "chosen": "b"},
             )
         },
-        (Source("a.jsonl", "preference"),),
+        (Source(path="a.jsonl", format="preference"),),
     ),
     Case(
         "labels",
@@ -257,7 +257,7 @@ CASES = (
                 {"messages": None, "label": True},
             )
         },
-        (Source("a.jsonl", "kto"),),
+        (Source(path="a.jsonl", format="kto"),),
     ),
     Case("messages_and_labels", {"a.jsonl": lines({**GOOD_CHAT, "label": True})}),
     Case(
