@@ -123,7 +123,7 @@ def plan(
 
 
 @app.command()
-def preview(
+def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
     rows: Annotated[
@@ -134,12 +134,22 @@ def preview(
         str | None,
         typer.Option(metavar="N|FILE:LINE", help="One row, with every token and its id.", show_default=False),
     ] = None,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="The longest rows, the least trained, the most cut, and more.")
+    ] = False,
+    problems: Annotated[
+        bool, typer.Option("--problems", help="Every row that is bad, cut, dropped or said twice.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all of it as a page.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the rows as the model will see them, and what the run makes of them; no GPU, no weights."""
+    from dsft.preview.command import Asked
     from dsft.preview.command import preview as show
 
-    show(spec, overrides or (), rows=rows, row=row, as_json=as_json)
+    show(spec, overrides or (), Asked(rows, row, worst, problems, html, as_json))
 
 
 @app.command()

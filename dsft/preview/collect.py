@@ -1,23 +1,23 @@
-"""What a run would train on, read as runs do: takes a spec, gives its examples, or why there are none."""
+"""What a run would train on, read as a run reads it. Takes a spec; gives its rows, or why there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dsft.data.dataset import Dataset, RowPart
 from dsft.data.load import Loaded, load_data
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
+from dsft.preview.problems import Source
 from dsft.spec.schema import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -30,39 +30,59 @@ class Collected:
     loaded: Loaded | None
     refusal: DataError | None
 
+    @property
+    def train(self) -> Dataset:
+        return self.loaded.train if self.loaded else Dataset(())
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The rows of data.train, then those of data.eval."""
+        if self.loaded is None:
+            return ()
+        data = self.spec.data
+        held_out = [part for one in self.loaded.held_out[: len(data.eval)] for part in one.data.parts]
+        read = zip([*self.train.parts, *held_out], [*data.train, *data.eval], strict=True)
+        return tuple(
+            Source(part, min(len(part.rows.lengths), source.max_rows or len(part.rows.lengths)))
+            for part, source in read
+            if isinstance(part, RowPart)
+        )
+
+    @property
+    def ledgers(self) -> Mapping[str, Mapping[str, Any]]:
+        """By source, as data.json has it."""
+        return self.loaded.account["train"]["sources"] if self.loaded else {}
+
 
 def collect(spec: Spec) -> Collected:
     """Raises MissingInputError for what is not there, SpecError where the batch sizes fit no ranks."""
     batch = sizes(spec)
     tokenizer = tokenizer_of(spec.model)
     choose_template(tokenizer, spec.data.chat_template)
-    loaded, refusal = None, None
-    try:
-        loaded = load_data(spec, tokenizer)
-    except DataError as error:
-        refusal = error
+    refusal = None
+    for tried in (spec, lenient(spec)):
         try:
-            loaded = load_data(lenient(spec), tokenizer)
-        except DataError:
-            pass
-    return Collected(spec, tokenizer, batch, loaded, refusal)
+            return Collected(spec, tokenizer, batch, load_data(tried, tokenizer), refusal)
+        except DataError as error:
+            refusal = refusal or error
+    return Collected(spec, tokenizer, batch, None, refusal)
 
 
 def lenient(spec: Spec) -> Spec:
     """The spec with every row left out for which a run would stop."""
-    on_too_long = "drop" if spec.data.on_too_long == "error" else spec.data.on_too_long
+    data = spec.data
     changed = {
         "on_bad_row": "drop",
-        "on_too_long": on_too_long,
+        "on_too_long": "drop" if data.on_too_long == "error" else data.on_too_long,
         "max_dropped_fraction": None,
         "max_truncated_fraction": None,
         "max_duplicate_fraction": None,
     }
-    return spec.model_copy(update={"data": spec.data.model_copy(update=changed)})
+    return spec.model_copy(update={"data": data.model_copy(update=changed)})
 
 
 def sizes(spec: Spec) -> BatchSizes:
-    """The batch sizes on the spec's cluster; without one, on as few processes as they fit."""
+    """The batch sizes on the spec's cluster; without one, on the fewest processes that they fit."""
     processes = sum(spec.cluster.hosts.values()) if spec.cluster else _fewest(spec)
     return batch_sizes(spec.train, layout(spec.parallel, processes).data_parallel, spec.data)
 

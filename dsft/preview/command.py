@@ -1,4 +1,4 @@
-"""The command `dsft preview`: takes a spec's path and what is asked for, prints, gives the exit code."""
+"""The command `dsft preview`: takes a spec's path and what is asked for, prints or writes a page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,24 +15,57 @@ from dsft.errors import DataError
 from dsft.plan.promised import load
 from dsft.preview.collect import collect
 from dsft.preview.mapping import as_mapping
+from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import Wanted, view
 from dsft.spec.unbuilt import unbuilt_in_data
 
-ROWS, JSON_ROWS = 5, 100
+ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
+PAGE_PROBLEMS, PROBLEMS = 100, 1000  # of each kind
 
 
-def preview(
-    spec_path: Path, overrides: Sequence[str], *, rows: int | None, row: str | None, as_json: bool
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """The command's options, each as it is given."""
+
+    rows: int | None = None
+    row: str | None = None
+    worst: bool = False
+    problems: bool = False
+    html: Path | None = None
+    as_json: bool = False
+
+    @property
+    def wanted(self) -> Wanted:
+        """A page has everything; else what is asked for, by default rows and the first micro-batch."""
+        page = self.html is not None
+        rows = JSON_ROWS if self.as_json else PAGE_ROWS if page else ROWS
+        named = self.row is not None or self.worst or self.problems
+        return Wanted(
+            rows=self.rows if self.rows is not None else 0 if named and not page else rows,
+            row=self.row,
+            worst=self.worst or page,
+            micro_batch=page or not named,
+            problems=PROBLEMS if self.problems else PAGE_PROBLEMS if page else 0,
+        )
+
+
+def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
     """Print the preview. Raises DataError, after it, where a run would refuse the data."""
     spec = load(spec_path, overrides, check_files=False, not_built=unbuilt_in_data)
+    if asked.html is not None:
+        check_writable(asked.html)
     found = collect(spec)
-    seen = view(found, Wanted(rows if rows is not None else JSON_ROWS if as_json else ROWS, row))
-    if as_json:
+    seen = view(found, asked.wanted)
+    if asked.html is not None:
+        write_page(seen, asked.html)
+    if asked.as_json:
         print(json.dumps(as_mapping(seen), indent=2))
+    elif asked.html is not None:
+        print(f"wrote {asked.html}")
     else:
-        print(as_text(seen, _style(), whole=row is not None), end="")
+        figures = not (asked.worst or asked.problems)
+        print(as_text(seen, _style(), whole=asked.row is not None, figures=figures), end="")
     if found.refusal is not None:
         raise DataError(found.refusal.title, found.refusal.problems)
 
@@ -39,4 +73,4 @@ def preview(
 def _style() -> Style:
     """Colours on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
     terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Style(terminal, Console().width if terminal else None)
+    return Style(Console().width if terminal else None)

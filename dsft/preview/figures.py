@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.dataset import Dataset
 from dsft.data.order import Order
 from dsft.data.pack import micro_batches_of
 from dsft.plan.batch import BatchSizes
-from dsft.plan.schedule import steps_per_epoch, total_steps
-from dsft.spec.schema import Data, Train
+from dsft.plan.schedule import total_steps
+from dsft.preview.units import Units
+from dsft.spec.schema import Spec
 
 BINS = 12
-LAID = 20_000  # examples whose steps are dealt to tell the padding: about a second
+LAID = 20_000  # examples that are dealt to the ranks to tell the padding: about a second
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens. bins: (from, up to and with, examples)."""
+    """In tokens; a percentile is a length that occurs. bins: (from, up to and with, examples)."""
 
     p50: int
     p95: int
@@ -34,55 +34,51 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Steps:
-    """per_epoch and total: optimizer steps; tokens: of a step, on average and at most; of_steps: how many of
-    an epoch's steps were dealt to tell the tokens and the padding.
+    """per_epoch and total: optimizer steps; mean_tokens and most_tokens: of a step; of_steps: the first steps
+    of an epoch, by which tokens and padding are told.
 
-    padding       {"padded": …, "packed": …}: share of a micro-batch's places that hold no token
-    with_waiting  the same with the places that a rank waits for, while another has more tokens
+    padding  way -> share of the micro-batches' places that hold no token
+    idle     way -> the same with the places that a rank waits for, while another has more of them
     """
 
     per_epoch: int
     total: int
     mean_tokens: float
     most_tokens: int
-    padding: dict[str, float]
-    with_waiting: dict[str, float]
+    padding: Mapping[str, float]
+    idle: Mapping[str, float]
     of_steps: int
 
 
-def lengths_of(lengths: NDArray[np.int32], max_length: int) -> Lengths:
-    """Percentiles are lengths that occur: at least so many of the examples are no longer."""
+def lengths_of(lengths: NDArray[np.integer], max_length: int) -> Lengths:
+    """lengths (n,), of at least one example."""
     p50, p95, p99 = np.percentile(lengths, [50, 95, 99], method="inverted_cdf").tolist()
     longest = int(lengths.max())
     width = max(1, -(-longest // BINS))
-    counts = np.bincount((lengths - 1) // width, minlength=1).tolist()
+    counts = np.bincount((lengths - 1) // width).tolist()
     bins = tuple((i * width + 1, (i + 1) * width, count) for i, count in enumerate(counts))
     return Lengths(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 
-def steps_of(dataset: Dataset, train: Train, data: Data, batch: BatchSizes) -> Steps:
-    """What an epoch would be, told by its first steps where it is long."""
-    lengths = dataset.lengths.astype(np.int64)
-    count, size = len(lengths), batch.global_batch_size
-    per_epoch = steps_per_epoch(count, size)
-    looked_at = min(per_epoch, max(1, LAID // (size * batch.data_parallel)))
-    order = Order(dataset, size, train.seed)
-    steps = [lengths[order.step(index).ids] for index in range(looked_at)]
-    tokens = [int(step.sum()) for step in steps]
-    budget = batch.tokens_per_micro_batch or max(batch.micro_batch_size * data.max_length, int(lengths.max()))
-    ways = {
-        "padded": replace(batch, tokens_per_micro_batch=None),
-        "packed": replace(batch, tokens_per_micro_batch=budget),
-    }
-    laid = {way: _laid(steps, sizes) for way, sizes in ways.items()}
+def steps_of(lengths: NDArray[np.integer], units: Units, spec: Spec, batch: BatchSizes) -> Steps:
+    """lengths (n,): of the examples. How pairs are laid is not built: no padding is told of them."""
+    tokens = lengths.astype(np.int64)[units.examples].sum(axis=1)
+    order = Order(units, batch.global_batch_size, spec.train.seed)
+    dealt = max(1, LAID // (batch.global_batch_size * batch.data_parallel))
+    steps = [tokens[order.step(index).ids] for index in range(min(order.steps_per_epoch, dealt))]
+    sums = [int(step.sum()) for step in steps]
+    longest = batch.micro_batch_size * spec.data.max_length
+    packed = replace(batch, tokens_per_micro_batch=batch.tokens_per_micro_batch or longest)
+    ways = {"padded": replace(batch, tokens_per_micro_batch=None), "packed": packed}
+    laid = {way: _laid(steps, sizes) for way, sizes in ways.items()} if units.examples.shape[1] == 1 else {}
     return Steps(
-        per_epoch,
-        total_steps(train, count, size),
-        sum(tokens) / len(tokens),
-        max(tokens),
-        {way: 1 - sum(tokens) / places for way, (places, _) in laid.items()},
-        {way: 1 - sum(tokens) / places for way, (_, places) in laid.items()},
-        looked_at,
+        per_epoch=order.steps_per_epoch,
+        total=total_steps(spec.train, len(tokens), batch.global_batch_size),
+        mean_tokens=sum(sums) / len(sums),
+        most_tokens=max(sums),
+        padding={way: 1 - sum(sums) / places for way, (places, _) in laid.items()},
+        idle={way: 1 - sum(sums) / places for way, (_, places) in laid.items()},
+        of_steps=len(steps),
     )
 
 

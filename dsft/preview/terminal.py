@@ -10,11 +10,15 @@ from rich.console import Console
 from rich.text import Text
 
 from dsft.preview.figures import Lengths, Steps
-from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, Token, visible
-from dsft.preview.view import MicroBatch, ShownRow, View
+from dsft.preview.problems import KINDS, Problems
+from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, SPACE, TAB, TRAINED, Token, neutral, visible
+from dsft.preview.view import ShownBatch, ShownRow, View
 
-SHOWN_TOKENS = 400  # of a row, unless it is asked for alone
+SHOWN_TOKENS = 400  # of a row that is not asked for alone
+SHOWN_IN_BATCH = 24
 BAR = 40
+SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space that stands alone or with others"
+PLAIN_WIDTH = 110
 # Two shades of each, for tokens beside each other.
 _TRAINED = ("black on green", "black on bright_green")
 _GIVEN = ("black on white", "black on bright_white")
@@ -23,79 +27,96 @@ _SPECIAL = " bold underline"
 
 @dataclass(frozen=True)
 class Style:
-    colours: bool
+    """width: of the terminal; None: no colours, and lines as long as they are."""
+
     width: int | None = None
 
+    @property
+    def colours(self) -> bool:
+        return self.width is not None
 
-def as_text(view: View, style: Style, *, whole: bool = False) -> str:
-    """whole: the rows with all of their tokens, each with its id."""
+
+def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = True) -> str:
+    """The parts that the view has. whole: each row with all of its tokens and their ids, and no more;
+    figures: with lengths and steps."""
     out = io.StringIO()
     console = Console(
         file=out,
         force_terminal=style.colours,
         no_color=not style.colours,
-        width=style.width or 110,
-        soft_wrap=not style.colours,
         color_system="standard" if style.colours else None,
+        width=style.width or PLAIN_WIDTH,
         legacy_windows=False,
     )
-    for line in _lines(view, style, whole):
+    for line in _lines(view, style, whole, figures):
         console.print(line, highlight=False, markup=False, soft_wrap=not style.colours)
     return out.getvalue()
 
 
-def _lines(view: View, style: Style, whole: bool) -> Iterator[Text]:
-    yield Text(f"{view.name}: {view.task}, {view.examples:,} examples")
-    yield from map(_plain, view.notes)
-    yield from map(_plain, view.ledger)
-    if view.rows or view.micro_batch:
+def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Text]:
+    if not whole:
+        yield Text(f"{view.name}: {view.task}, {view.examples:,} examples", style="bold")
+        yield from (Text(neutral(line)) for line in view.told)
+    if view.rows or view.micro_batch or view.worst:
         yield _legend(style)
     for row in view.rows:
         yield from _row(row, style, whole)
     if view.micro_batch is not None:
         yield from _micro_batch(view.micro_batch, style)
-    if view.lengths is not None and not whole:
+    for kind in view.worst:
+        yield _heading(f"{kind.title}:")
+        for row in kind.rows:
+            yield from _row(row, style, whole)
+    if whole:
+        return
+    if view.lengths is not None and view.steps is not None and figures:
         yield from _lengths(view.lengths, view.trained_share)
-    if view.steps is not None and not whole:
         yield from _steps(view.steps, view.batch)
-
-
-def _plain(text: str) -> Text:
-    return Text(visible(text))
+    yield from _problems(view.problems)
 
 
 def _heading(text: str) -> Text:
-    return Text(f"\n{visible(text)}", style="bold")
+    return Text(f"\n{neutral(text)}", style="bold")
 
 
 def _legend(style: Style) -> Text:
-    if style.colours:
-        return Text.assemble(
-            "\n",
-            ("trained on", _TRAINED[0]),
-            " ",
-            ("given", _GIVEN[0]),
-            " ",
-            ("special", _GIVEN[0] + _SPECIAL),
-        )
-    return Text(f"\n{TRAINED}trained on{END_TRAINED}, {BORDER} between tokens, {LINE_BREAK} a line break")
+    if not style.colours:
+        return Text(f"\n{TRAINED}trained on{END_TRAINED}, {BORDER} between tokens, {SIGNS}")
+    words = (("trained on", _TRAINED[0]), " ", ("given", _GIVEN[0]), " ", ("special", _GIVEN[0] + _SPECIAL))
+    return Text.assemble("\n", *words, f"; neighbouring tokens in two shades, {SIGNS}")
 
 
 # --- rows -------------------------------------------------------------------------------------------------
 
 
+def title_of(row: ShownRow) -> str:
+    """One line of what a row is."""
+    said = [f"row {row.number}", row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
+    if row.answer:
+        said.append(f"{row.answer}, after a shared prompt of {row.prompt:,} tokens")
+    if len(row.segments) > 1:
+        said.append(f"{len(row.segments)} pieces")
+    return ", ".join([*said, *filter(None, (row.happened, row.why))])
+
+
 def _row(row: ShownRow, style: Style, whole: bool) -> Iterator[Text]:
-    why = f": {row.why}" if row.why else ""
-    yield _heading(
-        f"row {row.number}, {row.source}, {len(row.tokens):,} tokens, {row.trained:,} trained{why}"
-    )
-    yield from _cut(row.tokens, style, len(row.tokens) if whole else SHOWN_TOKENS)
+    yield _heading(title_of(row))
+    most = len(row.tokens) if whole else SHOWN_TOKENS
+    start = 0
+    for number, length in enumerate(row.segments, start=1):
+        if len(row.segments) > 1:
+            yield Text(f"── piece {number}, tokens {start:,} to {start + length - 1:,}")
+        yield from _cut(row.tokens[start : start + length], style, most)
+        start += length
     if whole:
-        yield Text("\nposition     id  trained  token")
-        for position, token in enumerate(row.tokens):
-            mark = "yes" if token.trained else ""
-            text = visible(token.text) if token.text else f"begins a character ({visible(token.name)})"
-            yield Text(f"{position:8} {token.id:6}  {mark:7}  {text}")
+        yield from _table(row.tokens)
+
+
+def _table(tokens: Sequence[Token]) -> Iterator[Text]:
+    yield Text("\nposition       id  trained  token")
+    for position, token in enumerate(tokens):
+        text = visible(token.text) if token.text else f"(begins a character: {neutral(token.name)})"
+        yield Text(f"{position:8} {token.id:8}  {'yes' if token.trained else 'no':7}  {text}")
 
 
 def _cut(tokens: Sequence[Token], style: Style, most: int) -> Iterator[Text]:
@@ -124,27 +145,37 @@ def laid(tokens: Sequence[Token], style: Style) -> Text:
             text.append(BORDER)
         text.append(shown)
         trained = token.trained
-    if trained and not style.colours:
+    if trained:
         text.append(END_TRAINED)
     return text
 
 
-def _micro_batch(batch: MicroBatch, style: Style) -> Iterator[Text]:
-    count = len(batch.rows)
+def batch_title(batch: ShownBatch) -> str:
     if batch.packed:
-        yield _heading(
-            f"first micro-batch of step 1, packed: {count} examples in one row of {batch.width:,} tokens"
-        )
+        laid_out = f"packed: {len(batch.rows)} examples in one row of {batch.width:,} tokens"
     else:
-        yield _heading(f"first micro-batch of step 1, padded: {count} rows of {batch.width:,} places")
+        laid_out = f"padded: {len(batch.rows)} rows of {batch.width:,} places"
+    return f"first micro-batch of step 1, {laid_out}"
+
+
+def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
+    """Each row, and where it stands."""
     start = 0
     for row in batch.rows:
         length = len(row.tokens)
-        at = f"places {start:,} to {start + length - 1:,}" if batch.packed else f"{length:,} tokens"
-        padding = "" if batch.packed else f", {batch.width - length:,} of padding"
-        yield Text(visible(f"── {row.source}, {at}, {row.trained:,} trained{padding}"))
-        yield from _cut(row.tokens, style, 24)
+        if batch.packed:
+            where = f"places {start:,} to {start + length - 1:,}"
+        else:
+            where = f"{length:,} tokens, {batch.width - length:,} places of padding"
+        yield row, ", ".join(filter(None, (row.source, row.answer, where, f"{row.trained:,} trained on")))
         start += length
+
+
+def _micro_batch(batch: ShownBatch, style: Style) -> Iterator[Text]:
+    yield _heading(batch_title(batch))
+    for row, where in places_of(batch):
+        yield Text(f"── {neutral(where)}")
+        yield from _cut(row.tokens, style, SHOWN_IN_BATCH)
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -155,25 +186,54 @@ def _lengths(lengths: Lengths, share: float) -> Iterator[Text]:
     most = max(count for *_, count in lengths.bins)
     for start, stop, count in lengths.bins:
         bar = "█" * round(count / most * BAR) or ("▏" if count else "")
-        yield Text(f"{start:6,} to {stop:6,}  {bar:{BAR}} {count:,}")
-    yield Text(
+        yield Text(f"{start:7,} to {stop:7,}  {bar:{BAR}} {count:,}")
+    yield from map(Text, length_lines(lengths, share))
+
+
+def length_lines(lengths: Lengths, share: float) -> list[str]:
+    return [
         f"p50 {lengths.p50:,}, p95 {lengths.p95:,}, p99 {lengths.p99:,}, longest {lengths.longest:,}, "
-        f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}"
-    )
-    yield Text(f"{share:.1%} of the tokens are trained on")
+        f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}",
+        f"{share:.1%} of the tokens are trained on",
+    ]
 
 
 def _steps(steps: Steps, batch: str) -> Iterator[Text]:
     yield _heading("steps")
-    yield Text(batch)
-    yield Text(
-        f"{steps.per_epoch:,} an epoch, {steps.total:,} in all, of {steps.mean_tokens:,.0f} tokens on "
-        f"average and {steps.most_tokens:,} at most"
-    )
-    for way in ("padded", "packed"):
-        yield Text(
-            f"{way}: {steps.padding[way]:.1%} padding, {steps.with_waiting[way]:.1%} with waiting for the "
-            "fullest rank"
-        )
+    yield from map(Text, [batch, *step_lines(steps)])
+
+
+def step_lines(steps: Steps) -> list[str]:
+    lines = [
+        f"{_counted(steps.per_epoch, 'step')} an epoch, {steps.total:,} in all, "
+        f"of {steps.mean_tokens:,.0f} tokens on average and {steps.most_tokens:,} at most"
+    ]
+    lines += [
+        f"{way}: {steps.padding[way]:.1%} of the places are padding, {steps.idle[way]:.1%} with those that "
+        "ranks wait for the fullest one"
+        for way in steps.padding
+    ]
     if steps.of_steps < steps.per_epoch:
-        yield Text(f"tokens and padding as in the first {steps.of_steps:,} steps")
+        lines.append(f"tokens and padding are those of the first {steps.of_steps:,} steps")
+    return lines
+
+
+# --- problems ---------------------------------------------------------------------------------------------
+
+
+def _problems(problems: Problems) -> Iterator[Text]:
+    yield _heading("problems" if problems.counts else "no problems")
+    for kind, count in problems.counts.items():
+        yield Text(f"{_counted(count, 'row')} {KINDS[kind]}")
+        rows = [row for row in problems.rows if row.kind == kind]
+        yield from (Text(neutral(f"  {row.source}: {row.reason}")) for row in rows)
+        if rows and count > len(rows):
+            yield Text(
+                f"  … and {count - len(rows):,} more; the first {problems.limit:,} of a kind are shown"
+            )
+    if problems.counts and not problems.limit:
+        yield Text("dsft preview SPEC --problems names them")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -16,9 +16,7 @@ TRAINED, END_TRAINED, BORDER = "⟦", "⟧", "┊"
 """Marks of a text without colours: around what is trained on, and between tokens."""
 
 SPACE, LINE_BREAK, TAB = "␣", "↵", "⇥"
-_OURS = frozenset(
-    (TRAINED, END_TRAINED, BORDER, SPACE, LINE_BREAK, TAB, "⟨", *map(chr, range(0x2400, 0x2427)))
-)
+_OURS = frozenset((TRAINED, END_TRAINED, BORDER, SPACE, LINE_BREAK, TAB, "⟨"))
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _SPACES = re.compile(r"^ +$| {2,}")
 
@@ -73,9 +71,14 @@ def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 def visible(text: str) -> str:
-    """The text with all that does not show, or that a terminal would obey, written out: ␛, ⟨U+202E⟩; spaces
-    where several stand together or alone. What the marks are made of is written out, too."""
-    return _SPACES.sub(lambda found: SPACE * len(found[0]), "".join(map(_shown, text)))
+    """As `neutral`, with signs for spaces where several stand together or alone."""
+    return _SPACES.sub(lambda found: SPACE * len(found[0]), neutral(text))
+
+
+def neutral(text: str) -> str:
+    """The text with all that does not show, or that a terminal would obey, written out, as ⟨U+202E⟩. What
+    the marks are made of is written out, too."""
+    return "".join(map(_shown, text))
 
 
 def _shown(character: str) -> str:
@@ -83,6 +86,4 @@ def _shown(character: str) -> str:
         return character
     if character in "\n\t":
         return {"\n": LINE_BREAK, "\t": TAB}[character]
-    if ord(character) < 0x20:
-        return chr(0x2400 + ord(character))  # the control pictures
-    return "␡" if character == "\x7f" else f"⟨U+{ord(character):04X}⟩"
+    return f"⟨U+{ord(character):04X}⟩"

@@ -1,32 +1,48 @@
 """All that a preview shows, as one value that the terminal, the page and the JSON write each in its way.
 
-Takes what was collected, and what is asked for; decodes the rows that are shown, and no others."""
+Takes what was collected and what is asked for. Decodes the rows that are shown, and no others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from dsft.data.dataset import Dataset, Example
+from dsft.data.dataset import Dataset, RowPart
 from dsft.data.order import Order
 from dsft.data.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
+from dsft.preview.problems import Problems, problems_of, row_of
 from dsft.preview.tokens import Token, tokens_of
+from dsft.preview.units import Units, units_of
+from dsft.preview.worst import worst_of
 
 
 @dataclass(frozen=True)
 class ShownRow:
-    """number: from 1, in the order of the files; segments: tokens of each piece that sees only itself."""
+    """An example of the run.
+
+    number    from 1, in the order of the files
+    segments  tokens of each piece that sees only itself
+    happened  what became of the row that it is of; empty where it is whole
+    why       it is shown
+    answer    chosen or rejected, of a pair; prompt: tokens at its start that both have before the answer
+    """
 
     number: int
     source: str
     tokens: tuple[Token, ...]
     segments: tuple[int, ...]
+    happened: str = ""
     why: str = ""
+    answer: str = ""
+    prompt: int = 0
 
     @property
     def trained(self) -> int:
@@ -34,8 +50,8 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """The first one of rank 0 in step 1. width: places of each row; packed: the rows are one."""
+class ShownBatch:
+    """The first micro-batch of rank 0 in step 1. width: places of each row; packed: all stand in one row."""
 
     packed: bool
     rows: tuple[ShownRow, ...]
@@ -43,87 +59,155 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class ShownWorst:
+    title: str
+    rows: tuple[ShownRow, ...]
+
+
+@dataclass(frozen=True)
 class View:
-    """examples: of the run, all of them; rows: those that are shown."""
+    """examples: of the run, of which `rows` are shown; told: what a run says of its data; ledgers: by source,
+    as in data.json; refusal: title and problems for which a run would stop."""
 
     name: str
     task: str
     batch: str
     examples: int
-    rows: tuple[ShownRow, ...]
-    notes: tuple[str, ...]
-    ledger: tuple[str, ...]
+    told: tuple[str, ...]
+    ledgers: Mapping[str, Mapping[str, Any]]
     lengths: Lengths | None
-    steps: Steps | None
-    micro_batch: MicroBatch | None
     trained_share: float
+    steps: Steps | None
+    micro_batch: ShownBatch | None
+    rows: tuple[ShownRow, ...]
+    worst: tuple[ShownWorst, ...]
+    problems: Problems
     refusal: tuple[str, tuple[Problem, ...]] | None
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """rows: how many, from the first; row: that one alone, by its number or as file:line."""
+    """rows: how many, from the first (of task dpo: pairs); row: that one alone, by its number or file:line;
+    problems: how many of each kind."""
 
-    rows: int
+    rows: int = 0
     row: str | None = None
+    worst: bool = False
+    micro_batch: bool = False
+    problems: int = 0
 
 
 def view(found: Collected, wanted: Wanted) -> View:
     """Raises SpecError where a row is asked for that is not there."""
-    spec, loaded, refusal = found.spec, found.loaded, found.refusal
-    refused = None if refusal is None else (refusal.title, refusal.problems)
-    if loaded is None:
-        if wanted.row is not None:
-            raise _no_row(wanted.row, "no row can be trained on")
-        empty = (spec.name, spec.task, found.batch.equation(), 0, (), (), ())
-        return View(*empty, None, None, None, 0.0, refused)
-    data = loaded.train
+    spec, show = found.spec, Shower(found)
+    data, some = show.data, len(show.units.examples) > 0
     if wanted.row is not None:
-        which: Sequence[int] = _found(data, wanted.row)
+        which = show.numbers(wanted.row)
     else:
-        which = range(min(wanted.rows, len(data)))
+        which = show.units.examples[: wanted.rows].ravel().tolist()
+    pairs = spec.task == "dpo"
+    refusal = found.refusal
     return View(
         name=spec.name,
         task=spec.task,
         batch=found.batch.equation(),
         examples=len(data),
-        rows=tuple(shown(found, data, index) for index in which),
-        notes=(),
-        ledger=loaded.lines,
-        lengths=lengths_of(data.lengths, spec.data.max_length),
-        steps=steps_of(data, spec.train, spec.data, found.batch),
-        micro_batch=None if wanted.row is not None else _micro_batch(found, data),
-        trained_share=float(data.target_counts.sum() / data.lengths.sum()),
-        refusal=refused,
+        told=found.loaded.lines if found.loaded else (),
+        ledgers=found.ledgers,
+        lengths=lengths_of(data.lengths, spec.data.max_length) if some else None,
+        trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
+        steps=steps_of(data.lengths, show.units, spec, found.batch) if some else None,
+        micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
+        rows=tuple(map(show.row, which)),
+        worst=show.worst() if some and wanted.worst else (),
+        problems=problems_of(found.sources, spec.data, wanted.problems, pairs=pairs),
+        refusal=None if refusal is None else (refusal.title, refusal.problems),
     )
 
 
-def shown(found: Collected, data: Dataset, index: int, why: str = "") -> ShownRow:
-    example: Example = data[index]
-    tokens = tuple(tokens_of(example, found.tokenizer))
-    return ShownRow(index + 1, example.source, tokens, example.segment_lengths, why)
+@dataclass(frozen=True)
+class Shower:
+    """Makes rows to show of examples, by their numbers from 0."""
+
+    found: Collected
+
+    @property
+    def data(self) -> Dataset:
+        return self.found.train
+
+    @cached_property
+    def units(self) -> Units:
+        return units_of(self.data, self.found.spec.task)
+
+    def row(self, index: int, why: str = "") -> ShownRow:
+        example = self.data[index]
+        tokens = tuple(tokens_of(example, self.found.tokenizer))
+        answer, prompt = self._answer(index)
+        happened = self._happened(index)
+        return ShownRow(
+            index + 1, example.source, tokens, example.segment_lengths, happened, why, answer, prompt
+        )
+
+    def micro_batch(self) -> ShownBatch:
+        batch, units = self.found.batch, self.units.examples
+        ids = Order(self.units, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
+        lengths = self.data.lengths.astype(np.int64)[units[ids]].sum(axis=1)
+        hand = micro_batches_of(lengths, batch, data_rank=0)[0]
+        members = units[ids[hand]].ravel()
+        packed = batch.tokens_per_micro_batch is not None
+        places = self.data.lengths[members]
+        rows = tuple(self.row(int(index)) for index in members)
+        return ShownBatch(packed, rows, int(places.sum() if packed else places.max()))
+
+    def worst(self) -> tuple[ShownWorst, ...]:
+        kinds = worst_of(self.data, self.found.tokenizer, pairs=self.found.spec.task == "dpo")
+        return tuple(ShownWorst(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
+
+    def numbers(self, row: str) -> list[int]:
+        """Of the examples that `row` means: its number from 1, or file:line."""
+        count = len(self.data)
+        if not count:
+            raise _no_row(row, "none is left")
+        if row.isdecimal():
+            if not 1 <= int(row) <= count:
+                raise _no_row(row, f"there are {count:,}, counted from 1")
+            return [int(row) - 1]
+        which = [i for i in range(count) if _is_named(self.data.source(i), row)]
+        if not which:
+            ends = self.data.source(0), self.data.source(count - 1)
+            raise _no_row(row, f"the first is {ends[0]}, the last {ends[1]}")
+        return which
+
+    def _answer(self, index: int) -> tuple[str, int]:
+        """Of a pair: which answer it is, and how many tokens both begin with, before any is trained on."""
+        if self.units.examples.shape[1] == 1 or index not in self.units.examples:
+            return "", 0
+        chosen, rejected = self.units.examples[np.any(self.units.examples == index, axis=1)][0].tolist()
+        ours, theirs = self.data[chosen], self.data[rejected]
+        least = min(int(np.argmax(np.append(one.trained, True))) for one in (ours, theirs))
+        differ = np.append(ours.input_ids[:least] != theirs.input_ids[:least], True)
+        return ("chosen" if index == chosen else "rejected"), int(np.argmax(differ))
+
+    def _happened(self, index: int) -> str:
+        """Of a row that is not whole."""
+        at = int(np.searchsorted(self.data.ends, index, side="right"))
+        part = self.data.parts[at]
+        if not isinstance(part, RowPart):
+            return ""
+        mine = index - (self.data.ends[at - 1] if at else 0)
+        row, pieces = int(row_of(part)[mine]), part.pieces
+        begin, length, whole = int(pieces.begin[mine]), int(pieces.lengths[mine]), int(part.rows.lengths[row])
+        if pieces.at is not None:
+            return f"begins at token {begin:,} of {part.rows.source(row)}" if begin else ""
+        if length == whole:
+            return ""
+        if pieces.headed is not None and pieces.headed[mine]:
+            return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
+        return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
 
 
-def _micro_batch(found: Collected, data: Dataset) -> MicroBatch:
-    batch = found.batch
-    ids = Order(data, batch.global_batch_size, found.spec.train.seed).step(0).ids
-    members = ids[micro_batches_of(data.lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
-    lengths = data.lengths[members]
-    packed = batch.tokens_per_micro_batch is not None
-    rows = tuple(shown(found, data, int(index)) for index in members)
-    return MicroBatch(packed, rows, int(lengths.sum() if packed else lengths.max()))
-
-
-def _found(data: Dataset, row: str) -> list[int]:
-    if row.isdecimal():
-        if not 1 <= int(row) <= len(data):
-            raise _no_row(row, f"there are {len(data)}, counted from 1")
-        return [int(row) - 1]
-    sources = [data.source(index) for index in range(len(data))]
-    which = [i for i, source in enumerate(sources) if source == row or source.endswith(f"/{row}")]
-    if not which:
-        raise _no_row(row, f"the first is {sources[0]}, the last {sources[-1]}")
-    return which
+def _is_named(source: str, row: str) -> bool:
+    return source == row or source.endswith(f"/{row}")
 
 
 def _no_row(row: str, rule: str) -> SpecError:

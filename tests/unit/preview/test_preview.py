@@ -1,52 +1,20 @@
-"""`dsft preview`: rows, marks, figures, exit codes."""
+"""`dsft preview`: rows, marks, figures, problems, exit codes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dsft import cli
+from tests.unit.preview.conftest import ROWS, Preview, talk
 
-SPEC = """\
-name: small
-task: {task}
-model: {{from_config: {{model_type: llama}}}}
-data: {{train: [{{path: rows.jsonl}}], max_length: 64, {data}}}
-train: {{micro_batch_size: 2, accumulation_steps: 2}}
-optim: {{learning_rate: 1e-3}}
-"""
-ROWS = [
-    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": answer}]}
-    for answer in ("two", "a  b\tc", "2")
-]
-Preview = Callable[..., tuple[int, str, str]]
+MIXED = [talk("a?", "one"), "no row", talk("a?", "one"), talk("b?", "x" * 60), talk("c?", "y" * 90)]
+PAIRS = [{"prompt": "Say hi.", "chosen": f"Hi {i}", "rejected": f"Hit {'no ' * i}"} for i in range(1, 4)]
 
-
-@pytest.fixture
-def preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Preview:
-    """Runs the command on rows in this process: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(
-        *arguments: str, rows: Sequence[Any] | str = ROWS, data: str = "packing: false", task: str = "sft"
-    ) -> tuple[int, str, str]:
-        text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
-        Path("rows.jsonl").write_text(text, encoding="utf-8")
-        Path("spec.yaml").write_text(SPEC.format(task=task, data=data), encoding="utf-8")
-        monkeypatch.setattr(sys, "argv", ["dsft", "preview", "spec.yaml", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+# --- rows -------------------------------------------------------------------------------------------------
 
 
 def test_json_says_where_each_row_is_from_and_what_is_trained(preview: Preview) -> None:
@@ -64,14 +32,14 @@ def test_json_says_where_each_row_is_from_and_what_is_trained(preview: Preview) 
 def test_marks_without_a_terminal(preview: Preview) -> None:
     _, out, _ = preview("--rows", "2")
     assert "⟦t┊w┊o┊<|im_end|>⟧↵\n" in out and "⟦a┊␣┊␣┊b┊⇥┊c┊<|im_end|>⟧" in out
-    assert "row 1, rows.jsonl:1, 28 tokens" in out and "row 3" not in out and "\x1b" not in out
+    assert "row 1, rows.jsonl:1, 28 tokens, 4 trained on" in out and "row 3" not in out and "\x1b" not in out
 
 
 @pytest.mark.parametrize("row", ["2", "rows.jsonl:2"])
 def test_one_row_in_full(preview: Preview, row: str) -> None:
     code, out, _ = preview("--row", row)
     assert code == 0 and "row 2, rows.jsonl:2" in out and "row 1" not in out
-    assert "      28     99  yes      c\n" in out
+    assert "      28       99  yes      c\n" in out and "      30       10  no       ↵\n" in out
 
 
 @pytest.mark.parametrize("row", ["0", "4", "rows.jsonl:9", "none"])
@@ -80,6 +48,106 @@ def test_a_row_that_is_not_there(preview: Preview, row: str) -> None:
     assert (code, out) == (2, "") and f"--row: '{row}' is none of the rows" in err
 
 
+def test_a_truncated_row_says_what_is_kept(preview: Preview) -> None:
+    _, out, _ = preview(
+        "--row", "1", rows=[talk("a?", "x" * 90)], data="max_length: 64, on_too_long: truncate"
+    )
+    assert "row 1, rows.jsonl:1, 64 tokens, " in out and " of 113\n" in out
+
+
+def test_packed_text_has_its_pieces(preview: Preview) -> None:
+    rows = [{"text": "ab"}, {"text": "cdefgh"}]
+    _, out, _ = preview(rows=rows, task="pretrain", data="max_length: 5, packing: true")
+    assert "row 1, rows.jsonl:1, 5 tokens, 3 trained on, 2 pieces\n── piece 1, tokens 0 to 2\n" in out
+    assert "a⟦b┊<|im_end|>⟧\n── piece 2, tokens 3 to 4\nc⟦d⟧" in out
+    assert "begins at token 2 of rows.jsonl:2" in out
+
+
+def test_pairs_are_read_though_dpo_is_not_trained_yet(preview: Preview) -> None:
+    code, out, _ = preview("--rows", "1", rows=PAIRS, task="dpo")
+    assert code == 0 and "row 3" not in out.split("first micro-batch")[0]
+    for answer in ("12 tokens, 5 trained on, chosen", "15 tokens, 8 trained on, rejected"):
+        assert f"rows.jsonl:1, {answer}, after a shared prompt of 7 tokens\n" in out
+    assert "padded: 4 rows of" in out
+
+
+def test_first_micro_batch_packed_and_padded(preview: Preview) -> None:
+    packed, padded = (preview(data=f"max_length: 64, packing: {way}")[1] for way in ("true", "false"))
+    assert "packed: 3 examples in one row of 85 tokens" in packed and "places 0 to 30" in packed
+    assert "padded: 2 rows of 31 places" in padded and "places of padding" in padded
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def test_lengths_steps_and_padding(preview: Preview) -> None:
+    rows = [talk("q", "x" * n) for n in range(1, 9)]
+    found = json.loads(preview("--json", rows=rows, train="micro_batch_size: 2, accumulation_steps: 1")[1])
+    base = found["lengths"]["longest"] - 8
+    assert found["lengths"]["p50"] == base + 4 and found["lengths"]["p95"] == base + 8
+    assert sum(count for *_, count in found["lengths"]["bins"]) == found["examples"] == 8
+    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == (4, 4)
+    assert 0 < found["steps"]["padding"]["padded"] < 0.3 and found["steps"]["padding"]["packed"] == 0
+    tokens = sum(base + n for n in range(1, 9))
+    assert found["steps"]["mean_tokens"] == tokens / 4
+    assert found["trained_share"] == pytest.approx(sum(n + 1 for n in range(1, 9)) / tokens)
+
+
+def test_batch_sizes_that_need_several_ranks(preview: Preview) -> None:
+    sizes = "global_batch_size: 12, micro_batch_size: 2, accumulation_steps: 2"
+    assert "data-parallel ranks 3" in preview(train=sizes)[1]
+
+
+# --- problems ---------------------------------------------------------------------------------------------
+
+
+def test_problems_where_a_run_would_stop(preview: Preview) -> None:
+    code, out, err = preview("--problems", rows=MIXED)
+    assert code == 65 and "row 1," not in out
+    assert "1 row cannot be read\n  rows.jsonl:2: " in out
+    assert "1 row saying what an earlier row says\n  rows.jsonl:3: says what rows.jsonl:1 says\n" in out
+    assert "2 rows too long: a run stops\n  rows.jsonl:4: 83 tokens, data.max_length is 64\n" in out
+    assert err.startswith("error: 1 mistake in the data:\n  rows.jsonl:2: ")
+
+
+def test_problems_that_stop_no_run(preview: Preview) -> None:
+    data = "max_length: 64, on_bad_row: drop, on_too_long: truncate"
+    code, out, err = preview("--problems", rows=MIXED, data=data)
+    assert (code, err) == (0, "")
+    assert "2 rows truncated\n  rows.jsonl:4: 64 of 83 tokens kept, from token " in out
+    assert preview("--problems")[1].endswith("\nno problems\n")
+
+
+def test_nothing_left(preview: Preview) -> None:
+    code, out, err = preview(rows=["no row"])
+    assert code == 65 and "0 examples" in out and "rows.jsonl:1" in err
+    assert preview("--row", "1", rows=["no row"])[0] == 2
+
+
+def test_worst_rows(preview: Preview) -> None:
+    rows = [talk("a?", "one"), talk("a?", "one"), talk("b?", "x" * 60), talk("why? " * 5, "y")]
+    found = json.loads(preview("--worst", "--json", rows=rows, data="max_length: 99")[1])["worst"]
+    assert found["longest"][0]["source"] == "rows.jsonl:3"
+    assert found["least share of trained tokens"][0]["source"] == "rows.jsonl:4"
+    assert [row["why"] for row in found["said most often"]] == ["2 rows say this"]
+    assert "most tokens cut off" not in found
+
+
+# --- what it needs ----------------------------------------------------------------------------------------
+
+
 def test_no_torch() -> None:
     code = "import dsft.preview.command, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_is_not_there(preview: Preview) -> None:
+    assert preview("data.train=[{path: none.jsonl}]")[0] == 66
+    code, _, err = preview("model.tokenizer=./none")
+    assert code == 66 and "there is no such folder" in err
+    code, _, err = preview("--html", "none/page.html")
+    assert (
+        code == 74
+        and err == "error: --html none/page.html: the folder none does not exist; make it or name another\n"
+    )
+    assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()

@@ -1,0 +1,158 @@
+"""Rows of which something is wrong or lost, with the place and the reason.
+
+Takes the rows of sources and the pieces they were cut into. Reads no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.dataset import RowPart
+from dsft.data.rows import TokenRows
+from dsft.spec.schema import Data
+
+KINDS: Mapping[str, str] = {
+    "bad": "cannot be read",
+    "too_long": "too long: a run stops",
+    "dropped": "too long and dropped",
+    "truncated": "truncated",
+    "empty": "empty",
+    "no_target": "with nothing to train on",
+    "no_end": "without an end of turn or text",
+    "duplicate": "saying what an earlier row says",
+}
+_TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """source: "file:line"; kind: a key of KINDS."""
+
+    source: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Problems:
+    """counts: of rows, by kind, those that occur; rows: the first `limit` of each kind."""
+
+    counts: Mapping[str, int]
+    rows: tuple[RowProblem, ...]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """count: of its rows, those that are looked at; the part's pieces are of rows among them."""
+
+    part: RowPart
+    count: int
+
+    @property
+    def rows(self) -> TokenRows:
+        return self.part.rows
+
+
+def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: bool = False) -> Problems:
+    """By kind, and of each kind in the order of the sources. pairs: two rows each, of one content."""
+    counts = dict.fromkeys(KINDS, 0)
+    found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
+    earlier = _earlier(sources, pairs)
+    start = 0
+    for source in sources:
+        account = source.rows.account
+        counts["bad"] += account.bad_rows
+        found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
+        said = earlier[start : start + source.count]
+        masks = _masks(source, data) | {"duplicate": said >= 0}
+        start += source.count
+        for kind, mask in masks.items():
+            counts[kind] += int(np.count_nonzero(mask))
+            for row in np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].tolist():
+                reason = (
+                    f"says what {_place(sources, int(said[row]))} says"
+                    if kind == "duplicate"
+                    else _REASONS[kind](source, row, data)
+                )
+                found[kind].append(RowProblem(source.rows.source(row), kind, reason))
+    happened = {kind: count for kind, count in counts.items() if count}
+    return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
+
+
+def row_of(part: RowPart) -> NDArray[np.int32]:
+    """(examples,): the row in which each example of the source begins."""
+    pieces = part.pieces
+    return pieces.rows if pieces.at is None else pieces.rows[pieces.at]
+
+
+def _masks(source: Source, data: Data) -> dict[str, Mask]:
+    """Of each kind, (count,): the rows that are of it."""
+    rows, count = source.rows, source.count
+    lengths, targets = rows.lengths[:count], rows.trained[:count]
+    empty = lengths <= 1
+    no_target = (targets == 0) & ~empty
+    masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
+    kind = _TOO_LONG.get(data.on_too_long)
+    if kind is not None and source.part.pieces.at is None:
+        masks[kind] = (lengths > data.max_length) & ~no_target
+        if kind == "truncated":
+            masks["no_end"] |= _stopped_short(source.part, count)
+    return masks
+
+
+def _stopped_short(part: RowPart, count: int) -> Mask:
+    """(count,): the rows of which the window ends in the middle of what is trained on."""
+    found = np.zeros(count, np.bool_)
+    pieces = part.pieces
+    headed = np.zeros(len(pieces.rows), np.int32) if pieces.headed is None else pieces.headed
+    stops = pieces.begin + pieces.lengths - headed
+    for at in np.flatnonzero(pieces.lengths < part.rows.lengths[pieces.rows]).tolist():
+        spans = part.rows.spans(int(pieces.rows[at]))
+        found[pieces.rows[at]] = bool(((spans[:, 0] < stops[at]) & (stops[at] < spans[:, 1])).any())
+    return found
+
+
+def _earlier(sources: Sequence[Source], pairs: bool) -> NDArray[np.int64]:
+    """(rows of all sources,): the first row that says the same, or -1 where that is the row itself."""
+    content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
+    _, first, inverse = np.unique(content, return_index=True, return_inverse=True)
+    earlier, own = first[inverse], np.arange(len(content))
+    is_rejected = pairs & (own > 0) & (content == np.roll(content, 1)) & (earlier == own - 1)
+    return np.where((earlier == own) | is_rejected, -1, earlier)
+
+
+def _place(sources: Sequence[Source], row: int) -> str:
+    for source in sources:
+        if row < source.count:
+            return source.rows.source(row)
+        row -= source.count
+    raise IndexError(row)
+
+
+def _too_long(source: Source, row: int, data: Data) -> str:
+    return f"{source.rows.lengths[row]:,} tokens, data.max_length is {data.max_length:,}"
+
+
+def _truncated(source: Source, row: int, data: Data) -> str:
+    pieces, length = source.part.pieces, int(source.rows.lengths[row])
+    at = int(np.searchsorted(pieces.rows, row))
+    if at == len(pieces.rows) or pieces.rows[at] != row:
+        return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
+    lost = int(source.rows.trained[row]) - int(pieces.target_counts[at])
+    kept = f"{int(pieces.lengths[at]):,} of {length:,} tokens kept, from token {int(pieces.begin[at]):,} on"
+    return f"{kept}; {lost:,} of {int(source.rows.trained[row]):,} trained tokens lost"
+
+
+_REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
+    "too_long": _too_long,
+    "dropped": _too_long,
+    "truncated": _truncated,
+    "empty": lambda source, row, data: f"{source.rows.lengths[row]} tokens, too few to learn from",
+    "no_target": lambda source, row, data: f"none of its {source.rows.lengths[row]:,} tokens is trained on",
+    "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
+}

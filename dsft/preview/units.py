@@ -1,0 +1,44 @@
+"""What a global batch counts: examples, or pairs of them. Takes a dataset, gives numbers of its examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.dataset import Dataset, RowPart
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """examples (u, k): the numbers of the k examples of each unit; sizes and weights: of the sources."""
+
+    examples: NDArray[np.int64]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None
+
+
+def units_of(data: Dataset, task: str) -> Units:
+    """Of task dpo, the pairs of which both answers are there: rows beside each other of one line."""
+    if task != "dpo":
+        return Units(np.arange(len(data))[:, None], data.sizes, data.weights)
+    first = [_pairs(part) for part in data.parts if isinstance(part, RowPart)]
+    starts = np.concatenate([[0], data.ends[:-1]]).astype(np.int64)
+    numbers = np.concatenate([start + mine for start, mine in zip(starts, first, strict=True)])
+    sizes = tuple(len(mine) for mine in first)
+    return Units(np.stack([numbers, numbers + 1], axis=1), sizes, data.weights)
+
+
+def _pairs(part: RowPart) -> NDArray[np.int64]:
+    """The examples that are a chosen answer, of which the next one is the rejected answer."""
+    rows, content = part.pieces.rows, part.rows.content
+    beside = np.flatnonzero((np.diff(rows) == 1) & (content[rows[1:]] == content[rows[:-1]]))
+    return np.array(
+        [
+            at
+            for at in beside.tolist()
+            if part.rows.source(int(rows[at])) == part.rows.source(int(rows[at + 1]))
+        ],
+        dtype=np.int64,
+    )
