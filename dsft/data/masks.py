@@ -11,22 +11,28 @@ answer: rendering the messages up to the turn shows where. The row's own text is
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dsft.data.rows import BadRowError, Conversation, Message
 from dsft.data.template import ChatTemplate, prepared, template_error
 
 TrainOn = Literal["assistant", "last", "all"]
 
+_PRIVATE = 0x100000  # the first character of Unicode's last plane, whose characters mean nothing
 _EXCERPT = 30  # characters shown of a rendered row
 _MARKS = "a template with {% generation %} marks around the assistant's turns, one of dsft's or a file"
 _WAY_OUT = f"give data.chat_template {_MARKS}"
 _OR_LAST = f"train on the last turn alone (data.train_on: last), or {_WAY_OUT}"
+
+
+_KEYS = {"tools": "tools", "tool_calls": "calls of tools", "reasoning_content": "reasoning"}
+"""What would be left out in silence by a template that does not look at it."""
 
 
 class Part(NamedTuple):
@@ -38,11 +44,13 @@ class Part(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """trained: the parts are what is trained on; else they are what is not."""
+    """trained: the parts are what is trained on; else they are what is not. stand_ins: where contents spell
+    tokens of the template, the characters that stand in the text for what they spell, by token."""
 
     text: str
     parts: list[Part]
     trained: bool
+    stand_ins: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,31 @@ class Masks:
     def of(self, conversation: Conversation) -> Marked:
         """Raises BadRowError where the template refuses the conversation, or where its turns cannot be told.
         Raises DataError for a template of which no turn can be."""
-        row = _Row(conversation, prepared(conversation.messages), self.template)
         trained = _trained(conversation, self.train_on)
+        row = self._row(conversation)
+        if not any(map(self._spelled.search, _strings([row.messages, row.tools]))):
+            return self._marked(row, trained)
+        text = self._marked(row, trained).text  # with the row's own words in what it is refused for
+        hidden = _Row(self._hidden(row.messages), self._hidden(row.tools), self.template)
+        marked = self._marked(hidden, trained)
+        if self._shown(marked.text) != text:
+            raise BadRowError(
+                "its contents spell a token of the chat template, which treats such contents in another way; "
+                "take it out"
+            )
+        return marked._replace(stand_ins=self._stand_ins)
+
+    def _row(self, conversation: Conversation) -> _Row:
+        row = _Row(prepared(conversation.messages), conversation.tools, self.template)
+        for key, what in _KEYS.items():
+            has = bool(row.tools) if key == "tools" else any(message.get(key) for message in row.messages)
+            if has and not self.template.reads(key):
+                raise BadRowError(
+                    f"the chat template writes no {what}, and the row has some; leave them out, or {_WAY_OUT}"
+                )
+        return _readable(row) if any("tool_calls" in message for message in row.messages) else row
+
+    def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
         text, marks = row.render(len(trained))
         if self.train_on == "all":
@@ -85,6 +116,37 @@ class Masks:
         if self.template.is_marked:
             return _marked(row, [number], marks)[0]
         return _turn(row, number, text, self.ends)
+
+    # --- tokens of the template that contents spell ---------------------------------------------------------
+
+    @cached_property
+    def controls(self) -> frozenset[str]:
+        """The special tokens that the template writes, and those that the tokenizer has a name for."""
+        written = self.template.literals + list(self.template.special_tokens.values())
+        return frozenset(name for name in self.special_tokens if any(name in one for one in written))
+
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        return {name: chr(_PRIVATE + i) for i, name in enumerate(sorted(self.controls))}
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return any_of(self.controls)
+
+    def _hidden(self, value: Any) -> Any:
+        """The value with a stand-in for each token that is spelled in it."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self._hidden(key): self._hidden(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._hidden(item) for item in value]
+        return value
+
+    def _shown(self, text: str) -> str:
+        return text.translate({ord(stand_in): name for name, stand_in in self._stand_ins.items()})
+
+    # --- ends of turns --------------------------------------------------------------------------------------
 
     @cached_property
     def ends(self) -> TurnEnds:
@@ -105,8 +167,7 @@ class Masks:
         return TurnEnds(lead, tail, tail[: self._first_special(tail)])
 
     def _first_special(self, tail: str) -> int:
-        names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
-        found = re.search("|".join(names), tail) if names else None
+        found = any_of(self.special_tokens).search(tail)
         if found is not None:
             return found.end()
         reason = "writes nothing after an assistant's turn"
@@ -119,13 +180,13 @@ class Masks:
 
 
 class _Row(NamedTuple):
-    conversation: Conversation
     messages: list[Message]
+    tools: Sequence[Mapping[str, Any]]
     template: ChatTemplate
 
     def render(self, count: int, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The first `count` messages."""
-        return self.template.render(self.messages[:count], self.conversation.tools, prompt=prompt)
+        return self.template.render(self.messages[:count], self.tools, prompt=prompt)
 
     def prefix(self, count: int, text: str, *, prompt: bool = False) -> int:
         """Length of what the template makes of the first `count` messages, which the text begins with."""
@@ -136,10 +197,36 @@ class _Row(NamedTuple):
         asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
         when = "this answer is asked for" if prompt else "the row ends with it"
         number = count + 1 if prompt else count
+        # where it is one without the prompt, the prompt alone differs; else an earlier turn is written anew
+        way_out = _WAY_OUT if prompt and text.startswith(self.render(count)[0]) else _OR_LAST
         raise BadRowError(
             f"turn {number}: the chat template writes {asked!r} when {when} and {stands!r} "
-            f"in the row, so the model would learn from what it is never given; {_OR_LAST}"
+            f"in the row, so the model would learn from what it is never given; {way_out}"
         )
+
+
+def _readable(row: _Row) -> _Row:
+    """Arguments of calls are mappings; some templates (DeepSeek's) take them as JSON text instead."""
+    try:
+        row.render(len(row.messages))
+    except BadRowError:
+        as_text = row._replace(messages=[_with_texts(message) for message in row.messages])
+        try:
+            as_text.render(len(row.messages))
+        except BadRowError:
+            return row
+        return as_text
+    return row
+
+
+def _with_texts(message: Message) -> Message:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
@@ -198,3 +285,20 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
         f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} where the row ends with this "
         f"answer and {text[same : same + _EXCERPT]!r} in the row; {_OR_LAST}"
     )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All in a value, and the keys of its mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (key, *_strings(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Of several that begin at one place the longest, as the tokenizers library matches them."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

@@ -51,6 +51,21 @@ class ChatTemplate:
     def is_marked(self) -> bool:
         return _GENERATION.search(self.text) is not None
 
+    @cached_property
+    def literals(self) -> list[str]:
+        """All that the template can write by itself: its text, and the strings in its expressions."""
+        from jinja2 import nodes
+
+        tree = self._compiled.environment.parse(self.text)
+        found: list[Any] = [node.data for node in tree.find_all(nodes.TemplateData)]
+        found += [node.value for node in tree.find_all(nodes.Const)]
+        return [one for one in found if isinstance(one, str)]
+
+    def reads(self, key: str) -> bool:
+        """Whether it looks at a key of a message, or at the tools."""
+        names = {"reasoning_content": ("reasoning_content", "thinking", "reasoning")}.get(key, (key,))
+        return any(name in self.text for name in names)
+
     def render(
         self,
         messages: Sequence[Message],

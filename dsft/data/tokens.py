@@ -1,0 +1,217 @@
+"""From a text and characters in it to tokens, and which of them are trained on.
+
+Takes a tokenizer, and texts with their parts. Gives token ids and masks. Touches nothing.
+
+A text is made tokens of once. That text[:end] gives the first of its tokens is proved on the tokens: added
+tokens (`<|im_start|>`, …) split a text before anything else looks at it, so what stands before the last one
+is made the same tokens of in the text and in text[:end], and only the piece from there on is made tokens of
+again. Where the added tokens among a row's tokens are not those in its text, or the tokenizer is a slow one,
+whole prefixes are.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.masks import Marked, Part, any_of
+from dsft.data.rows import Rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REMEMBERED = 10_000  # pieces and their tokens
+_SHORT = 200  # characters of a piece worth remembering: a generation prompt
+_MERGED = (
+    "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
+    "beside them, which the model would never be given; let the content not begin with white space"
+)
+_NOT_AS_TEXT = (
+    "its contents spell {names}, which the chat template writes, and which this tokenizer cannot read as "
+    "plain text; take them out"
+)
+
+
+class Tokens:
+    """A tokenizer. special: the names of its special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content}
+        special = {token.content for token in added.values() if token.special}
+        self.special = frozenset(filter(str.strip, special | set(tokenizer.all_special_tokens)))
+        self._twins: dict[frozenset[tuple[str, str]], Reader | None] = {}
+        if not tokenizer.is_fast:
+            self._reader = Reader(self._slowly, {}, self.special)
+            return
+        backend: Any = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        # These are looked for in the text as it is, before it is normalised.
+        raw = {
+            token.content: index
+            for index, token in added.items()
+            if not token.normalized and not token.single_word
+        }
+        self._reader = Reader(_quickly(backend), raw, self.special)
+
+    def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
+        """A template writes the beginning-of-text token itself, so none is added."""
+        made = iter(self._reader.read([row for row in rows if not row.stand_ins]))
+        return [self._as_text(row) if row.stand_ins else next(made) for row in rows]
+
+    def _slowly(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(texts, add_special_tokens=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    # --- contents that spell a token of the template --------------------------------------------------------
+
+    def _as_text(self, row: Marked) -> Rendered | str:
+        """The row with what its contents spell as plain text: its stand-ins and the names that they stand for
+        change places, and the tokenizer is one that knows its tokens by the stand-ins."""
+        twin = self._twin(row.stand_ins)
+        if twin is None:
+            spelled = [name for name, stand_in in row.stand_ins.items() if stand_in in row.text]
+            return _NOT_AS_TEXT.format(names=" and ".join(map(repr, sorted(spelled))))
+        other = {**row.stand_ins, **{stand_in: name for name, stand_in in row.stand_ins.items()}}
+        pieces, ends, shifts, position = [], [0], [0], 0
+        for found in any_of(other).finditer(row.text):
+            pieces += [row.text[position : found.start()], other[found[0]]]
+            position = found.end()
+            ends.append(position)
+            shifts.append(shifts[-1] + len(other[found[0]]) - len(found[0]))
+        text = "".join([*pieces, row.text[position:]])
+
+        def moved(end: int) -> int:
+            return end + shifts[bisect_right(ends, end) - 1]
+
+        parts = [Part(name, moved(start), moved(stop)) for name, start, stop in row.parts]
+        return twin.read([row._replace(text=text, parts=parts)])[0]
+
+    def _twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
+        """Reads texts in which tokens go by stand-ins; None where the tokenizer cannot be changed so."""
+        key = frozenset(stand_ins.items())
+        if key not in self._twins:
+            self._twins[key] = self._made_twin(stand_ins) if self._tokenizer.is_fast else None
+        return self._twins[key]
+
+    def _made_twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
+        from tokenizers import Tokenizer
+
+        def renamed(name: Any) -> Any:
+            return stand_ins.get(name, name)
+
+        backend: Any = self._tokenizer.backend_tokenizer
+        said = json.loads(backend.to_str())
+        said["added_tokens"] = [{**one, "content": renamed(one["content"])} for one in said["added_tokens"]]
+        said["post_processor"] = None  # it adds tokens by name; nothing is added here
+        model = said["model"]
+        vocab = model.get("vocab")
+        if isinstance(vocab, dict):
+            model["vocab"] = {renamed(name): index for name, index in vocab.items()}
+        elif isinstance(vocab, list):  # unigram: [piece, score]
+            model["vocab"] = [[renamed(piece), score] for piece, score in vocab]
+        if "unk_token" in model:
+            model["unk_token"] = renamed(model["unk_token"])
+        try:
+            twin: Any = Tokenizer.from_str(json.dumps(said))
+        except Exception:  # the library raises nothing more special, as for a name that merges make
+            return None
+        if any(twin.token_to_id(new) != backend.token_to_id(name) for name, new in stand_ins.items()):
+            return None
+        twin.no_padding()
+        twin.no_truncation()
+        added = {renamed(name): index for name, index in self._reader.added.items()}
+        return Reader(_quickly(twin), added, map(renamed, self.special))
+
+
+def _quickly(backend: Any) -> Callable[[list[str]], list[list[int]]]:
+    """Without offsets, which nothing here needs."""
+    return lambda texts: [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """Of added tokens: first and last characters, and their index among the row's tokens."""
+
+    starts: list[int]
+    stops: list[int]
+    tokens: list[int]
+
+
+class Reader:
+    """What makes tokens of texts. added: ids of the added tokens that split a text as it is, by the names
+    that they have there; ends: names of the special tokens, which can end a turn."""
+
+    def __init__(
+        self,
+        encode: Callable[[list[str]], list[list[int]]],
+        added: Mapping[str, int],
+        ends: Iterable[str],
+    ) -> None:
+        self._encode = encode
+        self.added = added
+        self._ends = tuple(ends)
+        self._pattern = any_of(added)
+        self._is_added = np.zeros(max(added.values(), default=0) + 1, dtype=np.bool_)
+        self._is_added[list(added.values())] = True
+        self._remembered: dict[str, list[int]] = {}
+
+    def read(self, rows: Sequence[Marked]) -> list[Rendered | str]:
+        whole = self._encode([row.text for row in rows]) if rows else []
+        return [self._row(row, ids) for row, ids in zip(rows, whole, strict=True)]
+
+    def _row(self, row: Marked, ids: list[int]) -> Rendered | str:
+        tokens = np.array(ids, dtype=np.int32)
+        trained = np.full(len(ids), not row.trained)
+        at = self._positions(row.text, tokens)
+        for part in row.parts:
+            start = self.cut(row.text, part.start, ids, at)
+            stop = self.cut(row.text, part.stop, ids, at)
+            if start is None or stop is None:
+                return _MERGED.format(name=part.name)
+            trained[start:stop] = row.trained
+        return Rendered(tokens, trained, self._is_ended(row))
+
+    def _positions(self, text: str, tokens: NDArray[np.int32]) -> _Positions | None:
+        """Where the added tokens stand in text and tokens; None where these are not the same ones."""
+        if not self.added:
+            return None
+        starts, stops, ids = [], [], []
+        for found in self._pattern.finditer(text):
+            starts.append(found.start())
+            stops.append(found.end())
+            ids.append(self.added[found[0]])
+        among = np.flatnonzero(self._is_added[np.minimum(tokens, len(self._is_added) - 1)])
+        among = among[tokens[among] < len(self._is_added)]
+        return _Positions(starts, stops, among.tolist()) if tokens[among].tolist() == ids else None
+
+    def cut(self, text: str, end: int, ids: list[int], at: _Positions | None) -> int | None:
+        """How many of a row's tokens are those of text[:end], None where the row does not begin with them."""
+        start = first = 0
+        if at is not None:
+            last = bisect_right(at.stops, end) - 1  # of the added tokens in text[:end]
+            if last >= 0:
+                start, first = at.starts[last], at.tokens[last]
+        piece = text[start:end]
+        alone = self._remembered.get(piece)
+        if alone is None:
+            alone = self._encode([piece])[0] if piece else []
+            if len(piece) < _SHORT and len(self._remembered) < _REMEMBERED:
+                self._remembered[piece] = alone
+        stop = first + len(alone)
+        return stop if ids[first:stop] == alone else None
+
+    def _is_ended(self, row: Marked) -> bool:
+        """The last part that is trained on ends with a special token, and maybe white space after it."""
+        if row.trained and not row.parts:
+            return False
+        last = row.parts[-1] if row.trained else None
+        said = (row.text[last.start : last.stop] if last else row.text).rstrip()
+        return said.endswith(self._ends)
