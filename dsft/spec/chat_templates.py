@@ -2,4 +2,18 @@
 
 from __future__ import annotations
 
-CHAT_TEMPLATES = ("chatml",)
+CHAT_TEMPLATES = (
+    "chatml",
+    "cohere",
+    "deepseek",
+    "gemma",
+    "glm",
+    "llama2",
+    "llama3",
+    "llama3_1",
+    "mistral",
+    "phi3",
+    "qwen2_5",
+    "qwen3",
+    "zephyr",
+)
