@@ -26,6 +26,7 @@ from dsft.checkpoint.read import Checkpoint, find, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.data.ahead import ahead
+from dsft.data.load import Loaded
 from dsft.data.steps import TrainSteps, evaluation
 from dsft.ending import finish
 from dsft.engine.api import Engine, LossScale
@@ -183,10 +184,7 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
         for note in found.notes:
             say(f"warning: {note}")
         if found.path is not None:
-            checkpoint = Checkpoint.open(found.path)
-            check_same_run(
-                checkpoint, job.spec, job.batch, checkpoint.state["data"]
-            )  # rows: once they are read
+            check_same_run(Checkpoint.open(found.path), job.spec, job.batch, None)
         return found.path
 
     path = world.first(choose)
@@ -202,7 +200,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     prove_same("what is read from data.train and data.eval", rows, world)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
-        check_same_run(start, spec, job.batch, inputs.train.fingerprint)
+        check_same_run(start, spec, job.batch, inputs.loaded.identity)
         check_same_base(start, inputs.files)
         check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
     if progress.step >= last_step:
@@ -226,7 +224,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         else f"starting at step 0: {folder} has no checkpoint"
     )
     prove(job, inputs, world, policy, engine, say)
-    report = open_report(job, world, last_step, progress.step)
+    report = open_report(job, inputs.loaded, world, last_step, progress.step)
     latest: Record = {}
 
     def tell(record: Record) -> None:
@@ -261,12 +259,12 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         with ahead(steps, last_step, world.device) as soon:
             end = fit(engine, OBJECTIVE, soon, schedule(spec, last_step, job.batch), hooks, progress)
     finally:
-        report.close(latest | memory.record())
+        report.close(latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
 
 
-def open_report(job: Job, world: World, last_step: int, step: int) -> Report:
-    is_first, shown = world.rank == 0, shown_config(job)
+def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: int) -> Report:
+    is_first, shown = world.rank == 0, shown_config(job, loaded)
     report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
     scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
     if scaling is not None:
@@ -410,7 +408,7 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
         progress=asdict(progress),
         spec=job.spec.model_dump(mode="json"),
         batch=asdict(job.batch),
-        data=inputs.train.fingerprint,
+        data=inputs.loaded.identity,
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
         base=inputs.files if has_frozen(job.spec.model) else None,
@@ -438,13 +436,16 @@ def held_out_evaluation(
 
 def describe(job: Job, inputs: Inputs) -> None:
     """What the run's folder says of how it was made, and what an export needs beside the weights."""
-    write_folder(job.folder, Origin(dump_spec(job.spec), job.config, job.hostfile, job.command))
+    origin = Origin(dump_spec(job.spec), job.config, job.hostfile, job.command, inputs.loaded.account)
+    write_folder(job.folder, origin)
     write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
 
 
-def shown_config(job: Job) -> dict[str, Any]:
-    """What Weights & Biases shows of the run."""
-    return job.spec.model_dump(mode="json") | {
+def shown_config(job: Job, loaded: Loaded) -> dict[str, Any]:
+    """What Weights & Biases shows of the run; `data` has the account of the rows beside the spec's keys."""
+    spec = job.spec.model_dump(mode="json")
+    return spec | {
+        "data": spec["data"] | {"ledger": loaded.account},
         "deepspeed": dict(job.config),
         "versions": versions(),
         "batch": asdict(job.batch),

@@ -98,7 +98,7 @@ class Run:
 
 @dataclass
 class Window:
-    """What has happened since the last log line."""
+    """What has happened since the last log line. sources: by metric, where the data has several sources."""
 
     sums: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,6 +106,7 @@ class Window:
     squared: int = 0
     steps: int = 0
     data_wait: float = 0.0
+    sources: Record = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, batch: GlobalStep, result: StepResult, waited: float) -> None:
@@ -115,6 +116,11 @@ class Window:
         self.squared += batch.squared
         self.steps += 1
         self.data_wait += waited
+        for name, seen in batch.sources.items():
+            for what, count in (("tokens", seen.tokens), ("examples", seen.examples)):
+                key = f"data/{name}/{what}"
+                self.sources[key] = self.sources.get(key, 0) + count
+            self.sources[f"data/{name}/epoch"] = seen.epoch
 
 
 def fit(
@@ -191,6 +197,7 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
     return (
         position(progress)
         | (mfu or {})
+        | window.sources
         | {
             "train/loss": loss,
             "perf/step_time": seconds / window.steps,

@@ -21,6 +21,11 @@ MAY_DIFFER = (
     "checkpoint",
     "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
     "data.max_tokens_per_micro_batch",
+    "data.cache_dir",
+    "data.num_workers",
+    "data.max_dropped_fraction",  # what they let through is in the fingerprint
+    "data.max_truncated_fraction",
+    "data.max_duplicate_fraction",
     "train.global_batch_size",  # compared as the number that it comes to
     "train.micro_batch_size",
     "train.accumulation_steps",
@@ -34,8 +39,10 @@ MAY_DIFFER = (
 ABSENT = "(absent)"
 
 
-def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: str) -> None:
-    """`data`: the fingerprint of this run's training rows.
+def check_same_run(
+    checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: Mapping[str, Mapping[str, Any]] | None
+) -> None:
+    """`data`: what is trained and evaluated on, as Facts has it; None where it is not read yet.
 
     Raises CheckpointError naming every key that differs, with both values.
     """
@@ -48,8 +55,8 @@ def check_same_run(checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: 
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
         differing.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
-    if checkpoint.state["data"] != data:
-        differing.append("the rows of data.train are others than then (their fingerprint differs)")
+    if data is not None:
+        differing += _other_rows(checkpoint.state["data"], data)
     if differing:
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
@@ -86,6 +93,21 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
         f"{checkpoint.path} holds what was trained over the weights in model.name_or_path {name!r}, and "
         "these have changed since; put them back, or choose another name for a new run."
     )
+
+
+def _other_rows(then: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A clause for each source of which the rows are others."""
+    for part in sorted(then.keys() | now.keys()):
+        old, new = then.get(part, {}), now.get(part, {})
+        for name in sorted(old.keys() | new.keys()):
+            if name not in old or name not in new:
+                yield f"{part} {'has no' if name in old else 'had no'} {name}"
+            elif old[name]["fingerprint"] != new[name]["fingerprint"]:
+                was, is_ = (
+                    f"{one['rows']:,} rows of {one['tokens']:,} tokens" for one in (old[name], new[name])
+                )
+                figures = f"{was}, now {is_}" if was != is_ else f"{was}, as now, but not the same ones"
+                yield f"{part} {name} had {figures}"
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -61,7 +61,8 @@ class Facts:
     progress  where the run stands: step, applied_steps, num_tokens, epoch, …
     spec      the resolved spec
     batch     the batch sizes that it came to
-    data      fingerprint of the training rows
+    data      {data.train, or an evaluation set: {source: {rows, tokens, fingerprint}}}: losses are compared
+              with those of the same held-out rows alone
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
@@ -72,7 +73,7 @@ class Facts:
     progress: Mapping[str, Any]
     spec: Mapping[str, Any]
     batch: Mapping[str, Any]
-    data: str
+    data: Mapping[str, Mapping[str, Any]]
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     held_out_loss: float | None = None

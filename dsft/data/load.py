@@ -47,12 +47,18 @@ class HeldOut:
 @dataclass(frozen=True)
 class Loaded:
     """lines: what is to be told of it, each with the section of the spec in front; account: the same for
-    data.json."""
+    data.json; identity: of each set and source what a resumed run must find unchanged."""
 
     train: Dataset
     held_out: tuple[HeldOut, ...]
     lines: tuple[str, ...]
     account: Mapping[str, Any]
+    identity: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """Figures of data.train, as metrics."""
+        return {f"data/{name}": figure for name, figure in self.account["train"]["total"].items()}
 
 
 def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = IN_MEMORY) -> Loaded:
@@ -374,16 +380,23 @@ def _loaded(data: Data, booked: Sequence[_Booked], cutting: _Cutting) -> Loaded:
     held_out = tuple(HeldOut(one.of.name, one.dataset()) for one in booked[1:])
     lines = [line for one in booked for line in _lines(one)]
     lines += [f"data.train: {line}" for line in shares_text(booked[0].names, train)]
+    sets = [
+        _account(one, found) for one, found in zip(booked, (train, *(h.data for h in held_out)), strict=True)
+    ]
     account = {
-        "train": _account(booked[0], train),
-        "held_out": {
-            one.of.name or "eval": _account(one, found.data)
-            for one, found in zip(booked[1:], held_out, strict=True)
-        },
+        "train": sets[0],
+        "held_out": {one.of.name or "eval": mine for one, mine in zip(booked[1:], sets[1:], strict=True)},
         "settings": {"on_too_long": cutting.how, "max_length": cutting.max_length}
         | data.model_dump(mode="json", include=_SETTINGS),
     }
-    return Loaded(train, held_out, tuple(lines), account)
+    identity = {
+        one.of.what: {
+            name: {key: source[key] for key in ("rows", "tokens", "fingerprint")}
+            for name, source in mine["sources"].items()
+        }
+        for one, mine in zip(booked, sets, strict=True)
+    }
+    return Loaded(train, held_out, tuple(lines), account, identity)
 
 
 _SETTINGS = {
@@ -416,6 +429,7 @@ def _account(one: _Booked, dataset: Dataset) -> dict[str, Any]:
         "sources": {
             chosen.read.name: ledger.figures()
             | {
+                "fingerprint": part.digest,
                 "path": chosen.read.source.path,
                 "weight": chosen.read.source.weight,
                 "files": [
@@ -427,7 +441,7 @@ def _account(one: _Booked, dataset: Dataset) -> dict[str, Any]:
                     for place, reason in chosen.read.rows.account.bad[:MAX_SHOWN]
                 ],
             }
-            for chosen, ledger in zip(one.of.chosen, one.ledgers, strict=True)
+            for chosen, ledger, part in zip(one.of.chosen, one.ledgers, dataset.parts, strict=True)
         },
     }
     if one.of.also_in_train is not None:

@@ -1,5 +1,6 @@
-"""What a run's folder says of how it was made: takes the resolved spec, the DeepSpeed JSON, versions and the
-command; writes spec.yaml, deepspeed.json, hostfile, versions.json and command.txt into the run's folder.
+"""What a run's folder says of how it was made: takes the resolved spec, the DeepSpeed JSON, versions, the
+command and the account of its rows; writes spec.yaml, deepspeed.json, hostfile, versions.json, command.txt
+and data.json into the run's folder.
 
 Secrets are taken out of everything (`dsft.report.redact`). Raises StorageError where the disk refuses.
 """
@@ -29,12 +30,14 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """spec: resolved, as YAML; hostfile: its text, None for a run without one; command: argv."""
+    """spec: resolved, as YAML; hostfile: its text, None for a run without one; command: argv; data: what
+    became of every row, None where none is read."""
 
     spec: str
     deepspeed: Mapping[str, Any]
     hostfile: str | None
     command: Sequence[str]
+    data: Mapping[str, Any] | None = None
 
 
 def write_folder(run_dir: Path, origin: Origin) -> None:
@@ -44,6 +47,8 @@ def write_folder(run_dir: Path, origin: Origin) -> None:
         "deepspeed.json": _json(redact_tree(origin.deepspeed, os.environ)),
         "versions.json": _json(versions()),
     }
+    if origin.data is not None:
+        texts["data.json"] = _json(redact_tree(origin.data, os.environ))
     if origin.hostfile is not None:
         texts["hostfile"] = origin.hostfile
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -68,7 +68,7 @@ def exported(policy: Policy, folder: Path) -> Path:
     write_beside(model_folder, kept_beside(causal_lm))
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
-    facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, "", {}, {})
+    facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     save(folder, fragments, shapes, facts, Alone(), model_folder=model_folder, retention=Retention(None))
     export(Checkpoint.open(folder / "checkpoints" / "step-0"), folder / "out")

@@ -104,7 +104,7 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         world.first(lambda: write_beside(folder / f"{kind}-model", kept_beside(policy.causal_lm)))
         engine: Any = build_engine(policy, spec, config, world, next_token())
         outcome = run(engine, policy, steps, world, attention)
-        facts = Facts({"step": 1}, spec.model_dump(mode="json"), {}, "", {}, {})
+        facts = Facts({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
         save(
             folder / f"{kind}-{mode}", engine.owned(), engine.shapes(), facts, world,
             model_folder=folder / f"{kind}-model", retention=Retention(None, None),

@@ -127,7 +127,7 @@ class Case:
         dp = self.world.layout.data_parallel
         fragments = state.owned(self.engine, self.named, self.world.data_rank, dp)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
-        facts = Facts({"step": step, "applied_steps": step}, {}, {}, "", {}, {})
+        facts = Facts({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
         save(
             run,
             fragments,

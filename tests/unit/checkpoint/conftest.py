@@ -87,7 +87,7 @@ def facts(step: int) -> Facts:
         progress={"step": step, "applied_steps": step},
         spec={"train": {"precision": "fp32", "seed": 1}},
         batch={"global_batch_size": 8},
-        data="fingerprint",
+        data={},
         layout={},
         versions={},
     )

@@ -35,12 +35,21 @@ def spec_with(**changes: Any) -> Spec:
     return Spec.model_validate(values)
 
 
+def rows_of(part: str = "data.train", *, fingerprint: str | None = None, **rows: int) -> dict[str, Any]:
+    return {
+        part: {
+            name: {"rows": count, "tokens": 10 * count, "fingerprint": fingerprint or f"{name}{count}"}
+            for name, count in rows.items()
+        }
+    }
+
+
 def checkpoint() -> Checkpoint:
     state = {
         "progress": {"step": 7},
         "spec": spec_with().model_dump(mode="json"),
         "batch": {"global_batch_size": 8, "micro_batch_size": 2, "accumulation_steps": 2, "data_parallel": 2},
-        "data": "abc",
+        "data": rows_of(a=10),
     }
     return Checkpoint(Path("step-7"), {}, state, "")
 
@@ -67,7 +76,7 @@ SAME = BatchSizes(8, 2, 2, 2)
     ids=str,
 )
 def test_what_may_differ(changes: dict[str, Any]) -> None:
-    check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), "abc")
+    check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), rows_of(a=10))
 
 
 @pytest.mark.parametrize(
@@ -92,18 +101,36 @@ def test_what_may_differ(changes: dict[str, Any]) -> None:
 )
 def test_what_is_refused_by_name_with_both_values(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError) as error:
-        check_same_run(checkpoint(), spec_with(**changes), SAME, "abc")
+        check_same_run(checkpoint(), spec_with(**changes), SAME, rows_of(a=10))
     assert f"step-7 is of another run: {told}. Set them back" in str(error.value)
 
 
 def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
     with pytest.raises(CheckpointError) as error:
-        check_same_run(checkpoint(), spec_with(train__seed=1, task="sft"), BatchSizes(16, 2, 4, 2), "xyz")
+        check_same_run(
+            checkpoint(), spec_with(train__seed=1, task="sft"), BatchSizes(16, 2, 4, 2), rows_of(a=11)
+        )
     assert (
         "task was 'pretrain', now 'sft'; train.seed was 42, now 1; "
-        "train.global_batch_size came to 8, now 16; the rows of data.train are others than then"
-        in str(error.value)
+        "train.global_batch_size came to 8, now 16; "
+        "data.train a had 10 rows of 100 tokens, now 11 rows of 110 tokens" in str(error.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (rows_of(a=10, fingerprint="other"), "a had 10 rows of 100 tokens, as now, but not the same ones"),
+        (rows_of(b=10), "data.train has no a; data.train had no b"),
+        (rows_of(a=10) | rows_of("data.eval", eval=3), "data.eval had no eval"),
+    ],
+    ids=str,
+)
+def test_rows_that_changed_are_named(data: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        check_same_run(checkpoint(), spec_with(), SAME, data)
+    assert f"{told}. Set them back" in str(error.value)
+    check_same_run(checkpoint(), spec_with(), SAME, None)  # not read yet
 
 
 def test_frozen_weights_are_those_of_then() -> None:
