@@ -11,7 +11,7 @@ from typing import Any
 
 from dsft.data.formats.calls import tools
 from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, turn, turns
-from dsft.data.formats.talk import alpaca_turns, said_by, with_system
+from dsft.data.formats.talk import alpaca_turns, row_tools, said_by, with_system
 from dsft.data.formats.values import Fields, is_empty, only, string
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
@@ -73,7 +73,7 @@ def _completed(fields: Fields) -> Sample:
 
 def _text(fields: Fields, key: str) -> Text:
     """The prompt and the answer under `key` as one text. A text has no system message and no tools."""
-    for other in ("system", "tools"):
+    for other in ("system", "tools", "functions"):
         if not is_empty(fields.get(other)):
             prompt = fields.name("prompt")
             raise BadRowError(
@@ -98,7 +98,7 @@ def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     prompt = fields.get("prompt")
     if isinstance(prompt, dict) and not is_empty(prompt.get("tools")):
         return tools(prompt["tools"], f"{fields.name('prompt')}.tools")
-    return tools(fields.get("tools"), fields.name("tools"))
+    return row_tools(fields)
 
 
 def _question(value: object, name: str) -> list[Turn]:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsft.data.formats.answers import kto, preference, prompt_completion
-from dsft.data.formats.calls import tools
 from dsft.data.formats.detect import Format, check_row
 from dsft.data.formats.message import OPENAI, SHAREGPT, conversation, turns
-from dsft.data.formats.talk import alpaca_turns, with_system
-from dsft.data.formats.values import Fields
+from dsft.data.formats.talk import alpaca_turns, row_tools, with_system
+from dsft.data.formats.values import Fields, is_empty
 from dsft.data.rows import BadRowError, Row, Text
+
+_MEDIA = ("images", "videos", "audios")
+"""What LLaMA-Factory, ms-swift and TRL call the columns that messages refer to."""
 
 
 def convert(row: Mapping[str, Any], found: Format) -> Row:
@@ -24,11 +26,23 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     """
     fields = Fields(row, found.columns)
     check_row(fields, found)
+    if found.name != "text":
+        _check_media(row)
     try:
         made = _CONVERT[found.name](fields)
     except RecursionError:
         raise BadRowError("nested too deeply to be read") from None
     return Row(made.samples[:1], made.label) if found.task == "sft" and len(made.samples) > 1 else made
+
+
+def _check_media(row: Mapping[str, Any]) -> None:
+    if row.keys().isdisjoint(_MEDIA):
+        return
+    for key in _MEDIA:
+        if not is_empty(row.get(key)):
+            raise BadRowError(
+                f'the row has "{key}", which are not trained on; leave them out with what refers to them'
+            )
 
 
 def _text(fields: Fields) -> Row:
@@ -38,18 +52,18 @@ def _text(fields: Fields) -> Row:
 def _messages(fields: Fields) -> Row:
     name = fields.name("messages")
     talk = with_system(fields, turns(fields.get("messages"), name, OPENAI))
-    return Row((conversation(talk, tools(fields.get("tools"), fields.name("tools")), of=name),))
+    return Row((conversation(talk, row_tools(fields), of=name),))
 
 
 def _sharegpt(fields: Fields) -> Row:
     name = fields.name("conversations")
     talk = with_system(fields, turns(fields.get("conversations"), name, SHAREGPT))
-    return Row((conversation(talk, tools(fields.get("tools"), fields.name("tools")), of=name),))
+    return Row((conversation(talk, row_tools(fields), of=name),))
 
 
 def _alpaca(fields: Fields) -> Row:
     talk = alpaca_turns(fields, fields.string("output"))
-    return Row((conversation(talk, tools(fields.get("tools"), fields.name("tools"))),))
+    return Row((conversation(talk, row_tools(fields)),))
 
 
 _CONVERT: Mapping[str, Callable[[Fields], Row]] = {

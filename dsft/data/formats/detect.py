@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, listed
@@ -54,27 +54,13 @@ _CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("kto_tag",), ("messages", "sharegpt", "alpaca", "prompt_completion")),
 )
 """Keys with which a row is not of these formats, whose keys it has."""
+_QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
+_ANSWERS = ("completion", "response", "answer", "solution", "output")
+"""What files call them, in any case."""
 _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("input", "preferred_output", "non_preferred_output"),
         "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}",
-    ),
-    (("instruction", "context", "response"), "columns: {input: context, output: response}"),
-    (("instruction", "response"), "columns: {output: response}"),
-    *(
-        (
-            pair,
-            f"columns: {{prompt: {pair[0]}, completion: {pair[1]}}} for texts as they stand, or "
-            f"{{instruction: {pair[0]}, output: {pair[1]}}} for a chat",
-        )
-        for pair in (
-            ("prompt", "response"),
-            ("question", "answer"),
-            ("query", "response"),
-            ("input", "output"),
-            ("prompt", "answer"),
-            ("question", "response"),
-        )
     ),
     (("conversation",), "columns: {conversations: conversation}"),
     (("content",), "columns: {text: content}"),
@@ -230,8 +216,31 @@ def _no_format(fields: Fields) -> str:
     unfound = [theirs for theirs in columns.values() if theirs not in row]
     if unfound:
         return f"columns names {listed(unfound)}, and the row has {listed(row) or 'no keys'}"
-    meant = next((write for keys, write in _MEANT if all(key in row for key in keys)), None)
-    if meant is not None:
+    meant = _meant(row)
+    if meant:
         return f"no format fits the keys {listed(row)}; did you mean {meant}?"
     formats = "; ".join(f"{name} needs {listed(needs[0])}" for name, needs in NEEDS.items())
     return f"no format fits the keys {listed(row)}: {formats}; name yours with columns: {{ours: theirs}}"
+
+
+def _meant(row: Mapping[str, Any]) -> str:
+    """What to write for the keys that the row has; empty where nothing is known of them."""
+    for keys, write in _MEANT:
+        if all(key in row for key in keys):
+            return write
+    theirs = {key.lower(): key for key in row}
+    question = next((theirs[key] for key in _QUESTIONS if key in theirs), None)
+    answer = next((theirs[key] for key in _ANSWERS if key in theirs), None)
+    if question is None or answer is None:
+        return ""
+    chat = {"instruction": question, "output": answer}
+    for ours, key in (("input", "context"), ("system", "system_prompt")):
+        if key in theirs:
+            chat[ours] = theirs[key]
+    text = {"prompt": question, "completion": answer}
+    return f"columns: {_columns(chat)} for a chat, or {_columns(text)} for texts as they stand"
+
+
+def _columns(names: Mapping[str, str]) -> str:
+    """As the spec has them, without those that need no other name."""
+    return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items() if ours != theirs)}}}"

@@ -137,8 +137,7 @@ def conversation(
         if not answers:
             raise BadRowError(f'"{of}" has no assistant turn, so there is nothing to train on')
         raise BadRowError("every assistant turn has train: false, so there is nothing to train on")
-    is_flagged = any(flag is not None for flag in flags)
-    return Conversation(messages, tools, flags if is_flagged else ())
+    return Conversation(messages, tools, flags if flags.count(None) < len(flags) else ())
 
 
 # --- one message ------------------------------------------------------------------------------------------

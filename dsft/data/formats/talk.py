@@ -1,9 +1,14 @@
-"""Turns from a row's columns: system, history, instruction. Raises BadRowError. Touches nothing."""
+"""What a row's columns say beside its messages: system, tools, an alpaca row's turns. Raises BadRowError.
+Touches nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from dsft.data.formats.calls import tools
 from dsft.data.formats.message import Turn
-from dsft.data.formats.values import Fields, string
+from dsft.data.formats.values import Fields, is_empty, string
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError
 
@@ -22,11 +27,25 @@ def with_system(fields: Fields, talk: list[Turn]) -> list[Turn]:
     return [Turn(place, {"role": "system", "content": system}, None), *talk]
 
 
+def row_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """Of the column `tools`, or `functions`, as OpenAI named it before."""
+    value, older = fields.get("tools"), fields.get("functions")
+    if value is None and older is None:
+        return ()
+    if is_empty(older):
+        return tools(value, fields.name("tools"))
+    if not is_empty(value):
+        raise BadRowError(
+            f'the row has "{fields.name("tools")}" and "{fields.name("functions")}"; give one of them'
+        )
+    return tools(older, fields.name("functions"))
+
+
 def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:
     """System, history, the instruction with its input after an empty line, and the answer if there is one."""
     question, more = fields.string("instruction"), fields.optional("input")
     if more:
-        question = f"{question}\n\n{more}"
+        question = f"{question}\n\n{more}" if question else more
     said = [*_history(fields), question, *answer]
     place = fields.name("instruction")
     return with_system(fields, [said_by(i, content, place) for i, content in enumerate(said)])

@@ -302,6 +302,45 @@ def test_columns_name_what_the_file_has() -> None:
     assert refusal(row, "sft", "sharegpt", conversations="turns").startswith('"turns[1].content" is a number')
 
 
+@pytest.mark.parametrize(
+    ("keys", "chat", "text"),
+    [
+        ("prompt response", "instruction: prompt, output: response", "completion: response"),
+        ("question answer", "instruction: question, output: answer", "prompt: question, completion: answer"),
+        ("query response", "instruction: query, output: response", "prompt: query, completion: response"),
+        ("input output", "instruction: input", "prompt: input, completion: output"),
+        (
+            "instruction context response",
+            "output: response, input: context",
+            "prompt: instruction, completion: response",
+        ),
+        (
+            "system_prompt Question Solution",
+            "instruction: Question, output: Solution, system: system_prompt",
+            "prompt: Question, completion: Solution",
+        ),
+    ],
+)
+def test_what_to_write_for_keys_that_files_have(keys: str, chat: str, text: str) -> None:
+    row = dict.fromkeys(keys.split(), "x")
+    meant = f"columns: {{{chat}}} for a chat, or {{{text}}} for texts as they stand"
+    assert refusal(row).endswith(f"did you mean {meant}?")
+    for columns in (chat, text):
+        found(row, "sft", None, **dict(pair.split(": ") for pair in columns.split(", ")))
+
+
+def test_columns_beside_the_messages() -> None:
+    assert talk(chat(*PAIR, functions=[SCHEMA])).tools == (TOOL,)
+    assert refusal(chat(*PAIR, functions=[SCHEMA], tools=[TOOL])) == (
+        'the row has "tools" and "functions"; give one of them'
+    )
+    assert talk(chat(*PAIR, images=[], id=1, source="x")) == talk(chat(*PAIR))
+    assert refusal(chat(*PAIR, images=["a.png"])).startswith('the row has "images", which are not trained on')
+    assert meant({"text": "a", "images": ["a.png"]}, "pretrain") == meant({"text": "a"}, "pretrain")
+    only_input = talk({"instruction": "", "input": "a", "output": "b"})
+    assert only_input.messages == PAIR
+
+
 def test_a_tables_text_is_read_where_it_is_a_list() -> None:
     assert talk(chat(*PAIR)) == talk({"messages": json.dumps(PAIR), "tools": ""})
     assert "not JSON" in refusal({"messages": "[1"})
