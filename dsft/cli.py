@@ -220,6 +220,23 @@ def chat(
     talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
 
+data = typer.Typer(no_args_is_help=True, help="Make the tokens of a spec's rows ahead of its runs.")
+app.add_typer(data, name="data")
+
+
+@data.callback()
+def of_data() -> None:
+    """Make the tokens of a spec's rows ahead of its runs."""
+
+
+@data.command(name="build")
+def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
+    """Make the tokens of all rows, on a machine that needs no GPU; what is there already is kept."""
+    from dsft.prepare import build
+
+    build(spec, overrides or ())
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec."""

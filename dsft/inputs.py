@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from dsft.data.batch import MicroBatch
 from dsft.data.dataset import Dataset
 from dsft.data.load import HeldOut, Loaded, load_data
 from dsft.data.longest import longest_micro_batch
-from dsft.data.store import Cache, Pace, cache_folder
+from dsft.data.store import Cache, cache_folder
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
@@ -22,6 +21,7 @@ from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
+from dsft.report.making import shown
 from dsft.spec.schema import Spec, Train
 
 
@@ -50,7 +50,8 @@ class Inputs:
         return pad_id(self.tokenizer)
 
 
-def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
+def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -> Inputs:
+    """On the `first` rank a bar shows how far the making of tokens is."""
     tokenizer, added = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template)
     facts = token_facts(tokenizer, added.first_id)
@@ -63,28 +64,11 @@ def read_inputs(spec: Spec, say: Callable[[str], None]) -> Inputs:
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
-    cache = Cache(cache_folder(spec), spec.data.num_workers, say)
-
-    loaded = load_data(spec, tokenizer, replace(cache, progress=every_ten_seconds(partial(_tell, say))))
+    with shown(say, first=first) as progress:
+        loaded = load_data(spec, tokenizer, Cache(cache_folder(spec), spec.data.num_workers, say, progress))
     for line in loaded.lines:
         say(line)
     return Inputs(tokenizer, facts, rows, config, files, loaded)
-
-
-def _tell(say: Callable[[str], None], pace: Pace) -> None:
-    say(f"data: {pace.rows:,} rows are tokens, {pace.done} of {pace.blocks} blocks are made")
-
-
-def every_ten_seconds(tell: Callable[[Pace], None]) -> Callable[[Pace], None]:
-    told = time.monotonic()
-
-    def now_and_then(pace: Pace) -> None:
-        nonlocal told
-        if time.monotonic() - told >= 10:
-            told = time.monotonic()
-            tell(pace)
-
-    return now_and_then
 
 
 def longest(

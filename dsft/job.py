@@ -195,7 +195,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     """Build the engine, bring it to `progress`, and go on to the last step. The checkpoint of its end; None
     where no step is left."""
     spec, folder = job.spec, job.folder
-    inputs = world.each(lambda: read_inputs(spec, say))
+    inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
     rows = [data.fingerprint for data in (inputs.train, *(held_out.data for held_out in inputs.held_out))]
     prove_same("what is read from data.train and data.eval", rows, world)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)

@@ -80,6 +80,7 @@ class TokenBlock:
 
     found: Found
     arrays: Mapping[str, NDArray[Any]]
+    num_bytes: int
 
     def __len__(self) -> int:
         return len(self.arrays["ends"])
@@ -268,4 +269,4 @@ def _parts(buffer: mmap.mmap | bytes) -> _Parts:
     last = end - sum(arrays[name].nbytes for name in ("ended", "desirable", "seal"))
     tokens = last - arrays["tokens"].nbytes, last
     del arrays["seal"]
-    return _Parts(TokenBlock(found, arrays), belongs, tokens)
+    return _Parts(TokenBlock(found, arrays, len(buffer)), belongs, tokens)

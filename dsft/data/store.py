@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -58,11 +59,32 @@ class Source(files.Source, formats.Source, Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """How far the making of a source's tokens is. blocks, done: of those that were not there."""
+    """How far the making of a source's tokens is. name: its path; blocks, done: of those not there before."""
 
+    name: str
     done: int
     blocks: int
     rows: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is on the disk of a source. made: blocks that were not there before, in `seconds`; num_bytes: of
+    all."""
+
+    name: str
+    rows: int
+    blocks: int
+    made: int
+    seconds: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        rows = f"{self.name}: {self.rows:,} rows, {self.num_bytes / 1e6:,.1f} MB of tokens"
+        if not self.made:
+            return f"{rows}, there before"
+        pace = f"{self.made} of {self.blocks} blocks made in {self.seconds:.1f} s"
+        return f"{rows}, {pace}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +95,14 @@ class Cache:
     num_workers  processes; None: one a core
     say          is called with a sentence for each thing that takes time or was not as it should be
     progress     is called while tokens are made
+    kept         is called once a source, with what is on the disk then
     """
 
     folder: Path | None = None
     num_workers: int | None = 0
     say: Callable[[str], None] = field(default=lambda text: None)
     progress: Callable[[Pace], None] = field(default=lambda pace: None)
+    kept: Callable[[Kept], None] = field(default=lambda kept: None)
 
 
 IN_MEMORY = Cache()
@@ -160,15 +184,20 @@ def tokenised(
     Raises MissingInputError for a file that is not there, StorageError where the cache cannot be written, and
     WorldError where a worker is killed. Bad rows stand in the account.
     """
+    began = time.monotonic()
     read = [_look_at(file, source, task) for file in data_files(source)]
     wanted = [job for look in read for job in _jobs(look, renderer, cache)]
     opened: list[tuple[Job, _Index]] = []
-    with closing(_Store(renderer, cache)) as store:
+    with closing(_Store(str(source.path), renderer, cache)) as store:
         for some in _waves(wanted, store.num_workers if max_rows is not None else None):
             opened += zip(some, store.open(some), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    return _joined(read, opened, max_rows)
+    rows = _joined(read, opened, max_rows)
+    if cache.folder is not None:
+        num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
+        cache.kept(Kept(store.name, len(rows.lengths), len(opened), store.num_made, seconds, num_bytes))
+    return rows
 
 
 # --- what a file is read as -------------------------------------------------------------------------------
@@ -229,12 +258,26 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
     # All that decides what stands in a block; where the blocks are cut is among it.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
-    says = json.dumps([LAYOUT, content, cuts, of_format, renderer.digest], sort_keys=True, default=repr)
+    says = json.dumps([LAYOUT, _code(), content, cuts, of_format, renderer.digest], sort_keys=True)
     key = hashlib.sha256(says.encode()).hexdigest()
     folder = cache.folder / key[:32]
     return [
         Job(part, look.format, content, key, folder / f"block-{part.index:05}.safetensors") for part in parts
     ]
+
+
+def code_files() -> list[Path]:
+    """The code that makes rows of lines, and tokens of rows: other code may make others."""
+    here = Path(__file__).parent
+    names = ("block", "build", "builtin", "masks", "render", "rows", "template")
+    return sorted(
+        [here / f"{name}.py" for name in names] + [*here.glob("formats/*.py"), *here.glob("read/*.py")]
+    )
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
 
 
 def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
@@ -257,12 +300,13 @@ class _Index:
     found: Found
     columns: dict[str, NDArray[Any]]
     place: Path | TokenBlock
+    num_bytes: int
 
     @classmethod
     def of(cls, block: TokenBlock, place: Path | TokenBlock) -> _Index:
         kept = ("trained", "ended", "content", "desirable", "digests")
         columns = {name: np.array(block.arrays[name]) for name in kept} | {"lengths": block.lengths}
-        return cls(block.found, columns, place)
+        return cls(block.found, columns, place, block.num_bytes)
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
@@ -271,8 +315,9 @@ class _Index:
 class _Store:
     """The blocks of one source, made where they are not there."""
 
-    def __init__(self, renderer: Renderer, cache: Cache) -> None:
+    def __init__(self, name: str, renderer: Renderer, cache: Cache) -> None:
         self._renderer, self._cache = renderer, cache
+        self.name, self.num_made = name, 0
         self.num_workers = cores() if cache.num_workers is None else cache.num_workers
 
     @cached_property
@@ -320,8 +365,9 @@ class _Store:
                 with suppress(OSError):
                     left.unlink()
         makers = self._makers if _num_bytes(jobs) >= _SMALL else self._alone
-        makers.make(jobs, lambda done, rows: self._cache.progress(Pace(done, len(jobs), rows)))
+        makers.make(jobs, lambda done, rows: self._cache.progress(Pace(self.name, done, len(jobs), rows)))
         self._prove_unchanged(jobs)
+        self.num_made += len(jobs)
 
     def _prove_unchanged(self, jobs: Sequence[Job]) -> None:
         """What was made must be of the content that names it. Raises DataError."""
