@@ -1,0 +1,56 @@
+"""Makes the tokens of a file in small blocks and prints what happens, for tests that start several of it.
+
+python builder.py FILE FOLDER WORKERS [SECONDS]     SECONDS: slept after each block that is made
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from dsft.data import store
+from dsft.data.read import files
+from dsft.data.render import Renderer
+from dsft.data.store import Cache, Pace, StoredRows, tokenised
+from dsft.data.tokenizer import byte_level_tokenizer
+
+BLOCK_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    format: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+def small_blocks() -> None:
+    """Blocks of a kilobyte, worth a worker."""
+    files.cuts = partial(files.cuts, every=BLOCK_BYTES)
+    store._SMALL = 0
+
+
+def made(path: Path, cache: Cache) -> StoredRows:
+    return tokenised(Source(str(path)), Renderer(byte_level_tokenizer()), task="pretrain", cache=cache)
+
+
+def main(path: str, folder: str, workers: str, seconds: str = "0") -> None:
+    small_blocks()
+    done = 0
+
+    def progress(pace: Pace) -> None:
+        nonlocal done
+        if pace.done > done:
+            done = pace.done
+            print("made", done, flush=True)
+            time.sleep(float(seconds))
+
+    rows = made(Path(path), Cache(Path(folder), int(workers), print, progress))
+    print("digest", rows.digest, done, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

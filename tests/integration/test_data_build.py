@@ -1,0 +1,123 @@
+"""Tokens made by several processes: at once, killed, interrupted, on a disk that fills up."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsft.data import store
+from dsft.data.read import files
+from dsft.data.store import Cache, Kept, Pace, StoredRows
+from dsft.errors import StorageError, WorldError
+from tests.integration.builder import made, small_blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILDER = Path(__file__).with_name("builder.py")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "cuts", files.cuts)  # put back what small_blocks changes
+    monkeypatch.setattr(store, "_SMALL", store._SMALL)
+    small_blocks()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Some eight blocks."""
+    path = tmp_path / "a.jsonl"
+    rows = (json.dumps({"text": f"row {i} " + "word " * (i % 20)}) for i in range(120))
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def said(rows: StoredRows) -> list[tuple[str, list[int]]]:
+    return [(rows.source(i), rows.read(i).input_ids.tolist()) for i in range(len(rows.lengths))]
+
+
+def block_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def start(data: Path, folder: Path, workers: int = 0, seconds: float = 0) -> subprocess.Popen[str]:
+    words = [str(data), str(folder), str(workers), str(seconds)]
+    return subprocess.Popen(
+        [sys.executable, str(BUILDER), *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_at_once_make_each_block_once(data: Path, tmp_path: Path, count: int) -> None:
+    started = [start(data, tmp_path / "cache", seconds=0.02) for _ in range(count)]
+    printed = [process.communicate(timeout=60)[0].splitlines() for process in started]
+    assert [process.returncode for process in started] == [0] * count
+    digests, counts = zip(*((line.split()[1], int(line.split()[2])) for *_, line in printed), strict=True)
+    assert set(digests) == {made(data, Cache()).digest}
+    assert sum(counts) == max(counts) == len(block_files(tmp_path / "cache")) > 5  # one made all
+
+
+def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path) -> None:
+    expected, folder = made(data, Cache()), tmp_path / "cache"
+    process = start(data, folder, workers=2, seconds=0.1)
+    assert process.stdout is not None
+    printed = [process.stdout.readline() for _ in range(3)]
+    assert printed[-1].startswith("made ")
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    before = {path: path.stat().st_mtime_ns for path in block_files(folder)}
+    assert 3 <= len(before) < 8
+    (next(iter(before)).parent / "block-00007.safetensors.tmp").write_bytes(b"half")
+    kept: list[Kept] = []
+    rows = made(data, Cache(folder, kept=kept.append))
+    assert said(rows) == said(expected)
+    assert kept[0].made == kept[0].blocks - len(before)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert not list(folder.glob("*/*.tmp"))
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
+    """With Ctrl-C; and with one of them, killed as a full memory does it."""
+    workers: list[psutil.Process] = []
+
+    def progress(pace: Pace) -> None:
+        if not workers:
+            workers.extend(psutil.Process().children())
+            if interrupted:
+                raise KeyboardInterrupt
+            workers[0].kill()
+
+    with pytest.raises(KeyboardInterrupt if interrupted else WorldError) as error:
+        made(data, Cache(tmp_path / "cache", 2, progress=progress))
+    if not interrupted:
+        assert "a.jsonl was ended by signal 9" in str(error.value)
+        assert "set a smaller data.num_workers" in str(error.value)
+    assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    assert said(made(data, Cache(tmp_path / "cache", 2))) == said(made(data, Cache()))
+
+
+def test_a_disk_that_fills_up_under_workers(data: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # they inherit it
+    try:
+        with pytest.raises(StorageError, match="cannot be written .* data.cache_dir"):
+            made(data, Cache(tmp_path / "cache", 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not block_files(tmp_path / "cache")
+    assert said(made(data, Cache(tmp_path / "cache"))) == said(made(data, Cache()))

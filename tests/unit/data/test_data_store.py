@@ -1,0 +1,286 @@
+"""The tokens on the disk: the same ones as in memory, made once, whole or not there, never other ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data import store
+from dsft.data.block import Found, Gathered, parse
+from dsft.data.read import files
+from dsft.data.render import Renderer
+from dsft.data.rows import Rendered
+from dsft.data.store import Cache, Kept, Pace, StoredRows, code_files, tokenised
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DamagedDataError, DataError, StorageError
+
+ROOT = Path(__file__).resolve().parents[3]
+RENDERER = Renderer(byte_level_tokenizer())
+BLOCK_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    format: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of a kilobyte, worth a worker."""
+    monkeypatch.setattr(files, "cuts", partial(files.cuts, every=BLOCK_BYTES))
+    monkeypatch.setattr(store, "_SMALL", 0)
+    monkeypatch.setattr(store, "_WAIT_SECONDS", 0.05)
+    yield
+    store._reopened.cache_clear()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Some ten blocks, with blank lines and a mistake."""
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": f"row {i} " + "word " * (i % 20)}) for i in range(120)]
+    rows[17], rows[60] = "", '{"text": 3}'
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def made(path: Path, cache: Cache, **options: Any) -> StoredRows:
+    return tokenised(Source(str(path)), RENDERER, task="pretrain", cache=cache, **options)
+
+
+def said(rows: StoredRows) -> list[tuple[str, list[int], list[bool], bool]]:
+    read = [rows.read(i) for i in range(len(rows.lengths))]
+    return [
+        (rows.source(i), one.input_ids.tolist(), one.trained.tolist(), one.ended)
+        for i, one in enumerate(read)
+    ]
+
+
+def block_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+# --- what is kept is what was made ------------------------------------------------------------------------
+
+
+def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
+    expected, kept = made(data, Cache()), list[Kept]()
+    paces: list[Pace] = []
+    cache = Cache(tmp_path / "cache", progress=paces.append, kept=kept.append)
+    for rows in (made(data, cache), made(data, cache)):
+        assert said(rows) == said(expected)
+        assert rows.account == expected.account
+        assert rows.digest == expected.digest
+        for name in ("lengths", "trained", "ended", "content", "desirable"):
+            assert np.array_equal(getattr(rows, name), getattr(expected, name)), name
+        assert [rows.spans(i).tolist() for i in range(5)] == [expected.spans(i).tolist() for i in range(5)]
+    count = len(block_files(tmp_path / "cache"))
+    assert count > 5
+    assert [one.made for one in kept] == [count, 0]
+    assert paces[-1].done == paces[-1].blocks == count and paces[-1].rows == len(expected.lengths)
+    assert expected.source(0).endswith("a.jsonl:1") and expected.source(117).endswith("a.jsonl:120")
+    assert expected.account.bad_rows == 1 and expected.account.bad[0][0].endswith("a.jsonl:61")
+    assert expected.account.blank_lines == 1
+
+
+rendered = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20)
+
+
+@given(rows=st.lists(rendered, max_size=8), wide=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide: bool) -> None:
+    limit = 2**31 if wide else 2**16
+    gathered, out = Gathered("I32" if wide else "U16", BytesIO()), BytesIO()
+    given = [
+        Rendered(
+            np.array([t % limit for t, _ in row], np.int32), np.array([m for _, m in row], np.bool_), wide
+        )
+        for row in rows
+    ]
+    for i, one in enumerate(given):
+        gathered.add(one, line=2 * i + 1, content=2**64 - 1 - i, desirable=not wide)
+    gathered.write(out, Found(9, 1, 1, ((2, "why"),)), "key", 3)
+    block = parse(out.getvalue(), "key", 3)
+    assert block.found == Found(9, 1, 1, ((2, "why"),))
+    assert len(block) == len(given)
+    for i, one in enumerate(given):
+        back = block.read(i)
+        assert back.input_ids.tolist() == one.input_ids.tolist()
+        assert back.trained.tolist() == one.trained.tolist()
+        assert (back.ended, block.line(i)) == (wide, 2 * i + 1)
+    assert block.arrays["trained"].tolist() == [int(one.trained[1:].sum()) for one in given]
+    assert block.arrays["content"].tolist() == [2**64 - 1 - i for i in range(len(given))]
+    assert safetensors.numpy.load(out.getvalue())["tokens"].tolist() == block.arrays["tokens"].tolist()
+
+
+def test_only_the_blocks_that_are_needed_are_made(data: Path, tmp_path: Path) -> None:
+    expected = said(made(data, Cache()))
+    rows = made(data, Cache(tmp_path / "cache"), max_rows=30)
+    assert said(rows) == expected[:30]
+    few = block_files(tmp_path / "cache")
+    assert 1 < len(few) < 5
+    assert said(made(data, Cache(tmp_path / "cache"))) == expected
+    assert made(data, Cache(tmp_path / "cache"), max_rows=1000).digest == made(data, Cache()).digest
+
+
+def test_the_name_of_what_is_kept_is_its_content(data: Path, tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    made(data, cache)
+    folders = {path.parent for path in block_files(tmp_path / "cache")}
+    copy = tmp_path / "elsewhere.jsonl"
+    shutil.copy(data, copy)
+    assert made(copy, cache).source(0).endswith("elsewhere.jsonl:1")
+    assert {path.parent for path in block_files(tmp_path / "cache")} == folders
+    last = Renderer(byte_level_tokenizer(), train_on="last")
+    tokenised(Source(str(data)), last, task="pretrain", cache=cache)
+    copy.write_text(copy.read_text(encoding="utf-8").replace("row 3 ", "row 4 "), encoding="utf-8")
+    assert made(copy, cache).digest != made(data, cache).digest
+    assert len({path.parent for path in block_files(tmp_path / "cache")}) == 3
+
+
+def test_the_code_that_makes_rows_is_part_of_the_name() -> None:
+    """All that a worker imports of dsft.data, in a fresh interpreter; and no torch."""
+    code = (
+        "import sys, dsft.data.build\n"
+        "found = [m for name, m in sys.modules.items() if name.startswith('dsft.data')]\n"
+        "print(*(m.__file__ for m in found), 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    *imported, torch, transformers = answer.stdout.split()
+    assert (torch, transformers) == ("False", "False")
+    known = {str(path) for path in code_files()} | {str(ROOT / "dsft" / "data" / "__init__.py")}
+    assert set(imported) <= known
+    assert len(imported) > 10
+
+
+# --- another makes them ------------------------------------------------------------------------------------
+
+
+def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> None:
+    made(data, Cache(tmp_path / "cache"))
+    (folder,) = {path.parent for path in block_files(tmp_path / "cache")}
+    block_files(tmp_path / "cache")[0].unlink()
+    told: list[str] = []
+    holds, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.alone(folder, "other", told.append):
+            holds.set()
+            done.wait(20)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    holds.wait(20)
+
+    def say(text: str) -> None:
+        told.append(text)
+        done.set()
+
+    made(data, Cache(tmp_path / "cache", say=say))
+    other.join()
+    assert f"{data}: process {os.getpid()} on " in told[0]
+    assert "makes its tokens; waiting for it" in told[0]
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:
+    """A bit flipped at any place, or a file cut anywhere: made anew, or refused when the row is read."""
+    folder, told = tmp_path / "cache", list[str]()
+    expected = said(made(data, Cache(folder)))
+    path = block_files(folder)[2]
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [0, 3, 7, *range(8, header, 97), *range(header, len(whole), 41), len(whole) - 1]
+    damaged = [whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :] for i in places]
+    damaged += [whole[:i] for i in (0, 5, 8, header - 1, header, len(whole) // 2, len(whole) - 1)]
+    damaged += [
+        whole + b"\0",
+        b"\0" * len(whole),
+        block_files(folder)[3].read_bytes(),
+        os.urandom(len(whole)),
+    ]
+    remade = refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        store._reopened.cache_clear()
+        told.clear()
+        try:
+            assert said(made(data, Cache(folder, say=told.append))) == expected
+        except DamagedDataError as error:
+            refused += 1
+            assert str(path) in str(error) and "made anew" in str(error)
+            assert error.exit_code == 74
+            assert not path.exists()
+            made(data, Cache(folder))
+        else:
+            remade += 1
+            assert told[0].startswith(f"{path}: ") and told[0].endswith("; it is made anew")
+        assert path.read_bytes() == whole
+    assert remade + refused == len(damaged) > 60
+    assert min(remade, refused) > 10
+
+
+def test_a_row_of_another_row_is_refused(data: Path, tmp_path: Path) -> None:
+    """Tokens of the same length from elsewhere in the block, as a disk that mixes up its sectors gives."""
+    rows = made(data, Cache(tmp_path / "cache"))
+    path = block_files(tmp_path / "cache")[0]
+    block = path.read_bytes()
+    one, other = (rows.read(i).input_ids.astype("<u2").tobytes() for i in (0, 1))
+    same = min(len(one), len(other))
+    path.write_bytes(block.replace(one[:same], other[:same]))
+    store._reopened.cache_clear()
+    with pytest.raises(DamagedDataError):
+        rows.read(0)
+
+
+def test_a_disk_that_is_full(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(StorageError, match="cannot be written .* data.cache_dir"):
+            made(data, Cache(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not block_files(folder) and not list(folder.glob("*/*.tmp"))
+    rows = made(data, Cache(folder))
+    assert said(rows) == said(made(data, Cache()))
+
+
+def test_a_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file", encoding="utf-8")
+    with pytest.raises(StorageError, match="cannot be locked .* data.cache_dir"):
+        made(data, Cache(tmp_path / "cache"))
+
+
+def test_a_file_that_changes_meanwhile(data: Path, tmp_path: Path) -> None:
+    def progress(pace: Pace) -> None:
+        with data.open("a", encoding="utf-8") as out:
+            out.write('{"text": "late"}\n')
+
+    with pytest.raises(DataError, match="written to while its rows were read"):
+        made(data, Cache(tmp_path / "cache", progress=progress))
+    assert not block_files(tmp_path / "cache")
