@@ -269,7 +269,7 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
 def code_files() -> list[Path]:
     """The code that makes rows of lines, and tokens of rows: other code may make others."""
     here = Path(__file__).parent
-    names = ("block", "build", "builtin", "masks", "render", "rows", "template")
+    names = ("block", "build", "builtin", "masks", "render", "rows", "template", "tokens")
     return sorted(
         [here / f"{name}.py" for name in names] + [*here.glob("formats/*.py"), *here.glob("read/*.py")]
     )

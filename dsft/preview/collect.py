@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.data.dataset import Dataset, RowPart
 from dsft.data.load import Loaded, load_data
+from dsft.data.store import Cache, cache_folder
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import tokenizer_of
 from dsft.errors import DataError
@@ -59,10 +60,11 @@ def collect(spec: Spec) -> Collected:
     batch = sizes(spec)
     tokenizer = tokenizer_of(spec.model)
     choose_template(tokenizer, spec.data.chat_template)
+    cache = Cache(cache_folder(spec), spec.data.num_workers)  # the one that the run will read
     refusal = None
     for tried in (spec, lenient(spec)):
         try:
-            return Collected(spec, tokenizer, batch, load_data(tried, tokenizer), refusal)
+            return Collected(spec, tokenizer, batch, load_data(tried, tokenizer, cache), refusal)
         except DataError as error:
             refusal = refusal or error
     return Collected(spec, tokenizer, batch, None, refusal)
