@@ -58,15 +58,18 @@ def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str
         )
 
     texts: list[str] = []
-    start = read = 0  # tokens from `start` to `read` end in a whole character
+    start = clean = read = 0  # decoding from `start` on costs no more than a few tokens; whole up to `clean`
     for stop in range(1, len(ids) + 1):
         before, text = decode(start, read), decode(start, stop)
-        begun = text.endswith(_UNFINISHED) and stop - read < 4  # bytes of a character
-        if begun and stop < len(ids):
-            texts.append("")
-            continue
+        if text.endswith(_UNFINISHED):  # a character of which at most three bytes are missing, or no text
+            ahead = range(stop + 1, min(stop + 3, len(ids)) + 1)
+            if not all(decode(start, later).startswith(text) for later in ahead):
+                texts.append("")
+                continue
         texts.append(text[len(before) :] if text.startswith(before) else decode(stop - 1, stop))
-        start, read = read, stop
+        if not text.endswith(_UNFINISHED):
+            start, clean = clean, stop
+        read = stop
     return texts
 
 

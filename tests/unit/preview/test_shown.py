@@ -1,0 +1,206 @@
+"""What is shown is what is trained on, whatever the rows hold: JSON, terminal and page, hostile rows too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.load import load_data
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.preview.collect import Collected, collect
+from dsft.preview.mapping import as_mapping
+from dsft.preview.page import page
+from dsft.preview.terminal import Style, as_text
+from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
+from dsft.preview.view import View, Wanted, view
+from dsft.spec.schema import Spec
+from tests.unit.preview.conftest import Preview, talk
+
+TOKENIZER = byte_level_tokenizer()
+HOSTILE = (
+    "</pre></style><script>window.pwned = 1</script>",
+    '<img src=x onerror="window.pwned = 1">\'><svg onload=alert(1)>',
+    "a\u202eb\u2066c\u200b\u0085\x00\x1b[2J\x1b]52;c;eA==\x07\x9b31m\r\u2028\ufeff\U000e0041",
+    f"{TRAINED}{END_TRAINED}{BORDER}{LINE_BREAK}⟨U+0000⟩ [red]x[/red] &amp; &#60;b&#62;",
+)
+SEEN = Wanted(rows=99, worst=True, micro_batch=True, problems=99)
+
+
+def collected(folder: Path, rows: Sequence[Any], name: str = "a.jsonl", **data: Any) -> Collected:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    spec = {
+        "name": "x",
+        "task": "sft",
+        "model": {"from_config": {"model_type": "llama"}},
+        "data": {
+            "train": [{"path": str(folder / name)}],
+            "max_length": 64,
+            "on_too_long": "truncate",
+            **data,
+        },
+        "train": {"micro_batch_size": 4, "accumulation_steps": 1},
+        "optim": {"learning_rate": 1e-3},
+        "output_dir": str(folder / "runs"),
+    }
+    return collect(Spec.model_validate(spec))
+
+
+def shown_texts(seen: View) -> list[str]:
+    """Of each row that is shown somewhere."""
+    batch = seen.micro_batch.rows if seen.micro_batch else ()
+    rows = [*batch, *seen.rows, *(row for kind in seen.worst for row in kind.rows)]
+    return ["".join(visible(token.text) for token in row.tokens) for row in rows]
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, and the text of each <pre>."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: set[str] = set()
+        self.attributes: set[tuple[str, str | None]] = set()
+        self.texts: list[str] = []
+        self.other = ""
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add(tag)
+        self.attributes |= {(name, re.sub(r"[\d.]+", "0", value or "")) for name, value in attrs}
+        self._open.append(tag)
+        if tag == "pre":
+            self.texts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "pre" in self._open:
+            self.texts[-1] += data
+        else:
+            self.other += data
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    return reader
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """The page of rows of which none is hostile."""
+    rows = [talk("q", "x" * 90), talk("a", "b\n"), talk("a", "b\n"), "bad"]
+    return read(page(view(collected(tmp_path_factory.mktemp("plain"), rows), SEEN)))
+
+
+# --- any rows ---------------------------------------------------------------------------------------------
+
+
+any_text = st.text(st.sampled_from("ab \n\t\0é中🙂[]<>&\"'\u202e\x1b┊⟦⟧↵\r\ufffd"), max_size=25)
+
+
+@given(st.lists(st.tuples(any_text, any_text.map(lambda text: f"{text}.")), min_size=1, max_size=3))
+@settings(max_examples=15, deadline=None)
+def test_any_rows_are_shown_as_they_are_trained_on(
+    tmp_path_factory: Any, rows: list[tuple[str, str]]
+) -> None:
+    found = collected(tmp_path_factory.mktemp("rows"), [talk(*row) for row in rows])
+    data = load_data(found.spec, TOKENIZER).train
+    seen = view(found, SEEN)
+    given = as_mapping(seen)["rows"]
+    for index, row in enumerate(given):
+        example = data[index]
+        assert row["source"] == example.source
+        assert row["input_ids"] == example.input_ids.tolist() and row["trained"] == example.trained.tolist()
+        assert "".join(row["tokens"]) == TOKENIZER.decode(example.input_ids.tolist())
+    assert len(given) == len(data)
+
+    text = as_text(seen, Style(), whole=True)
+    for mark in (TRAINED, END_TRAINED, BORDER, "\n"):
+        text = text.replace(mark, "")
+    html = [shown.replace("\n", "") for shown in read(page(seen)).texts]
+    for shown in shown_texts(seen):
+        assert shown in text and shown in html
+
+
+@given(any_text)
+@settings(max_examples=300)
+def test_what_is_visible_is_printable_and_unlike_other_text(text: str) -> None:
+    shown = visible(text)
+    assert shown.isprintable()
+    back = re.sub(r"⟨U\+(\w+)⟩", lambda code: chr(int(code[1], 16)), shown)
+    assert back.replace(LINE_BREAK, "\n").replace("⇥", "\t").replace("␣", " ") == text.replace(
+        LINE_BREAK, "\n"
+    )
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+    def texts(ids: list[int]) -> list[str]:
+        return texts_of(ids, TOKENIZER)
+
+    assert texts(list("é!".encode())) == ["", "é", "!"]
+    assert texts(list("a中🙂".encode())) == ["a", "", "", "中", "", "", "", "🙂"]
+    assert "".join(texts(list("中".encode())[:2])) == "\ufffd"
+    assert texts([0xE4, 0x41, 0xC3, 0xA9]) == ["\ufffd", "A", "", "é"]
+
+
+@given(st.lists(st.sampled_from([0x41, 0xEF, 0xBF, 0xBD, 0xC3, 0xA9, 0xF0, 0x9F, 0x99, 0x82]), max_size=12))
+@settings(max_examples=200)
+def test_the_texts_of_any_bytes_are_what_they_decode_to(ids: list[int]) -> None:
+    assert "".join(texts_of(ids, TOKENIZER)) == TOKENIZER.decode(ids)
+
+
+# --- hostile rows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_of_a_row_is_an_element_or_an_attribute(tmp_path: Path, plain: Reader, text: str) -> None:
+    rows = [talk(text, f"{text}{text}"), talk(text, text), talk(text, text), {"messages": text}, {text: 1}]
+    seen = view(
+        collected(tmp_path, rows, name=f"{text[:9].replace('/', '')}<b a=c>.jsonl".replace("\0", "")), SEEN
+    )
+    html = page(seen)
+    found = read(html)
+    assert found.elements == plain.elements and found.attributes == plain.attributes
+    assert "script" not in found.elements and "default-src 'none'" in html
+    assert set(shown_texts(seen)) <= {text.replace("\n", "") for text in found.texts}
+    printable = html.replace("\n", "")
+    assert printable.isprintable(), sorted({c for c in printable if not c.isprintable()})
+    assert seen.problems.counts["bad"] == 2 and neutral(rows[4].popitem()[0])[:9] in found.other
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> None:
+    seen = view(collected(tmp_path, [talk(text, text), {"messages": text}]), SEEN)
+    sent = as_text(seen, Style(width=80)) + as_text(seen, Style(width=80), whole=True)
+    assert "\x1b[" in sent
+    rest = re.sub(r"\x1b\[[0-9;]*m", "", sent)
+    assert rest.replace("\n", "").isprintable()
+    for line in visible(text).split():
+        assert line[:20] in rest.replace("\n", "")
+
+
+def test_the_page_is_written_whole(preview: Preview) -> None:
+    code, out, _ = preview(
+        "--html", "page.html", rows=[talk(text, text) for text in HOSTILE], data="max_length: 999"
+    )
+    assert (code, out) == (0, "wrote page.html\n")
+    assert Path("page.html").read_text(encoding="utf-8").endswith("</body></html>\n")
+    code, out, _ = preview("--html", "page.html", "--json")
+    assert code == 0 and len(json.loads(out)["rows"]) == 3
+
+
+def test_a_bad_row_is_named_on_the_page(preview: Preview) -> None:
+    code, _, err = preview("--html", "page.html", rows=[talk("a", "b"), "<script>"])
+    assert code == 65 and "rows.jsonl:2" in err
+    assert "rows.jsonl:2" in Path("page.html").read_text(encoding="utf-8")
