@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
+from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
 from dsft.spec.schema import Optim, Schedule, Spec
@@ -437,6 +438,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _data,
     _best,
     name_findings,
+    format_findings,
     _attention,
     _compiled,
     _activations,

@@ -12,36 +12,8 @@ from typing import Any, Protocol
 from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, listed
 from dsft.data.rows import BadRowError, Line
+from dsft.spec.formats import NEEDS, TASK_FORMATS, column_names
 
-NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "messages": (("messages",),),
-    "alpaca": (("instruction", "output"),),
-    "text": (("text",),),
-    "sharegpt": (("conversations",),),
-    "prompt_completion": (("prompt", "completion"),),
-    "preference": (("chosen", "rejected"), ("messages", "rejected_response")),
-    "kto": tuple(
-        (*keys, label)
-        for label in ("label", "kto_tag")
-        for keys in (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
-    ),
-}
-"""Of each format, the sets of keys of which a row has one."""
-_PROMPTED = ("prompt", "system", "tools")
-MAY_HAVE: Mapping[str, tuple[str, ...]] = {
-    "messages": ("system", "tools"),
-    "alpaca": ("input", "system", "history", "tools"),
-    "text": (),
-    "sharegpt": ("system", "tools"),
-    "prompt_completion": ("system", "tools"),
-    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
-    "kto": (*_PROMPTED, "input", "history"),
-}
-TASK_FORMATS: Mapping[str, tuple[str, ...]] = {
-    "sft": ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
-    "pretrain": ("text",),
-    "dpo": ("preference",),
-}
 _ASKED_FOR: Mapping[str, str] = {
     "preference": "trains on the chosen answers",
     "kto": "trains on the answers labelled true",
@@ -128,13 +100,10 @@ def check_row(fields: Fields, found: Format) -> None:
 
 
 def _check_columns(source: Source) -> None:
-    names = [source.format] if source.format in NEEDS else list(NEEDS)
-    keys = dict.fromkeys(
-        key for name in names for keys in (*NEEDS[str(name)], MAY_HAVE[str(name)]) for key in keys
-    )
+    names = column_names(source.format)
     for ours in source.columns:
-        if ours not in keys:
-            raise BadRowError(f'columns has "{ours}"; what can be renamed is {listed(keys)} (ours: theirs)')
+        if ours not in names:
+            raise BadRowError(f'columns has "{ours}"; what can be renamed is {listed(names)} (ours: theirs)')
 
 
 def _named(name: str, columns: Mapping[str, str], task: str) -> Format:

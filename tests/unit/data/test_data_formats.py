@@ -7,14 +7,16 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.formats import TASK_FORMATS, Format, choose, content_hash, convert
+from dsft.data.formats import Format, choose, content_hash, convert
 from dsft.data.rows import BadRowError, Conversation, Line, Row, Text
+from dsft.spec.formats import TASK_FORMATS
+from dsft.spec.schema import Spec
 
 REAL = Path(__file__).parents[4] / "shared" / "data"
 
@@ -428,7 +430,7 @@ def test_what_a_task_takes_decides() -> None:
     assert refusal(both) == "fits messages and text; say which with format: messages or format: text"
     assert refusal(chat(*PAIR), "pretrain").startswith("messages rows, and task pretrain takes text")
     assert refusal(chat(*PAIR), "dpo").startswith("messages rows, and task dpo takes preference")
-    assert set(TASK_FORMATS) == {"sft", "pretrain", "dpo"}
+    assert set(TASK_FORMATS) == set(get_args(Spec.model_fields["task"].annotation))
 
 
 def test_a_format_can_be_sent() -> None:

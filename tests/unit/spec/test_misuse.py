@@ -139,6 +139,11 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "patterns_and_formats": GOOD.replace(
         "{path: rows.jsonl}", '{path: "data/*.jsonl"}, {path: rows.parquet}, {path: "."}'
     ),
+    "formats_of_other_tasks": spec(
+        head="name: small\ntask: pretrain\n",
+        data="data: {train: [{path: rows.jsonl, format: messages}, {path: rows.jsonl, columns: {body: text}}], "
+        "eval: [{path: rows.jsonl, format: text, columns: {messages: talk}}]}\n",
+    ),
     "model_folder": spec(model="model: {name_or_path: ./nowhere, tokenizer: rows.jsonl}\n"),
     "a_part_of_the_model": spec(
         model="model: {from_config: {model_type: llama}, lora: {target_modules: q_proj}, trainable: []}\n"

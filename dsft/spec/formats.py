@@ -1,0 +1,68 @@
+"""The formats of rows: which keys a row of each has, and which task takes which. Pure.
+
+Takes a spec, gives what of `format` and `columns` cannot be read. What a row of a format means is for
+`dsft.data.formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dsft.spec.finding import Finding
+from dsft.spec.schema import Spec
+
+NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",),),
+    "alpaca": (("instruction", "output"),),
+    "text": (("text",),),
+    "sharegpt": (("conversations",),),
+    "prompt_completion": (("prompt", "completion"),),
+    "preference": (("chosen", "rejected"), ("messages", "rejected_response")),
+    "kto": tuple(
+        (*keys, label)
+        for label in ("label", "kto_tag")
+        for keys in (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
+    ),
+}
+"""Of each format, the sets of keys of which a row has one."""
+_PROMPTED = ("prompt", "system", "tools", "functions")
+MAY_HAVE: Mapping[str, tuple[str, ...]] = {
+    "messages": ("system", "tools", "functions"),
+    "alpaca": ("input", "system", "history", "tools", "functions"),
+    "text": (),
+    "sharegpt": ("system", "tools", "functions"),
+    "prompt_completion": ("system", "tools", "functions"),
+    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
+    "kto": (*_PROMPTED, "input", "history"),
+}
+TASK_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "sft": ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
+    "pretrain": ("text",),
+    "dpo": ("preference",),
+}
+
+
+def column_names(format: str | None) -> tuple[str, ...]:
+    """What `columns` can rename in a row of the format, or of any where it is to be detected."""
+    names = [format] if format in NEEDS else list(NEEDS)
+    keys = [key for name in names for keys in (*NEEDS[str(name)], MAY_HAVE[str(name)]) for key in keys]
+    return tuple(dict.fromkeys(keys))
+
+
+def format_findings(spec: Spec) -> Iterator[Finding]:
+    """A format that the task does not take, and columns that rows of the format do not have."""
+    taken = TASK_FORMATS[spec.task]
+    for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for index, source in enumerate(sources):
+            key = f"data.{part}"
+            if source.format is not None and source.format not in taken:
+                message = (
+                    f"{source.format}, and task {spec.task} takes {', '.join(taken)}; change one of the two"
+                )
+                yield Finding(("data", part, index, "format"), message, (f"{key}.format", "task"))
+            names = column_names(source.format)
+            for ours in source.columns:
+                if ours not in names:
+                    message = f"no column of such a row; what can be renamed is {', '.join(names)}"
+                    reads = (f"{key}.columns", f"{key}.format")
+                    yield Finding(("data", part, index, "columns", ours), message, reads)
