@@ -37,8 +37,8 @@ def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        # with a buffer a row group's columns are read piece by piece, not whole
-        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20) as file:
+        # so a row group's columns are read piece by piece, not whole
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check(file.schema_arrow.names)
             groups = range(start, file.metadata.num_row_groups if stop is None else stop)
             size = sum(file.metadata.row_group(i).total_byte_size for i in groups)
