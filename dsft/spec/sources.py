@@ -22,11 +22,11 @@ KINDS: Mapping[str, str] = {
 COMPRESSED = ("jsonl", "json", "text", "csv", "tsv")
 """Kinds that are read from .gz too; Parquet and Arrow have a compression of their own."""
 READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
-HUB_FORM = "owner/name, with @revision and :split or :subset:split behind it where needed"
+HUB_FORM = "owner/name[@revision][:[subset:]split]"
 
 _HUB = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
-    r"(?:@(?P<revision>[\w.-]+))?(?::(?P<subset>[\w.-]+)(?=:))?(?::(?P<split>[\w.-]+))?",
+    r"(?:@(?P<revision>[\w./-]+))?(?::(?P<subset>[\w.-]+)(?=:))?(?::(?P<split>[\w.-]+))?",
     re.ASCII,
 )
 

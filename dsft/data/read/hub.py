@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from dsft.errors import MissingInputError
-from dsft.spec.sources import HubData
+from dsft.spec.sources import HUB_FORM, HubData
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -29,6 +29,10 @@ def hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
         raise MissingInputError(f"data {name}: the split {hub.split} of {hub.id} holds no row; name another")
     commits = [part for part in files[0].parts if _COMMIT.fullmatch(part)]
     revision = commits[-1] if commits else "not known"
+    if _COMMIT.fullmatch(hub.revision or "") and revision != hub.revision:  # without a network: what is there
+        raise MissingInputError(
+            f"data {name}: this machine's cache has revision {revision} alone; name that, or load yours first"
+        )
     note = f"{name}: from the hub, split {hub.split}, revision {revision}, {len(data):,} rows"
     return files, [note]
 
@@ -42,6 +46,7 @@ def _refusal(name: str, error: Exception) -> str:
         way_out = f"unset {offline[0]}, or load it once into this machine's cache"
     else:
         way_out = (
-            "correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what is private"
+            f"correct the path ({HUB_FORM}), set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for "
+            "data that are private"
         )
     return f"data {name}: neither here nor to be had from the hub ({said}); {way_out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -10,12 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dsft
 from dsft.data.read import digest
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import blocks, data_files, file_notes, read_block
@@ -91,20 +95,6 @@ def test_many_files_are_told_of_in_short() -> None:
     )
 
 
-def test_a_data_set_that_datasets_saved() -> None:
-    import datasets
-
-    made = datasets.Dataset.from_list([{"text": str(n)} for n in range(10)])
-    datasets.DatasetDict({"train": made, "test": made.select(range(2))}).save_to_disk("saved", num_proc=1)
-    made.save_to_disk("shards", num_shards=3)
-    Path("saved/train/cache-1.arrow").write_bytes(b"of an earlier map()")
-    assert rows("saved/train") == [{"text": str(n)} for n in range(10)]
-    assert rows("shards") == rows("saved/train")
-    assert len(names("shards")) == 3
-    with pytest.raises(MissingInputError, match=r"splits \(test, train\); name one, such as saved/test"):
-        names("saved")
-
-
 # --- the hub ----------------------------------------------------------------------------------------------
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -161,14 +151,16 @@ def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pyte
         names("nobody/nothing")
     assert str(caught.value) == (
         "data nobody/nothing: neither here nor to be had from the hub (Couldn't reach 'owner/name' on the "
-        "Hub (offline)); correct the path, set HF_ENDPOINT to a mirror that is reached, or HF_TOKEN for what "
-        "is private"
+        "Hub (offline)); correct the path (owner/name[@revision][:[subset:]split]), set HF_ENDPOINT to a "
+        "mirror that is reached, or HF_TOKEN for data that are private"
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         MissingInputError, match="unset HF_HUB_OFFLINE, or load it once into this machine's cache"
     ):
         names("nobody/nothing")
+    with pytest.raises(MissingInputError, match=f"cache has revision {COMMIT} alone"):
+        names(f"owner/name@{'0' * 40}")
     with pytest.raises(MissingInputError, match="the split empty of owner/name holds no row"):
         names("owner/name:empty")
 
@@ -182,17 +174,109 @@ def test_what_is_no_hub_id_is_not_asked_for(hub: list[Any], name: str) -> None:
     assert hub == []
 
 
-def test_offline_datasets_itself_ends_in_one_sentence() -> None:
-    code = (
-        "import dataclasses, sys; from dsft.data.read.files import data_files\n"
-        "Source = dataclasses.make_dataclass('Source', ['path'])\n"
-        "try: data_files(Source('nobody-has/this-data'))\n"
-        "except Exception as error: print(type(error).__name__, str(error).count(chr(10)))\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.stdout == "MissingInputError 0\n[]\n", done.stderr
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as `datasets` asks for: owner/name has a Parquet file, owner/code a script."""
+
+    def do_GET(self) -> None:
+        parts = self.path.partition("?")[0].split("/")[1:]
+        body: Any = None
+        if parts[0] == "datasets":  # datasets/OWNER/NAME/resolve/REVISION/FILE
+            body = HUB.get(parts[2], {}).get(parts[-1])
+        elif parts[4:5] == ["revision"]:  # api/datasets/OWNER/NAME/revision/REVISION
+            body = json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": []}).encode()
+        elif parts[4:5] == ["tree"]:
+            files = HUB["name"].items()
+            listed = [{"type": "file", "path": k, "size": len(v), "oid": "0" * 40} for k, v in files]
+            body = json.dumps(listed).encode()
+        self.send_response(404 if body is None else 200)
+        headers = {"Content-Length": len(body or b""), "X-Repo-Commit": COMMIT, "ETag": f'"{hash(body)}"'}
+        missing = "EntryNotFound" if "owner" in parts else "RepoNotFound"
+        for key, value in (headers | ({"X-Error-Code": missing} if body is None else {})).items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body or b"")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def parquet() -> bytes:
+    import pyarrow.parquet
+
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), out)
+    return out.getvalue()
+
+
+CARD = b"---\nconfigs: [{config_name: main, data_files: [{split: test, path: a.parquet}]}]\n---\n"
+HUB = {
+    "name": {"README.md": CARD, "a.parquet": parquet()},
+    "code": {"README.md": b"", "code.py": b"open('it_ran', 'w')"},
+}
+ASK = """
+import dataclasses, sys
+from dsft.data.read.files import blocks, data_files, read_block
+Source = dataclasses.make_dataclass('Source', ['path'])
+for name in ('owner/name:test', 'owner/name:main:test', 'owner/name', 'owner/code', 'nobody/nothing'):
+    try:
+        (file,) = data_files(Source(name))
+        print([line.row for block in blocks(file) for line in read_block(block)], *file.notes)
+    except Exception as error:
+        print(type(error).__name__, error)
+print([name for name in ('torch', 'transformers') if name in sys.modules])
+import datasets
+made = datasets.Dataset.from_list([{'text': str(n)} for n in range(10)])
+datasets.DatasetDict({'train': made, 'test': made.select(range(2))}).save_to_disk('saved')
+made.save_to_disk('shards', num_shards=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder in which `datasets` itself was at work with a hub of this machine, and what it said."""
+    folder = tmp_path_factory.mktemp("asked")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder)}
+    env["PYTHONPATH"] = str(Path(dsft.__file__).parents[1])
+    command = [sys.executable, "-c", ASK]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout.splitlines()
+
+
+def test_a_mirror_is_asked_and_no_code_of_it_runs(asked: tuple[Path, list[str]]) -> None:
+    folder, said = asked
+    rows = "[{'text': 'a'}, {'text': 'b'}] owner/name"
+    told = f"from the hub, split test, revision {COMMIT}, 2 rows"
+    assert said[:2] == [f"{rows}:test: {told}", f"{rows}:main:test: {told}"]
+    refused = ('Unknown split "train"', "scripts are no longer supported", "doesn't exist on the Hub")
+    for line, reason in zip(said[2:5], refused, strict=True):
+        assert line.startswith("MissingInputError data ") and reason in line
+    assert said[5:] == ["[]"]
+    assert not (folder / "it_ran").exists()
+
+
+def test_a_data_set_that_datasets_saved(
+    asked: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(asked[0])
+    Path("saved/train/cache-1.arrow").write_bytes(b"of an earlier map()")
+    assert rows("saved/train") == [{"text": str(n)} for n in range(10)]
+    assert rows("shards") == rows("saved/train")
+    assert len(names("shards")) == 3
+    with pytest.raises(MissingInputError, match=r"splits \(test, train\); name one, such as saved/test"):
+        names("saved")
 
 
 # --- digests ----------------------------------------------------------------------------------------------
