@@ -6,6 +6,8 @@ stands on both sides, and rows that are added move none that were there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,17 +33,26 @@ def is_below(content: Hashes, border: int) -> NDArray[np.bool_]:
 
 def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
     """(n,): an earlier row says the same."""
-    order = np.argsort(content, kind="stable")
-    ordered = content[order]
     found = np.zeros(len(content), np.bool_)
-    found[order[1:]] = ordered[1:] == ordered[:-1]
+    ordered = np.sort(content)
+    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    rows = np.flatnonzero(_is_one_of(content, twice))
+    _, first = np.unique(content[rows], return_index=True)
+    found[np.delete(rows, first)] = True
     return found
 
 
-def also_in(content: Hashes, other: Hashes) -> NDArray[np.bool_]:
-    """(n,): a row of `other` says the same."""
-    known = np.sort(other)
-    at = np.searchsorted(known, content)
-    found = at < len(known)
-    found[found] = known[at[found]] == content[found]
+def also_in(content: Hashes, others: Sequence[Hashes]) -> NDArray[np.bool_]:
+    """(n,): a row of the `others` says the same. Those may be many more than `content`."""
+    known = np.unique(content)
+    found = [other[_is_one_of(other, known)] for other in others]
+    return _is_one_of(content, np.unique(np.concatenate([*found, np.zeros(0, np.uint64)])))
+
+
+def _is_one_of(content: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
+    """(n,): stands in `ordered` (m,), sorted; quick where that is short."""
+    if not len(ordered):
+        return np.zeros(len(content), np.bool_)
+    at = np.minimum(np.searchsorted(ordered, content), len(ordered) - 1)
+    found: NDArray[np.bool_] = ordered[at] == content
     return found

@@ -199,14 +199,16 @@ def targets_before(spans: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[n
 
 def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut:
     """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
-    numbers = np.maximum(1, -((1 - lengths) // (max_length - 1)))
-    of_row = np.repeat(np.arange(len(rows)), numbers)
-    number = np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-    begin = number * (max_length - 1)
-    pieces = np.minimum(max_length, lengths[of_row] - begin)
-    starts = (np.cumsum(lengths) - lengths)[of_row] + begin
-    targets = _targets(source, rows, lengths, starts, starts + pieces)
-    made = Pieces(rows[of_row], _small(begin), _small(pieces), _small(targets))
+    numbers = _small(np.maximum(1, -((1 - lengths) // (max_length - 1))))
+    of_row = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
+    number = _small(np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
+    begin = number * np.int32(max_length - 1)
+    pieces = np.minimum(max_length, _small(lengths)[of_row] - begin)
+    targets = pieces - 1
+    for i in np.flatnonzero((source.trained[rows] != lengths - 1)[of_row]):  # of these rows some is masked
+        ends = np.array([begin[i] + 1, begin[i] + pieces[i]])
+        targets[i] = np.diff(targets_before(source.spans(int(rows[of_row[i]])), ends))[0]
+    made = Pieces(rows[of_row], begin, pieces, targets)
     return _with_targets(made, source, rows, int(np.count_nonzero(numbers > 1)))
 
 
