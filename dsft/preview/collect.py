@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsft.data.dataset import Dataset, RowPart
 from dsft.data.load import Loaded, load_data
-from dsft.data.store import Cache, cache_folder
+from dsft.data.store import Cache, Pace, cache_folder
 from dsft.data.template import choose_template
-from dsft.data.tokenizer import tokenizer_of
+from dsft.data.tokenizer import open_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collected:
-    """loaded: None where no example is left; refusal: why a run would not start with this data."""
+    """loaded: None where no example is left; told: what a run says of its tokens and rows; refusal: why it
+    would not start with them."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
     loaded: Loaded | None
+    told: tuple[str, ...]
     refusal: DataError | None
 
     @property
@@ -55,19 +57,26 @@ class Collected:
         return self.loaded.account["train"]["sources"] if self.loaded else {}
 
 
-def collect(spec: Spec) -> Collected:
-    """Raises MissingInputError for what is not there, SpecError where the batch sizes fit no ranks."""
+def collect(
+    spec: Spec,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[Pace], None] = lambda pace: None,
+) -> Collected:
+    """`say` and `progress` are told of tokens that are made. Raises MissingInputError for what is not there,
+    SpecError where the batch sizes fit no ranks."""
     batch = sizes(spec)
-    tokenizer = tokenizer_of(spec.model)
+    tokenizer, added = open_tokenizer(spec.model)
+    new_tokens = (f"model.add_tokens: {added}",) if spec.model.add_tokens else ()
     choose_template(tokenizer, spec.data.chat_template)
-    cache = Cache(cache_folder(spec), spec.data.num_workers)  # the one that the run will read
+    cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the one that the run will read
     refusal = None
     for tried in (spec, lenient(spec)):
         try:
-            return Collected(spec, tokenizer, batch, load_data(tried, tokenizer, cache), refusal)
+            loaded = load_data(tried, tokenizer, cache)
+            return Collected(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines), refusal)
         except DataError as error:
             refusal = refusal or error
-    return Collected(spec, tokenizer, batch, None, refusal)
+    return Collected(spec, tokenizer, batch, None, new_tokens, refusal)
 
 
 def lenient(spec: Spec) -> Spec:

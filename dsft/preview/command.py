@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from dsft.preview.mapping import as_mapping
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import Wanted, view
+from dsft.report.making import shown
 from dsft.spec.unbuilt import unbuilt_in_data
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
@@ -55,7 +57,9 @@ def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
     spec = load(spec_path, overrides, check_files=False, not_built=unbuilt_in_data)
     if asked.html is not None:
         check_writable(asked.html)
-    found = collect(spec)
+    say = partial(print, file=sys.stderr)
+    with shown(say, Console(stderr=True)) as progress:
+        found = collect(spec, say, progress)
     seen = view(found, asked.wanted)
     if asked.html is not None:
         write_page(seen, asked.html)

@@ -204,7 +204,7 @@ def _histogram(lengths: Lengths) -> str:
         parts.append(
             f'<rect x="{x + 1:.1f}" y="{base - tall:.1f}" width="{bar - 2:.1f}" height="{tall:.1f}">'
             f"<title>{start:,} to {stop:,} tokens: {count:,}</title></rect>"
-            f'<text x="{x + bar / 2:.1f}" y="{base - tall - 2:.1f}" text-anchor="middle">{count:,}</text>'
+            f'<text x="{x + bar / 2:.1f}" y="{base - tall - 2:.1f}" text-anchor="middle">{count or ""}</text>'
         )
     for name, value in (("p50", lengths.p50), ("p95", lengths.p95), ("p99", lengths.p99)):
         x = left + value / end * room

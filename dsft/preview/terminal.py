@@ -209,7 +209,7 @@ def step_lines(steps: Steps) -> list[str]:
         f"of {steps.mean_tokens:,.0f} tokens on average and {steps.most_tokens:,} at most"
     ]
     lines += [
-        f"{way}: {steps.padding[way]:.1%} of the places are padding, {steps.idle[way]:.1%} with those that "
+        f"{way}: {steps.padding[way]:.2%} of the places are padding, {steps.idle[way]:.2%} with those that "
         "ranks wait for the fullest one"
         for way in steps.padding
     ]

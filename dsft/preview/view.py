@@ -112,7 +112,7 @@ def view(found: Collected, wanted: Wanted) -> View:
         task=spec.task,
         batch=found.batch.equation(),
         examples=len(data),
-        told=found.loaded.lines if found.loaded else (),
+        told=found.told,
         ledgers=found.ledgers,
         lengths=lengths_of(data.lengths, spec.data.max_length) if some else None,
         trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
