@@ -104,9 +104,9 @@ class Masks:
         if self.train_on == "all":
             others = [number for number, is_trained in enumerate(trained) if not is_trained]
             return Marked(text, [self._message(row, number, text, marks) for number in others], False)
-        if self.template.is_marked:
+        if self.template.is_marked and all(row.messages[i]["role"] == "assistant" for i in wanted):
             return Marked(text, _marked(row, wanted, marks), True)
-        return Marked(text, [_turn(row, number, text, self.ends) for number in wanted], True)
+        return Marked(text, [self._message(row, number, text, marks) for number in wanted], True)
 
     def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> Part:
         """Any message: the assistant's turn, or all that the template writes for another one."""
@@ -236,11 +236,6 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     said = conversation.trained or (None,) * len(roles)
     trained = []
     for number, (role, flag) in enumerate(zip(roles, said, strict=True)):
-        if flag and role != "assistant" and train_on != "all":
-            raise BadRowError(
-                f"turn {number + 1}: a turn of the {role} is to be trained on; only the assistant's can be, "
-                "unless data.train_on is all"
-            )
         by_role = train_on == "all" or (role == "assistant" and (train_on == "assistant" or number == last))
         trained.append(by_role if flag is None else flag)
     return trained

@@ -73,6 +73,18 @@ def test_answers_and_ends_of_turn_alone(template: str | None) -> None:
     assert rendered.input_ids.dtype == "int32"
 
 
+@pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "unmarked"])
+def test_what_a_message_says_of_itself_holds_for_every_role(template: str | None) -> None:
+    flagged = Conversation(THREE_TURNS, trained=(True, False, None, None, True, False))
+    (rendered,) = Renderer(BYTES, template).render([flagged])
+    assert isinstance(rendered, Rendered)
+    assert trained_parts(rendered, BYTES) == [
+        "<|im_start|>user\nassistant<|im_end|>\n",
+        "user<|im_end|>",
+        "<|im_start|>user\nx<|im_end|>\n",
+    ]
+
+
 ROLES = st.sampled_from(["system", "user", "tool"])
 CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12)
 TURNS = st.lists(st.tuples(ROLES | st.just("assistant"), CONTENT), max_size=5)
