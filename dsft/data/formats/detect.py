@@ -67,7 +67,7 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
     """The format of a file by its first lines, checked against what the task takes. Raises BadRowError."""
     _check_columns(source)
     if source.format is not None:
-        found = _named(source.format, source.columns, task)
+        found = _named(source.format, lines, source.columns, task)
     else:
         found = _detected(lines, source.columns, task)
     taken = TASK_FORMATS[task]
@@ -106,10 +106,12 @@ def _check_columns(source: Source) -> None:
             raise BadRowError(f'columns has "{ours}"; what can be renamed is {listed(names)} (ours: theirs)')
 
 
-def _named(name: str, columns: Mapping[str, str], task: str) -> Format:
+def _named(name: str, lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
     if name not in NEEDS:
         raise BadRowError(f'format "{name}" is not read; the formats are {", ".join(NEEDS)}')
-    return Format(name, f"read as {name}, as the spec says", f"the spec says format: {name}", columns, task)
+    first = next((line.row for line in lines if line.row is not None), {})
+    reason = f"read as {name}, as the spec says{_as_it_stands(name, Fields(first, columns))}"
+    return Format(name, reason, f"the spec says format: {name}", columns, task)
 
 
 def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
@@ -173,11 +175,20 @@ def _why(name: str, fields: Fields) -> str:
     if name == "sharegpt":
         talk = fields.get("conversations")
         first = talk[0] if isinstance(talk, list) and talk else None
-        keys = tuple(
+        inside = [
             key for key in ("from", "role", "value", "content") if isinstance(first, dict) and key in first
-        )
-        said += f" of {'/'.join(keys)}" if keys else ""
-    return said
+        ]
+        said += f" of {'/'.join(inside)}" if inside else ""
+    return f"{said}{_as_it_stands(name, fields)}"
+
+
+def _as_it_stands(name: str, fields: Fields) -> str:
+    """Told of strings, which a chat template would have been expected for."""
+    answer = "chosen" if name == "preference" else "completion"
+    is_text = name in ("prompt_completion", "preference", "kto") and all(
+        isinstance(fields.get(key), str) for key in ("prompt", answer)
+    )
+    return "; strings, read as they stand, without a chat template" if is_text else ""
 
 
 def _no_format(fields: Fields) -> str:

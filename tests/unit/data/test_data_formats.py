@@ -422,6 +422,11 @@ def test_reasons() -> None:
     assert found(shared).reason == 'detected sharegpt: every row has "conversations" of from/value'
     assert found({"text": "a"}, name="text").reason == "read as text, as the spec says"
     assert found({"body": "a"}, text="body").reason == 'detected text: every row has "body"'
+    strings = {"prompt": "a", "completion": "b", "label": True}
+    as_they_stand = "; strings, read as they stand, without a chat template"
+    assert found(strings, name="kto").reason == f"read as kto, as the spec says{as_they_stand}"
+    assert found({**strings, "label": None}).reason.endswith(as_they_stand)
+    assert not found({**strings, "label": None, "prompt": [ASKED]}).reason.endswith(as_they_stand)
 
 
 def test_what_a_task_takes_decides() -> None:
