@@ -65,6 +65,7 @@ def test_a_table() -> None:
     assert table == "| what | s |\n| --- | --- |\n| a | 1.00 / 2.00 / 3.00 |"
 
 
+@pytest.mark.usefixtures("settled_memory")
 def test_memory_that_was_used_is_seen_and_can_be_forgotten() -> None:
     paired.forget_peak()
     before = paired.peak_bytes()

@@ -14,6 +14,7 @@ from dsft.report import memory
 from dsft.report.memory import GIB, RESET, SAMPLED, MemoryMeter, largest, write_memory
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("settled_memory")
 MIB = 2**20
 
 
