@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.formats import Format, choose, content_hash, convert
-from dsft.data.rows import BadRowError, Conversation, Line, Row, Text
+from dsft.data.render import Renderer
+from dsft.data.rows import BadRowError, Conversation, Line, Rendered, Row, Text
+from dsft.data.tokenizer import byte_level_tokenizer
 from dsft.spec.formats import TASK_FORMATS
 from dsft.spec.schema import Spec
 
+TOKENIZER = byte_level_tokenizer()
 REAL = Path(__file__).parents[4] / "shared" / "data"
 
 
@@ -150,7 +153,7 @@ def alpaca(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"instruction": contents[-2], "output": contents[-1], "system": system, "history": history}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(talks())
 def test_every_format_says_the_same(messages: list[dict[str, Any]]) -> None:
     for form, (name, row) in forms(messages).items():
@@ -183,6 +186,24 @@ def test_the_format_is_found(messages: list[dict[str, Any]]) -> None:
         assert name in (refusal(table) if name == "kto" else found(table, task).name), form
 
 
+@settings(deadline=None, max_examples=25)
+@given(talks(plain=True))
+def test_every_format_gives_the_tokenizers_own_text(messages: list[dict[str, Any]]) -> None:
+    """And trains on the assistant's words with their end, of prompts with an answer on the answer's alone."""
+    whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
+    answers = [
+        f"{message['content']}{TOKENIZER.eos_token}" for message in messages if message["role"] == "assistant"
+    ]
+    rows = {**forms(messages), "alpaca": ("alpaca", alpaca(messages))}
+    samples = [talk(row, name=name) for name, row in rows.values()]
+    for (name, _), rendered in zip(rows.values(), Renderer(TOKENIZER).render(samples), strict=True):
+        assert isinstance(rendered, Rendered)
+        assert TOKENIZER.decode(rendered.input_ids) == whole
+        of_prompt = name in ("prompt_completion", "preference", "kto")
+        trained = TOKENIZER.decode(rendered.input_ids[rendered.trained])
+        assert trained == "".join(answers[-1:] if of_prompt else answers)
+
+
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of everything in a value."""
     items: Any = (
@@ -195,7 +216,7 @@ STRANGE: tuple[Any, ...] = (None, True, 0, 2.5, float("nan"), "", "x", "[", "[1]
 STRANGE += ([], {}, [[]], [None], {"": 1}, (), {1: 2})
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(talks(), st.data())
 def test_any_change_gives_a_row_or_a_reason(messages: list[dict[str, Any]], data: st.DataObject) -> None:
     name, row = data.draw(st.sampled_from(list(forms(messages).values())))
