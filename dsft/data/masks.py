@@ -121,8 +121,9 @@ class Masks:
 
     @cached_property
     def controls(self) -> frozenset[str]:
-        """The special tokens that the template writes, and those that the tokenizer has a name for."""
-        written = self.template.literals + list(self.template.special_tokens.values())
+        """The special tokens that the template writes, and those that begin, end and fill a text."""
+        named = [self.template.special_tokens.get(f"{key}_token", "") for key in ("bos", "eos", "pad", "unk")]
+        written = [*self.template.literals, *named]
         return frozenset(name for name in self.special_tokens if any(name in one for one in written))
 
     @cached_property

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,14 +12,13 @@ from hypothesis import strategies as st
 
 from dsft.data.render import Renderer
 from dsft.data.rows import Conversation, Message, Rendered, Text
-from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.data.tokenizer import byte_level_tokenizer
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTES = byte_level_tokenizer()
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 # The same ChatML as the byte-level tokenizer's, without marks.
 UNMARKED = (
     "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -180,66 +177,3 @@ def test_a_token_across_the_border_of_an_answer() -> None:
             DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer makes one token"
         ):
             render(chat(("user", "a"), ("assistant", "\nb")), tokenizer, template)
-
-
-# --- published templates, where they lie beside the checkout ----------------------------------------------
-
-SPECIAL = r"<\|[\w ]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>"
-ENDS = {
-    "chatml": "<|im_end|>",
-    "cohere": "<|END_OF_TURN_TOKEN|>",
-    "gemma": "<end_of_turn>",
-    "gemma3": "<end_of_turn>",
-    "llama-2-chat": " <|im_end|>",  # a space, and the tokenizer's own end of text
-    "llama3": "<|eot_id|>",
-    "llama3_1": "<|eot_id|>",
-    "llama3_training": "<|eot_id|>",
-    "mistral-instruct": "<|im_end|>",
-    "phi3": "<|end|>",
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "qwen3_training": "<|im_end|>\n",  # its marks hold the line break
-    "zephyr": "<|im_end|>",
-}
-REFUSED = {
-    "deepseekv3": r"turn 2: the chat template writes '<think>\\n' when this answer is asked for and 'Twelve",
-    "glm4moe": "writes nothing after an assistant's turn",
-}
-THINK = "<think>\n\n</think>\n\n"
-
-
-def published(name: str) -> tuple[str, PreTrainedTokenizerBase]:
-    """A template, and the shared tokenizer with the special tokens that the template's own tokenizer has."""
-    path = SHARED / "templates" / f"{name}.jinja"
-    if not path.exists():
-        pytest.skip("the published templates (../shared/data) are not beside this checkout")
-    text = path.read_text(encoding="utf-8")
-    if name in ("chatml", "llama-2-chat", "mistral-instruct", "zephyr"):
-        text = text.replace("    ", "").replace("\n", "")  # laid out for reading; so their authors load them
-    tokenizer = load_tokenizer(SHARED / "tokenizer")
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(SPECIAL, text)))})
-    return text, tokenizer
-
-
-@pytest.mark.parametrize("name", sorted(ENDS))
-def test_published_templates(name: str) -> None:
-    template, tokenizer = published(name)
-    conversation = chat(
-        ("user", "How many?"), ("assistant", "Twelve."), ("user", "Why?"), ("assistant", "Two\n\ndoz")
-    )
-    before = {"qwen3": ["", THINK], "qwen3_training": [THINK, THINK]}.get(name, ["", ""])
-    space = " " if name in ("llama-2-chat", "mistral-instruct") else ""
-    rendered = render(conversation, tokenizer, template)
-    assert trained_parts(rendered, tokenizer) == [
-        before[0] + space + "Twelve." + ENDS[name],
-        before[1] + space + "Two\n\ndoz" + ENDS[name],
-    ]
-    own = tokenizer.apply_chat_template(list(conversation), chat_template=template)["input_ids"]
-    assert rendered.input_ids.tolist() == own
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_published_templates_that_are_refused(name: str) -> None:
-    template, tokenizer = published(name)
-    with pytest.raises(DataError, match=REFUSED[name]):
-        render(ONE_TURN, tokenizer, template)

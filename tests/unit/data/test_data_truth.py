@@ -1,0 +1,255 @@
+"""Masks against the truth: what each template writes, written out by hand with ⟦what is trained on⟧.
+
+`truth/NAME.txt` holds a text per case. The templates are our own, on a tokenizer of bytes, and the published
+ones that lie beside the checkout, on the tokenizer there.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dsft.data.masks import TrainOn
+from dsft.data.render import Renderer
+from dsft.data.rows import Conversation, Message, Rendered
+from dsft.data.template import named_template
+from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.errors import DataError
+from dsft.spec.chat_templates import CHAT_TEMPLATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRUTH = Path(__file__).parent / "truth"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+SPECIAL = re.compile(
+    r"<\|(?:im_start|im_end|start_header_id|end_header_id|eot_id|end|user|assistant|system|observation)\|>"
+    r"|<\|[A-Z_]+_TOKEN\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>"
+)
+"""Of the tokenizers that the templates were made for; <s> and </s> begin and end a text in all of them."""
+ENDS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "gemma": "<end_of_turn>",
+    "glm": "<|user|>",
+    "llama2": "</s>",
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "mistral": "</s>",
+    "phi3": "<|end|>",
+    "zephyr": "</s>",
+}
+"""What ends a turn; <|im_end|> in all others."""
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": "number"}}}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}],
+}
+
+
+def talk(*turns: tuple[str, str] | Message, tools: tuple[Any, ...] = ()) -> Conversation:
+    messages = ({"role": t[0], "content": t[1]} if isinstance(t, tuple) else t for t in turns)
+    return Conversation(tuple(messages), tools)
+
+
+ASKED, ANSWERED = ("user", "How many?"), ("assistant", "Twelve.")
+TOOLS = (("user", "1 + 1?"), CALL, ("tool", "2"), ("assistant", "Two."))
+THOUGHTS = talk(
+    ASKED,
+    ("assistant", "<think>\nI count.\n</think>\n\nTwelve."),
+    ("user", "Why?"),
+    ("assistant", "<think>\nHm.\n</think>\n\nDozen."),
+)
+
+
+def conversation(case: str, end: str) -> tuple[Conversation, TrainOn]:
+    given = {
+        "single": talk(ASKED, ANSWERED),
+        "talk": talk(ASKED, ANSWERED, ("user", "Why?"), ("assistant", "Two\n\ndozen")),
+        "system": talk(("system", "Be brief."), ASKED, ANSWERED),
+        "forged": talk(("user", f"What is {end}?"), ("assistant", f"{end} ends{end}")),
+        "tools": talk(*TOOLS, tools=(ADD,)),
+        "calls": talk(*TOOLS),
+        "thoughts": THOUGHTS,
+        "last": THOUGHTS,
+    }
+    return given[case], "last" if case == "last" else "assistant"
+
+
+def truths(name: str) -> dict[str, str]:
+    text = (TRUTH / f"{name}.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"=== (\w+)\n(.*?)\n(?==== |\Z)", text, flags=re.DOTALL))
+
+
+def with_specials(tokenizer: PreTrainedTokenizerBase, template: str, bos: str | None) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(SPECIAL.findall(template)))})
+    if "<|im_end|>" not in template:
+        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.bos_token = bos
+
+
+def shown(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> str:
+    pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
+    runs = [(trained, list(run)) for trained, run in groupby(pairs, key=lambda pair: pair[0])]
+    texts = [(trained, tokenizer.decode([token for _, token in run])) for trained, run in runs]
+    return "".join(f"⟦{text}⟧" if trained else text for trained, text in texts)
+
+
+def check(case: str, truth: str, end: str, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    row, train_on = conversation(case, end)
+    rendered = Renderer(tokenizer, template, train_on).render([row])[0]
+    assert not isinstance(rendered, str), rendered
+    assert shown(rendered, tokenizer) == truth
+    assert rendered.ended
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    if case == "forged":
+        plain = Renderer(tokenizer, template).render([talk(("user", "What is?"), ("assistant", "x ends"))])[0]
+        assert isinstance(plain, Rendered)
+        ends = (plain.input_ids == end_id).sum()
+        assert (rendered.input_ids == end_id).sum() == ends, "what a content spells is no token"
+        assert rendered.input_ids[rendered.trained].tolist().count(end_id) == 1
+    elif case != "calls":
+        own = tokenizer.apply_chat_template(
+            list(row.messages), tools=list(row.tools) or None, chat_template=template
+        )
+        assert rendered.input_ids.tolist() == own["input_ids"]
+
+
+# --- our own ----------------------------------------------------------------------------------------------
+
+
+OURS = [(name, case) for name in CHAT_TEMPLATES for case in truths(name)]
+
+
+@cache
+def ours(name: str) -> tuple[str, PreTrainedTokenizerBase]:
+    template, tokenizer = named_template(name), byte_level_tokenizer()
+    with_specials(tokenizer, template, None if "<|im_end|>" in template else "<s>")
+    return template, tokenizer
+
+
+@pytest.mark.parametrize(("name", "case"), OURS, ids=[f"{name}-{case}" for name, case in OURS])
+def test_our_own_templates(name: str, case: str) -> None:
+    template, tokenizer = ours(name)
+    check(case, truths(name)[case], ENDS.get(name, "<|im_end|>"), template, tokenizer)
+
+
+def test_every_file_has_its_name_and_its_truth() -> None:
+    folder = Path(named_template.__code__.co_filename).parent / "templates"
+    assert sorted(CHAT_TEMPLATES) == sorted(file.stem for file in folder.iterdir())
+    for name in CHAT_TEMPLATES:
+        assert {"single", "talk", "system", "forged"} <= truths(name).keys()
+
+
+# --- the published ones -----------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "chatml": "chatml",
+    "cohere": "cohere",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "llama-2-chat": "llama2",
+    "llama3": "llama3",
+    "llama3_1": "llama3_1",
+    "llama3_training": "llama3",
+    "mistral-instruct": "mistral",
+    "phi3": "phi3",
+    "qwen2_5": "qwen2_5",
+    "qwen3": "qwen3_published",
+    "qwen3_training": "qwen3",
+    "zephyr": "zephyr",
+    "tokenizer": "minimind",
+}
+"""The truth that each is held to; "tokenizer" is the one of the tokenizer there."""
+THEIRS = [(name, case) for name, truth in PUBLISHED.items() for case in truths(truth)]
+
+
+@cache
+def published(name: str) -> tuple[str, PreTrainedTokenizerBase]:
+    """A template, and the shared tokenizer with the special tokens that the template's own one has."""
+    path = SHARED / "templates" / f"{name}.jinja"
+    if not SHARED.exists():
+        pytest.skip("the published templates (../shared/data) are not beside this checkout")
+    tokenizer = load_tokenizer(SHARED / "tokenizer")
+    if name == "tokenizer":
+        return tokenizer.chat_template, tokenizer
+    text = path.read_text(encoding="utf-8")
+    if name in ("chatml", "llama-2-chat", "mistral-instruct", "zephyr"):
+        text = text.replace("    ", "").replace("\n", "")  # laid out for reading; so their authors load them
+    with_specials(tokenizer, text, None if "<|im_end|>" in text else "<s>")
+    return text, tokenizer
+
+
+@pytest.mark.parametrize(("name", "case"), THEIRS, ids=[f"{name}-{case}" for name, case in THEIRS])
+def test_published_templates(name: str, case: str) -> None:
+    template, tokenizer = published(name)
+    truth = truths(PUBLISHED[name])[case]
+    if name == "gemma" and case == "system":
+        pytest.skip("it has no system turn: test_what_is_refused")
+    if name == "qwen3_training":
+        truth = truth.replace("⟧\n", "\n⟧")  # its marks hold the line break
+    check(case, truth, ENDS.get(PUBLISHED[name], "<|im_end|>"), template, tokenizer)
+
+
+REFUSED = {
+    ("gemma", "system"): "the chat template refuses the row: System role not supported",
+    ("llama-2-chat", "tools"): "the chat template writes no tools, and the row has some",
+    ("phi3", "calls"): "the chat template writes no calls of tools, and the row has some",
+    (
+        "qwen3",
+        "thoughts",
+    ): r"turn 2: the chat template writes '<think>\\nI count.* where the row ends with this "
+    r"answer and 'Twelve.* in the row; train on the last turn alone \(data.train_on: last\), or",
+    (
+        "deepseekv3",
+        "single",
+    ): r"turn 2: the chat template writes '<think>\\n' when this answer is asked for and "
+    r"'Twelve.*, so the model would learn from what it is never given; give data.chat_template",
+    ("deepseekv3", "talk"): r"turn 2: the chat template writes '<think>\\n' when this answer is asked for",
+    ("deepseekv3", "last"): r"turn 4: the chat template writes '<think>\\n' when this answer is asked for",
+    ("deepseekv3", "calls"): r"turn 2: the chat template writes 'think>\\n' when this answer is asked for",
+    ("deepseekv3", "tools"): "the chat template writes no tools, and the row has some",
+    (
+        "tokenizer",
+        "thoughts",
+    ): r"turn 2: the chat template writes '\\n</think>.*' when this answer is asked for",
+    (
+        "glm4moe",
+        "single",
+    ): "writes nothing after an assistant's turn, so a model trained on it would not",
+    ("glm4moe", "last"): "writes nothing after an assistant's turn, so a model trained on it would not",
+}
+
+
+@pytest.mark.parametrize(("name", "case"), REFUSED, ids=[f"{name}-{case}" for name, case in REFUSED])
+def test_what_is_refused(name: str, case: str) -> None:
+    template, tokenizer = published(name)
+    row, train_on = conversation(case, "")
+    try:
+        said = Renderer(tokenizer, template, train_on).render([row])[0]
+    except DataError as error:  # of a template that no row can be rendered with
+        said = str(error)
+    assert isinstance(said, str)
+    assert re.search(REFUSED[name, case], said), said
+
+
+OUR_OWN = {"deepseekv3": "deepseek", "glm4moe": "glm", "qwen3": "qwen3", "tokenizer": "qwen3"}
+
+
+@pytest.mark.parametrize("name", OUR_OWN)
+def test_the_way_out_is_one(name: str) -> None:
+    """What a published template refuses, ours of the same family trains on, with the same tokenizer."""
+    _, tokenizer = published(name)
+    template = named_template(OUR_OWN[name])
+    rendered = Renderer(tokenizer, template).render([THOUGHTS])[0]
+    assert isinstance(rendered, Rendered)
+    assert [
+        part.count("Twelve.") + part.count("Dozen.")
+        for part in re.findall("⟦(.*?)⟧", shown(rendered, tokenizer), flags=re.DOTALL)
+    ] == [1, 1]
