@@ -6,11 +6,13 @@ which is imported when it is needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsft.data.spm import bare_model, load_sentencepiece
 from dsft.data.template import named_template
 from dsft.errors import MissingInputError
 from dsft.spec.schema import Model
@@ -78,22 +80,81 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, or of a hub id. Code that comes with it is never run.
+    """The tokenizer in a local folder, or of a hub id, as AutoTokenizer loads it; or that of a bare
+    sentencepiece model, a file or a folder with nothing else. Code that comes with it is never run.
 
-    Raises MissingInputError where there is none, or none that transformers can read.
+    Raises MissingInputError where there is none, or none that can be read.
     """
-    from transformers import AutoTokenizer
-
+    if (model := bare_model(name_or_path)) is not None:
+        return load_sentencepiece(model)
     try:
+        if (light := _without_torch(Path(name_or_path))) is not None:
+            import transformers
+
+            return getattr(transformers, light).from_pretrained(str(name_or_path))  # type: ignore[no-any-return]
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # what the libraries below raise for a damaged file has no common class
         raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
 
 
+PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that takes `tokenizer.json` as it stands."""
+
+NOT_PLAIN = (
+    "hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2",
+)  # fmt: skip
+"""Types of models for which AutoTokenizer (5.23) takes another class, though the folder names a plain one."""
+
+OWN_CLASS = {
+    "Qwen2Tokenizer": ("qwen2", "qwen3"),
+    "GPT2Tokenizer": ("gpt2",),
+    "GPTNeoXTokenizer": ("gpt_neox",),
+    "GemmaTokenizer": ("gemma", "gemma2"),
+    "CohereTokenizer": ("cohere", "cohere2"),
+}
+"""Classes that AutoTokenizer takes where the folder names them, and the types of models that are theirs."""
+
+
+def _without_torch(folder: Path) -> str | None:
+    """The class that AutoTokenizer would choose for a folder, where its files alone tell; None where they do
+    not. AutoTokenizer itself imports torch and every model's config."""
+    try:
+        told = json.loads((folder / "tokenizer_config.json").read_bytes())
+        kind = _model_type(folder / "config.json")
+        name = told["tokenizer_class"]
+        if (
+            "auto_map" in told
+            or not (folder / "tokenizer.json").is_file()
+            or (folder / "tekken.json").exists()
+        ):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    if name in PLAIN:
+        return None if kind in NOT_PLAIN else PLAIN[0]
+    own = str(name).removesuffix("Fast")
+    return own if kind in ("", *OWN_CLASS.get(own, ())) and own in OWN_CLASS else None
+
+
+def _model_type(path: Path) -> str:
+    """Of a config.json; empty where there is none. Raises KeyError where it names none, or a name by which
+    AutoTokenizer chooses as well."""
+    if not path.exists():
+        return ""
+    config = json.loads(path.read_bytes())
+    if "model_name" in config:
+        raise KeyError("model_name")
+    return str(config["model_type"])
+
+
 def _no_tokenizer(name: str, error: Exception) -> str:
     folder = Path(name)
     if folder.is_file():
-        return f"tokenizer {name}: this is a file; give the folder that holds it"
+        return f"tokenizer {name}: this is a file, and no sentencepiece .model; give the folder that holds it"
     if folder.is_dir():
         reason = str(error).strip().split("\n")[0]
         return (

@@ -154,7 +154,7 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
 
 def _digest(model: Model, stages: int) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    sources = "census config lora adapter_names trainable ../data/tokenizer".split()
+    sources = "census config lora adapter_names trainable ../data/tokenizer ../data/spm".split()
     code = [(ROOT / "dsft/model" / f"{source}.py").read_text(encoding="utf-8") for source in sources]
     facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -162,13 +162,16 @@ def _digest(model: Model, stages: int) -> str:
 
 def _files(model: Model) -> list[Path]:
     """The configs below the folders that the model section names, which the census depends on."""
-    folders = [Path(name) for name in (model.name_or_path, model.tokenizer) if name and Path(name).is_dir()]
+    named = [Path(name) for name in (model.name_or_path, model.tokenizer) if name]
+    folders = [path for path in named if path.is_dir()]
     names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json")
-    return [folder / name for folder in folders for name in names if (folder / name).is_file()]
+    found = [folder / name for folder in folders for name in names if (folder / name).is_file()]
+    return found + [path for path in named if path.is_file()]
 
 
 def _is_hub_id(model: Model) -> bool:
-    return any(name is not None and not Path(name).is_dir() for name in (model.name_or_path, model.tokenizer))
+    named = (model.name_or_path, model.tokenizer)
+    return any(name is not None and not Path(name).exists() for name in named)
 
 
 def _cache_folder() -> Path:

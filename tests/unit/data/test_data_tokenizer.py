@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from dsft.data.tokenizer import (
     BYTE_LEVEL_VOCAB_SIZE,
+    NOT_PLAIN,
+    OWN_CLASS,
     SPECIAL_TOKENS,
+    _without_torch,
     byte_level_tokenizer,
     load_tokenizer,
     pad_id,
@@ -91,3 +95,79 @@ def test_the_vocabulary_size_costs_no_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["259", "False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("named", "model_type", "light"),
+    [
+        ("PreTrainedTokenizerFast", None, "PreTrainedTokenizerFast"),
+        ("TokenizersBackend", "llama", "PreTrainedTokenizerFast"),
+        ("TokenizersBackend", "qwen3", "PreTrainedTokenizerFast"),
+        ("PreTrainedTokenizerFast", "mistral", "PreTrainedTokenizerFast"),
+        ("PreTrainedTokenizerFast", "qwen2", None),
+        ("Qwen2Tokenizer", "qwen2", "Qwen2Tokenizer"),
+        ("Qwen2TokenizerFast", "qwen3", "Qwen2Tokenizer"),
+        ("Qwen2Tokenizer", None, "Qwen2Tokenizer"),
+        ("Qwen2Tokenizer", "llama", None),
+        ("GPT2TokenizerFast", "gpt2", "GPT2Tokenizer"),
+        ("GPTNeoXTokenizer", "gpt_neox", "GPTNeoXTokenizer"),
+        ("GemmaTokenizer", "gemma2", "GemmaTokenizer"),
+        ("CohereTokenizerFast", "cohere", "CohereTokenizer"),
+        ("LlamaTokenizer", "llama", None),
+        ("LlamaTokenizerFast", None, None),
+    ],
+)
+def test_without_torch_as_autotokenizer(
+    named: str, model_type: str | None, light: str | None, tmp_path: Path
+) -> None:
+    """The same class, the same backend, the same ids."""
+    from transformers import AutoTokenizer
+
+    TOKENIZER.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert _without_torch(tmp_path) == light
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_which_models_get_another_class_than_their_folder_names() -> None:
+    """As the installed transformers has it."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    plain = {"TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend", "MistralCommonBackend", None}
+    other = {
+        kind
+        for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        if auto.TOKENIZER_MAPPING_NAMES.get(kind) not in plain
+    }
+    assert set(NOT_PLAIN) == other
+    for name, kinds in OWN_CLASS.items():
+        assert {auto.TOKENIZER_MAPPING_NAMES[kind].removesuffix("Fast") for kind in kinds} == {name}
+
+
+def test_code_that_comes_with_it_is_never_run(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    assert _without_torch(tmp_path) is None
+    with pytest.raises(MissingInputError):
+        load_tokenizer(tmp_path)
+
+
+def test_a_plain_folder_is_read_without_torch(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    code = (
+        "import sys; from dsft.data.tokenizer import load_tokenizer; "
+        f"load_tokenizer({str(tmp_path)!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,239 @@
+"""Tokenizers of a bare sentencepiece model: takes a `tokenizer.model`, gives a transformers tokenizer with
+the same ids as sentencepiece's own encode.
+
+A BPE model is converted into a fast tokenizer. A unigram model is not: sentencepiece adds up scores in
+float32, the tokenizers library in float64, so that of two cuts that are equally likely ("--------") each
+takes another; sentencepiece itself cuts there, and only what is exported for transformers is converted.
+Special tokens are those that the model names. What stands between two of them is encoded like a text of its
+own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsft.data.spm_model import (
+    BPE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Piece,
+    SpmModel,
+    parse,
+)
+from dsft.errors import MissingInputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+MODEL_FILE = "tokenizer.model"
+OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""Beside these a `tokenizer.model` is not bare: transformers knows what to make of it."""
+
+SPACE = "▁"
+PROBES = (
+    "", " ", "  a  b ", "\n", "a\tb\r\n\n c", "Hello, world! It's 12:30.", "--------", "aaaaaaaaaaaaa",
+    "ababababa", "na\u00efve \ufb01anc\u00e9e \u00bd \uff21\uff22", "\u65e5\u672c\u8a9e\u3002",
+    "\u041f\u0440\u0438\u0432\u0435\u0442", "\u0627\u0644\u0639",
+    "\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469", "\u00a0\u3000x", "\u2581a", "<0x41>", "x <0x0A> y",
+    "e\u0301 \u200b \ufeff \ufffd", "f(x):\n    return x ** 2  # ok\n",
+)  # fmt: skip
+"""Ligatures, full-width letters, scripts, emoji, odd spaces, what looks like sentencepiece's own signs."""
+
+
+def bare_model(name: str | Path) -> Path | None:
+    """The sentencepiece model that `name` is, or that lies in the folder `name` with nothing beside it that
+    says more; None where it is no such thing."""
+    path = Path(name)
+    if path.is_file() and path.suffix == ".model":
+        return path
+    if (path / MODEL_FILE).is_file() and not any((path / other).exists() for other in OTHER_FILES):
+        return path / MODEL_FILE
+    return None
+
+
+def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    """Raises MissingInputError for a file that is no sentencepiece model, and for a model of a kind whose ids
+    would not be sentencepiece's own."""
+    model = _read(path)
+    reason = _not_built(model)
+    if reason is not None:
+        raise MissingInputError(
+            f"tokenizer {path}: {reason}, which is not built; give a folder with the tokenizer.json that "
+            "transformers makes of it"
+        )
+    if model.kind == UNIGRAM:
+        return _kept(path)
+    tokenizer = as_fast(path)
+    text = _differing(path, tokenizer)
+    if text is not None:
+        raise MissingInputError(
+            f"tokenizer {path}: the text {text[:40]!r} gets other ids when it is converted than from "
+            "sentencepiece; give a folder with the tokenizer.json that transformers makes of it"
+        )
+    return tokenizer
+
+
+def as_fast(path: Path) -> PreTrainedTokenizerBase:
+    """The model converted, as transformers loads it everywhere."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    model = _read(path)
+    return tokenizer_class(  # type: ignore[no-any-return]
+        tokenizer_object=converted(model), clean_up_tokenization_spaces=False, **_special_tokens(model)
+    )
+
+
+def converted(model: SpmModel) -> Tokenizer:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    symbols = sorted(model.texts(USER_DEFINED), key=len, reverse=True)
+    unknown = next(index for index, piece in enumerate(model.pieces) if piece.kind == UNKNOWN)
+    backend: Any
+    if model.kind == UNIGRAM:
+        backend = Tokenizer(models.Unigram(_unigram_scores(model.pieces), unknown, model.byte_fallback))
+    else:
+        backend = Tokenizer(
+            models.BPE(
+                {piece.text: index for index, piece in enumerate(model.pieces)},
+                list(_merges(model.pieces)),
+                unk_token=model.pieces[unknown].text,
+                fuse_unk=True,
+                byte_fallback=model.byte_fallback,
+                ignore_merges=bool(symbols),
+            )
+        )
+    splits: list[Any] = []
+    if symbols and model.kind == BPE:  # each is a segment of its own, and taken whole (ignore_merges)
+        splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, symbols))), "isolated"))
+    if model.byte_fallback:  # "<0x41>" spelled out is no byte: where it is a whole segment, or anywhere
+        spelled = Regex(r"<(?=0x[0-9A-F]{2}>)" if model.kind == UNIGRAM else r"\A<(?=0x[0-9A-F]{2}>\z)")
+        splits.append(pre_tokenizers.Split(spelled, "isolated"))
+    backend.normalizer = normalizers.Sequence(_normalizers(model))
+    if splits:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if model.add_dummy_prefix else [])
+    )
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in model.texts(CONTROL, UNKNOWN)]
+    )
+    return backend  # type: ignore[no-any-return]
+
+
+def _normalizers(model: SpmModel) -> list[Any]:
+    """As sentencepiece's normalizer.cc: its table, spaces, the prefix, then the sign for a space."""
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = []
+    if model.charsmap:
+        steps.append(normalizers.Precompiled(model.charsmap))
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if model.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE if model.escape_whitespaces else " "))
+    if model.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", SPACE))
+    return steps
+
+
+def _merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
+    """Each way to join two pieces into a third, the best third first; of one, that with the shortest left."""
+    scores = {piece.text: piece.score for piece in pieces if piece.kind == NORMAL}
+    for joined in sorted(scores, key=lambda piece: -scores[piece]):
+        for cut in range(1, len(joined)):
+            if joined[:cut] in scores and joined[cut:] in scores:
+                yield joined[:cut], joined[cut:]
+
+
+def _unigram_scores(pieces: Sequence[Piece]) -> list[tuple[str, float]]:
+    """User-defined symbols win over what they are made of, as in unigram_model.cc; other pieces that are no
+    text have the lowest score."""
+    scores = [piece.score for piece in pieces if piece.kind == NORMAL]
+    low, high = min(scores, default=0.0), max(scores, default=0.0)
+
+    def score(piece: Piece) -> float:
+        if piece.kind == NORMAL:
+            return piece.score
+        return max(high, 0.0) * len(piece.text) - 0.1 if piece.kind == USER_DEFINED else low
+
+    return [(piece.text, score(piece)) for piece in pieces]
+
+
+def _special_tokens(model: SpmModel) -> dict[str, str]:
+    return {f"{name}_token": model.pieces[index].text for name, index in model.special.items()}
+
+
+def _kept(path: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that asks sentencepiece itself."""
+    from dsft.data.spm_tokenizer import SentencePieceTokenizer
+
+    made: Any = SentencePieceTokenizer
+    special = {name: None for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return made(vocab_file=str(path), **(special | _special_tokens(_read(path))))  # type: ignore[no-any-return]
+
+
+def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
+    """What transformers loads in place of `tokenizer`, which asks the model at `path`."""
+    from tokenizers import AddedToken
+
+    fast: Any = as_fast(path)
+    added = [
+        AddedToken(token.content, special=token.special, normalized=False)
+        for _, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.content not in fast.get_vocab()
+    ]
+    fast.add_tokens(added)
+    fast.chat_template = tokenizer.chat_template
+    fast.save_pretrained(folder)
+    shutil.copyfile(path, folder / MODEL_FILE)
+
+
+def _differing(path: Path, tokenizer: Any) -> str | None:
+    """A text that the converted tokenizer gives other ids than sentencepiece."""
+    import sentencepiece
+
+    own = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    names = [own.id_to_piece(i) for i in range(own.get_piece_size()) if not own.is_control(i)]
+    words = [name.replace(SPACE, " ") for name in names if not name.startswith("<0x")]
+    texts = [*PROBES, *words, *(" ".join(words[i :: len(words) // 100 + 1]) for i in range(20))]
+    special = _read(path).texts(CONTROL, UNKNOWN)
+    plain = [text for text in texts if not any(token in text for token in special)]
+    ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
+    return next((text for text, found in zip(plain, ids, strict=True) if own.encode(text) != found), None)
+
+
+def _not_built(model: SpmModel) -> str | None:
+    if model.kind not in (UNIGRAM, BPE):
+        return "it is a word or character model of sentencepiece"
+    if model.space_is_suffix:
+        return "its spaces stand behind words (treat_whitespace_as_suffix)"
+    if model.kind == BPE and model.texts(UNUSED):
+        return "it has pieces that are not used"
+    if len(model.texts(UNKNOWN)) != 1:
+        return "it has not one piece for what is unknown"
+    return None
+
+
+def _escaped(symbol: str) -> str:
+    """For Oniguruma: every character by its number."""
+    return "".join(f"\\x{{{ord(letter):x}}}" for letter in symbol)
+
+
+def _read(path: Path) -> SpmModel:
+    try:
+        return parse(path.read_bytes())
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MissingInputError(
+            f"tokenizer {path}: this is no sentencepiece model ({reason}); give the file whole"
+        ) from None
