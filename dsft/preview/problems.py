@@ -59,19 +59,22 @@ class Source:
 
 
 def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: bool = False) -> Problems:
-    """By kind, and of each kind in the order of the sources. pairs: two rows each, of one content."""
+    """By kind, and of each kind in the order of the sources. pairs: a chosen and a rejected answer of a line
+    are two rows, and told of once."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
-    earlier = _earlier(sources, pairs)
+    earlier = _earlier(sources)
     start = 0
     for source in sources:
         account = source.rows.account
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
         said = earlier[start : start + source.count]
-        masks = _masks(source, data) | {"duplicate": said >= 0}
+        rejected = _rejected(source) if pairs else np.zeros(source.count, np.bool_)
+        masks = _masks(source, data) | {"duplicate": (said >= 0) & ~rejected}
         start += source.count
-        for kind, mask in masks.items():
+        for kind, every in masks.items():
+            mask = every & ~(rejected & np.roll(every, 1))
             counts[kind] += int(np.count_nonzero(mask))
             for row in np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].tolist():
                 reason = (
@@ -82,6 +85,11 @@ def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: boo
                 found[kind].append(RowProblem(source.rows.source(row), kind, reason))
     happened = {kind: count for kind, count in counts.items() if count}
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
+
+
+def kinds_of(source: Source, row: int, data: Data) -> list[str]:
+    """What is wrong with one row, in words, but for what other rows say."""
+    return [KINDS[kind] for kind, mask in _masks(source, data).items() if mask[row]]
 
 
 def row_of(part: RowPart) -> NDArray[np.int32]:
@@ -117,13 +125,21 @@ def _stopped_short(part: RowPart, count: int) -> Mask:
     return found
 
 
-def _earlier(sources: Sequence[Source], pairs: bool) -> NDArray[np.int64]:
+def _rejected(source: Source) -> Mask:
+    """(count,): the rejected answers, which stand behind the chosen one of their line."""
+    rows, content = source.rows, source.rows.content[: source.count]
+    found = np.zeros(source.count, np.bool_)
+    for row in (np.flatnonzero(content[1:] == content[:-1]) + 1).tolist():
+        found[row] = rows.source(row) == rows.source(row - 1)
+    return found
+
+
+def _earlier(sources: Sequence[Source]) -> NDArray[np.int64]:
     """(rows of all sources,): the first row that says the same, or -1 where that is the row itself."""
     content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
     _, first, inverse = np.unique(content, return_index=True, return_inverse=True)
     earlier, own = first[inverse], np.arange(len(content))
-    is_rejected = pairs & (own > 0) & (content == np.roll(content, 1)) & (earlier == own - 1)
-    return np.where((earlier == own) | is_rejected, -1, earlier)
+    return np.where(earlier == own, -1, earlier)
 
 
 def _place(sources: Sequence[Source], row: int) -> str:

@@ -91,7 +91,8 @@ def _legend(style: Style) -> Text:
 
 def title_of(row: ShownRow) -> str:
     """One line of what a row is."""
-    said = [f"row {row.number}", row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
+    said = [f"row {row.number}"] if row.number is not None else []
+    said += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
     if row.answer:
         said.append(f"{row.answer}, after a shared prompt of {row.prompt:,} tokens")
     if len(row.segments) > 1:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsft.data.dataset import Example
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,16 +34,16 @@ class Token:
     special: bool
 
 
-def tokens_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
-    """Each token of an example, in order."""
-    ids = example.input_ids.tolist()
+def tokens_of(
+    input_ids: NDArray[np.int32], trained: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase
+) -> list[Token]:
+    """Each of the tokens (T,), in order."""
+    ids = input_ids.tolist()
     names = tokenizer.convert_ids_to_tokens(ids)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     return [
-        Token(i, text, str(name), trained, i in special)
-        for i, text, name, trained in zip(
-            ids, texts_of(ids, tokenizer), names, example.trained.tolist(), strict=True
-        )
+        Token(i, text, str(name), on, i in special)
+        for i, text, name, on in zip(ids, texts_of(ids, tokenizer), names, trained.tolist(), strict=True)
     ]
 
 

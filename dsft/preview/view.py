@@ -5,7 +5,7 @@ Takes what was collected and what is asked for. Decodes the rows that are shown,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from dsft.data.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, problems_of, row_of
+from dsft.preview.problems import Problems, kinds_of, problems_of, row_of
 from dsft.preview.tokens import Token, tokens_of
 from dsft.preview.units import Units, units_of
 from dsft.preview.worst import worst_of
@@ -26,16 +26,16 @@ from dsft.preview.worst import worst_of
 
 @dataclass(frozen=True)
 class ShownRow:
-    """An example of the run.
+    """An example of the run, or a row that is left out.
 
-    number    from 1, in the order of the files
+    number    from 1, in the order of the files; None: left out
     segments  tokens of each piece that sees only itself
     happened  what became of the row that it is of; empty where it is whole
     why       it is shown
     answer    chosen or rejected, of a pair; prompt: tokens at its start that both have before the answer
     """
 
-    number: int
+    number: int | None
     source: str
     tokens: tuple[Token, ...]
     segments: tuple[int, ...]
@@ -102,9 +102,9 @@ def view(found: Collected, wanted: Wanted) -> View:
     spec, show = found.spec, Shower(found)
     data, some = show.data, len(show.units.examples) > 0
     if wanted.row is not None:
-        which = show.numbers(wanted.row)
+        rows = show.named(wanted.row)
     else:
-        which = show.units.examples[: wanted.rows].ravel().tolist()
+        rows = [show.row(index) for index in show.units.examples[: wanted.rows].ravel().tolist()]
     pairs = spec.task == "dpo"
     refusal = found.refusal
     return View(
@@ -118,7 +118,7 @@ def view(found: Collected, wanted: Wanted) -> View:
         trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
         steps=steps_of(data.lengths, show.units, spec, found.batch) if some else None,
         micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
-        rows=tuple(map(show.row, which)),
+        rows=tuple(rows),
         worst=show.worst() if some and wanted.worst else (),
         problems=problems_of(found.sources, spec.data, wanted.problems, pairs=pairs),
         refusal=None if refusal is None else (refusal.title, refusal.problems),
@@ -141,7 +141,7 @@ class Shower:
 
     def row(self, index: int, why: str = "") -> ShownRow:
         example = self.data[index]
-        tokens = tuple(tokens_of(example, self.found.tokenizer))
+        tokens = tuple(tokens_of(example.input_ids, example.trained, self.found.tokenizer))
         answer, prompt = self._answer(index)
         happened = self._happened(index)
         return ShownRow(
@@ -163,20 +163,34 @@ class Shower:
         kinds = worst_of(self.data, self.found.tokenizer, pairs=self.found.spec.task == "dpo")
         return tuple(ShownWorst(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
 
-    def numbers(self, row: str) -> list[int]:
-        """Of the examples that `row` means: its number from 1, or file:line."""
+    def named(self, name: str) -> list[ShownRow]:
+        """What `name` means, a number from 1 or file:line; a row that is left out as it would be."""
         count = len(self.data)
-        if not count:
-            raise _no_row(row, "none is left")
-        if row.isdecimal():
-            if not 1 <= int(row) <= count:
-                raise _no_row(row, f"there are {count:,}, counted from 1")
-            return [int(row) - 1]
-        which = [i for i in range(count) if _is_named(self.data.source(i), row)]
-        if not which:
-            ends = self.data.source(0), self.data.source(count - 1)
-            raise _no_row(row, f"the first is {ends[0]}, the last {ends[1]}")
-        return which
+        if name.isdecimal():
+            if not 1 <= int(name) <= count:
+                raise _no_row(name, f"there are {count:,}, counted from 1")
+            return [self.row(int(name) - 1)]
+        which = [i for i in range(count) if _is_named(self.data.source(i), name)]
+        rows = [self.row(i) for i in which] or list(self._left_out(name))
+        if not rows:
+            ends = (
+                f"the first is {self.data.source(0)}, the last {self.data.source(count - 1)}" if count else ""
+            )
+            raise _no_row(name, ends or "none is left")
+        return rows
+
+    def _left_out(self, name: str) -> Iterator[ShownRow]:
+        for source in self.found.sources:
+            for place, reason in source.rows.account.bad:
+                if _is_named(place, name):
+                    raise _no_row(name, f"it cannot be read: {reason}")
+            for row in range(source.count):
+                place = source.rows.source(row)
+                if _is_named(place, name):
+                    whole = source.rows.read(row)
+                    tokens = tuple(tokens_of(whole.input_ids, whole.trained, self.found.tokenizer))
+                    why = ", ".join(["left out", *kinds_of(source, row, self.found.spec.data)])
+                    yield ShownRow(None, place, tokens, (len(tokens),), why)
 
     def _answer(self, index: int) -> tuple[str, int]:
         """Of a pair: which answer it is, and how many tokens both begin with, before any is trained on."""

@@ -48,6 +48,16 @@ def test_a_row_that_is_not_there(preview: Preview, row: str) -> None:
     assert (code, out) == (2, "") and f"--row: '{row}' is none of the rows" in err
 
 
+def test_a_row_that_is_left_out(preview: Preview) -> None:
+    code, out, err = preview("--row", "rows.jsonl:4", rows=MIXED)
+    assert code == 65 and "rows.jsonl:4, 83 tokens, 61 trained on, left out, too long: a run stops\n" in out
+    code, out, err = preview("--row", "rows.jsonl:2", rows=MIXED)
+    assert (code, out) == (
+        2,
+        "",
+    ) and "'rows.jsonl:2' is none of the rows that are trained on; it cannot be" in err
+
+
 def test_a_truncated_row_says_what_is_kept(preview: Preview) -> None:
     _, out, _ = preview(
         "--row", "1", rows=[talk("a?", "x" * 90)], data="max_length: 64, on_too_long: truncate"
@@ -69,6 +79,9 @@ def test_pairs_are_read_though_dpo_is_not_trained_yet(preview: Preview) -> None:
     for answer in ("12 tokens, 5 trained on, chosen", "15 tokens, 8 trained on, rejected"):
         assert f"rows.jsonl:1, {answer}, after a shared prompt of 7 tokens\n" in out
     assert "padded: 4 rows of" in out
+    _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
+    assert "1 row too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
+    assert "1 row saying what an earlier row says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
 
 
 def test_first_micro_batch_packed_and_padded(preview: Preview) -> None:
