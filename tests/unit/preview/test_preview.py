@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.preview.conftest import ROWS, Preview, talk
+
+DOCS = Path(__file__).parents[3] / "docs" / "preview.md"
 
 MIXED = [talk("a?", "one"), "no row", talk("a?", "one"), talk("b?", "x" * 60), talk("c?", "y" * 90)]
 PAIRS = [{"prompt": "Say hi.", "chosen": f"Hi {i}", "rejected": f"Hit {'no ' * i}"} for i in range(1, 4)]
@@ -164,3 +167,26 @@ def test_what_is_not_there(preview: Preview) -> None:
         and err == "error: --html none/page.html: the folder none does not exist; make it or name another\n"
     )
     assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()
+
+
+# --- docs -------------------------------------------------------------------------------------------------
+
+
+def lines_in_order(wanted: str, printed: str) -> bool:
+    found = iter(printed.splitlines())
+    return all(line in found for line in wanted.splitlines() if line != "…")
+
+
+def test_what_the_docs_show_is_printed(preview: Preview) -> None:
+    quickstart, problems = re.findall(
+        r"```\n\$ dsft .*?\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL
+    )
+    bird = talk("Name a bird that cannot fly, please.", "The ostrich.")
+    rows = [talk("1 + 1?", "2"), talk("1 + 1?", "2"), bird, {"message": "?"}]
+    kept = "max_length: 48, on_too_long: truncate, on_bad_row: drop"
+    printed = preview("--problems", rows=rows, data=kept)[1]
+    assert lines_in_order(problems, printed.replace("rows.jsonl", "hand.jsonl").replace("small:", "hand:"))
+    arguments = ("name=quickstart", "data.train=[{path: builtin:quickstart}]", "train.max_steps=200")
+    sizes = "global_batch_size: 8, micro_batch_size: 8"
+    printed = preview("--rows", "1", *arguments, data="max_length: 512, packing: true", train=sizes)[1]
+    assert lines_in_order(quickstart, printed)
