@@ -1,0 +1,409 @@
+"""Which rows are trained on and which held out, and that the account of them adds up (rows 25 to 27 and 30 of
+the fault matrix)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.checkpoint.compare import _other_rows
+from dsft.data import build, store
+from dsft.data.booking import Booked, Cutting, book
+from dsft.data.division import Read, divide
+from dsft.data.held_out import also_in, held_out_below, is_below, is_duplicate
+from dsft.data.ledger import Ledger, table, total
+from dsft.data.load import Loaded, load_data
+from dsft.data.order import Order
+from dsft.data.pieces import OnTooLong
+from dsft.data.rows import Account
+from dsft.data.store import IN_MEMORY, Cache
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DataError
+from dsft.spec.schema import Data, Source
+from tests.unit.data.token_rows import FakeRows
+
+TOKENIZER = byte_level_tokenizer()
+hashes = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 5), max_size=40)
+
+
+def as_hashes(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array(values, dtype=np.uint64)
+
+
+# --- by content -------------------------------------------------------------------------------------------
+
+
+@given(hashes, hashes)
+def test_duplicates_and_what_stands_elsewhere(one: list[int], other: list[int]) -> None:
+    assert is_duplicate(as_hashes(one)).tolist() == [value in one[:i] for i, value in enumerate(one)]
+    parts = [as_hashes(other[:3]), as_hashes(other[3:])]
+    assert also_in(as_hashes(one), parts).tolist() == [value in other for value in one]
+
+
+@given(hashes, st.floats(0.01, 0.99), st.integers(1, 50), st.randoms())
+def test_a_row_is_held_out_by_what_it_says_alone(
+    pool: list[int], fraction: float, count: int, random: Any
+) -> None:
+    border = held_out_below(as_hashes(pool), fraction, None)
+    assert is_below(as_hashes(pool), border).tolist() == [value < fraction * 2**64 for value in pool]
+    fewest = is_below(as_hashes(pool), held_out_below(as_hashes(pool), None, count))
+    assert min(count, len(pool)) <= np.count_nonzero(fewest)
+    assert len({value for value, held in zip(pool, fewest, strict=True) if held}) <= count
+    shuffled = random.sample(pool, len(pool))
+    again = is_below(as_hashes(shuffled), held_out_below(as_hashes(shuffled), None, count))
+    assert sorted(zip(pool, fewest, strict=True)) == sorted(zip(shuffled, again, strict=True))
+
+
+def test_all_of_the_hashes_can_be_held_out() -> None:
+    ends = as_hashes([0, 2**64 - 1])
+    assert is_below(ends, held_out_below(ends, None, 2)).all()
+    assert not is_below(ends, held_out_below(as_hashes([]), None, 2)).any()
+
+
+# --- the account ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def a_source(draw: st.DrawFn) -> FakeRows:
+    rows = []
+    for _ in range(draw(st.integers(0, 15))):
+        length = draw(st.integers(1, 25))
+        kind = draw(st.sampled_from(["all", "none", "some"]))
+        some = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        rows.append((range(length), {"all": [True] * length, "none": [False] * length, "some": some}[kind]))
+    few = st.frozensets(st.integers(0, 14), max_size=4)
+    said = draw(
+        st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1), min_size=len(rows), max_size=len(rows))
+    )
+    account = Account(blank_lines=draw(st.integers(0, 3)), bad_rows=draw(st.integers(0, 3)))
+    return FakeRows(rows, draw(few), account, said, draw(few))
+
+
+@given(st.lists(a_source(), min_size=1, max_size=3), st.sampled_from(["drop", "truncate", "split", "fill"]))
+@settings(max_examples=80, deadline=None)
+def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnTooLong) -> None:
+    sources = tuple(Source(path=f"{i}.jsonl", max_rows=10) for i in range(len(given)))
+    data = Data(train=sources, eval_fraction=0.3)
+    reads = [Read("data.train", str(i), sources[i], rows) for i, rows in enumerate(given)]
+    sets = divide(data, reads, [], ())
+    booked = [book(one, Cutting(8, how, None)) for one in sets]
+    for one in booked:
+        for ledger, chosen in zip(one.ledgers, one.of.chosen, strict=True):
+            left_out = ledger.bad + ledger.empty + ledger.undesirable + ledger.held_out + ledger.dropped
+            assert ledger.rows == ledger.used + left_out + ledger.without_target
+            assert ledger.used >= ledger.split and ledger.used >= ledger.without_end
+            check_tokens(ledger, one, chosen.read, how)
+        check_examples(one)
+    train = booked[0].total
+    assert train.rows == sum(min(10, len(rows.given)) + rows.account.bad_rows for rows in given)
+    assert train.held_out == sum(one.total.rows for one in booked[1:])
+    said = [value for rows in given for value in (rows.said or [])[:10]]
+    assert train.duplicate == len(said) - len(set(said))
+    is_held = {
+        chosen.read.rows.content[row] for one in booked[1:] for chosen in one.of.chosen for row in chosen.rows
+    }
+    is_trained = {chosen.read.rows.content[row] for chosen in booked[0].of.chosen for row in chosen.rows}
+    assert not is_held & is_trained
+
+
+def check_tokens(ledger: Ledger, one: Booked, read: Read, how: OnTooLong) -> None:
+    """All tokens that were read stand in examples, or were lost, or are of rows that were left out whole."""
+    of = [i for i, chosen in enumerate(one.of.chosen) if chosen.read is read][0]
+    whole = int(read.rows.lengths[one.of.chosen[of].rows].sum())
+    unused = int(np.minimum(read.rows.lengths[one.cuts[of].without_target], 8).sum())
+    overlap = 0
+    if how == "split":
+        pieces = [max(1, -((1 - int(n)) // 7)) for n in read.rows.lengths[one.of.chosen[of].rows]]
+        overlap = sum(pieces) - len(pieces)
+    assert whole + overlap == ledger.example_tokens + ledger.lost_tokens + unused
+    assert ledger.trained_tokens + ledger.masked_tokens == ledger.example_tokens
+
+
+def check_examples(one: Booked) -> None:
+    data, sums = one.dataset(), one.total
+    examples = list(data)
+    assert sums.examples == len(examples)
+    assert sums.example_tokens == sum(len(example.input_ids) for example in examples)
+    assert sums.trained_tokens == sum(example.target_count for example in examples)
+    assert all(example.target_count for example in examples)  # never a loss over nothing
+
+
+def test_the_table_has_the_columns_that_say_something() -> None:
+    web = Ledger(rows=1200, examples=1100, example_tokens=50_000, trained_tokens=9000, dropped=100)
+    small = Ledger(rows=5, examples=5, example_tokens=50, trained_tokens=40)
+    assert table({"web": web, "small": small}) == [
+        "        rows  examples  tokens  trained on  dropped",
+        "web    1,200     1,100  50,000       9,000      100",
+        "small      5         5      50          40        0",
+        "all    1,205     1,105  50,050       9,040      100",
+    ]
+    assert total([web, small]).rows == 1205
+
+
+# --- through files ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    task: str
+    data: Data
+
+
+def text(*rows: str) -> str:
+    return "".join(json.dumps({"text": row}) + "\n" for row in rows)
+
+
+def answered(question: str, answer: str) -> str:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns}) + "\n"
+
+
+def loaded(
+    files: dict[str, str],
+    held_out: tuple[str, ...] = (),
+    cache: Cache = IN_MEMORY,
+    task: str = "sft",
+    **keys: Any,
+) -> Loaded:
+    """All files in the working folder that are not held out are trained on."""
+    for name, content in files.items():
+        Path(name).write_text(content)
+    of_source = keys.pop("of_source", {})
+    train = tuple(Source(path=name, **of_source.get(name, {})) for name in files if name not in held_out)
+    held = tuple(Source(path=name) for name in held_out)
+    return load_data(
+        Wanted(task, Data(train=train, eval=held, **{"max_length": 64, **keys})), TOKENIZER, cache
+    )
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def said(data: Any) -> list[str]:
+    return [TOKENIZER.decode(example.input_ids).removesuffix("<|im_end|>") for example in data]
+
+
+ROWS = [f"row {i}" for i in range(40)]
+
+
+def test_rows_that_are_added_move_none_to_the_other_side() -> None:
+    before = loaded({"a.jsonl": text(*ROWS[:25])}, eval_fraction=0.3)
+    after = loaded({"a.jsonl": text(*ROWS[::-1], *ROWS[5:9])}, eval_fraction=0.3)
+    held, now = set(said(before.held_out[0].data)), set(said(after.held_out[0].data))
+    assert held <= now and now - held <= set(ROWS[25:])
+    assert not now & set(said(after.train)) and now | set(said(after.train)) == set(ROWS)
+    assert 0.1 < len(now) / 40 < 0.5
+    assert after.account["train"]["total"]["duplicate"] == 4
+
+
+def test_a_count_is_that_many_rows() -> None:
+    found = loaded({"a.jsonl": text(*ROWS)}, eval_count=7)
+    assert len(found.held_out[0].data) == 7 and len(found.train) == 33
+    assert [one.name for one in found.held_out] == [None]
+    assert set(said(loaded({"a.jsonl": text(*ROWS)}, eval_count=3).held_out[0].data)) < set(
+        said(found.held_out[0].data)
+    )
+
+
+def test_both_a_file_and_held_out_rows_are_evaluated_and_what_they_share_with_train_is_told() -> None:
+    files = {
+        "a.jsonl": text(*ROWS[:20]),
+        "b.jsonl": text(*ROWS[20:]),
+        "test.jsonl": text(*ROWS[18:22], "new"),
+    }
+    found = loaded(files, ("test.jsonl",), eval_fraction=0.3, of_source={"a.jsonl": {"name": "web"}})
+    assert [one.name for one in found.held_out] == ["test", "web", "held_out"]
+    assert set(said(found.held_out[1].data)) <= set(ROWS[:20])
+    shared = set(said(found.train)) & set(said(found.held_out[0].data))
+    assert found.account["held_out"]["test"]["also_in_train"] == len(shared) > 0
+    told = [line for line in found.lines if "say what a row of data.train says" in line]
+    assert len(told) == 1 and told[0].startswith(f"data.eval test: {len(shared)} of 5 rows")
+    assert list(found.account["train"]["sources"]) == ["web", "b"]
+
+
+def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> None:
+    files = {
+        "a.jsonl": '{"text": 1}\n' + text("x"),
+        "b.jsonl": "[\n" + text("y"),
+        "c.jsonl": text("z") + "{\n",
+    }
+    with pytest.raises(DataError, match="3 mistakes in the data") as error:
+        loaded(files, ("b.jsonl", "c.jsonl"))
+    assert [problem.where for problem in error.value.problems] == ["a.jsonl:1", "b.jsonl:1", "c.jsonl:2"]
+    long = {"a.jsonl": text("x" * 70, "y"), "b.jsonl": text("y", "z" * 80)}
+    with pytest.raises(DataError, match="2 rows are too long") as error:
+        loaded(long, ("b.jsonl",))
+    assert [problem.where for problem in error.value.problems] == ["a.jsonl:1", "b.jsonl:2"]
+
+
+def test_bad_rows_can_be_dropped_counted_and_listed() -> None:
+    found = loaded({"a.jsonl": text("x") + "{\n" + text("y") + '{"text": 2}\n'}, on_bad_row="drop")
+    assert said(found.train) == ["x", "y"]
+    assert found.account["train"]["total"]["bad"] == 2
+    assert [row["source"] for row in found.account["train"]["sources"]["a"]["bad_rows"]] == [
+        "a.jsonl:2",
+        "a.jsonl:4",
+    ]
+    assert any(line.startswith("data.train: dropped a.jsonl:4: ") for line in found.lines)
+
+
+LOSSY = {"a.jsonl": text("x" * 70, "y", "", "y", "z") + "{\n"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"max_dropped_fraction": 0.3, "on_too_long": "drop"},
+            "data.max_dropped_fraction: 3 of 6 rows (0.5) are left out, the limit is 0.3; the first: "
+            "a.jsonl:6, a.jsonl:1, a.jsonl:3",
+        ),
+        (
+            {"max_truncated_fraction": 0.1, "on_too_long": "truncate"},
+            "data.max_truncated_fraction: 1 of 6 rows (0.167) are truncated, the limit is 0.1; the first: "
+            "a.jsonl:1",
+        ),
+        (
+            {"max_duplicate_fraction": 0.0, "on_too_long": "drop"},
+            "data.max_duplicate_fraction: 1 of 6 rows (0.167) are duplicates, the limit is 0; the first: "
+            "a.jsonl:4",
+        ),
+    ],
+)
+def test_a_loss_over_its_limit_stops_the_run(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError) as error:
+        loaded(LOSSY, on_bad_row="drop", **keys)
+    assert str(error.value) == f"data.train is over the spec's limits:\n  {told}"
+    limit = next(key for key in keys if key.startswith("max"))
+    loaded(LOSSY, on_bad_row="drop", **{**keys, limit: 0.5})
+
+
+def test_all_limits_are_told_at_once() -> None:
+    keys = {"max_dropped_fraction": 0.0, "max_duplicate_fraction": 0.0, "max_truncated_fraction": 0.0}
+    with pytest.raises(DataError) as error:
+        loaded(LOSSY, on_bad_row="drop", on_too_long="truncate", **keys)
+    assert len(error.value.problems) == 3
+
+
+# --- rows 25 and 26 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "held_out", "keys", "told"),
+    [
+        ({"a.jsonl": ""}, (), {}, "no rows to train on:\n  a.jsonl: holds no row"),
+        (
+            {"a.jsonl": text("x"), "b.jsonl": ""},
+            ("b.jsonl",),
+            {},
+            "no rows to evaluate:\n  b.jsonl: holds no row",
+        ),
+        (
+            {"a.jsonl": text("", "x" * 70)},
+            (),
+            {"on_too_long": "drop"},
+            "data.train: 2 rows were read: 1 empty, 1 dropped as longer than data.max_length (64 tokens);",
+        ),
+        (
+            {"a.jsonl": answered("x", "")[:-1].replace("assistant", "user") + "\n"},
+            (),
+            {"on_bad_row": "drop"},
+            "data.train: 1 rows were read: 1 dropped as bad;",
+        ),
+        (
+            {"a.jsonl": text("x", "y")},
+            (),
+            {"eval_count": 2},
+            "data.train: 2 rows were read: 2 held out;",
+        ),
+        (
+            {"a.jsonl": text("x", "y")},
+            (),
+            {"eval_fraction": 1e-9},
+            "no rows to evaluate:\n  data.eval_fraction: no row of data.train is held out by it",
+        ),
+    ],
+)
+def test_row_25_nothing_left_says_what_left_it_out(
+    files: dict[str, str], held_out: tuple[str, ...], keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        loaded(files, held_out, **keys)
+    assert told in str(error.value)
+    assert error.value.exit_code == 65
+
+
+def test_row_25_fewer_rows_than_a_global_batch_are_one_step() -> None:
+    found = loaded({"a.jsonl": text("x", "y")})
+    assert sorted(Order(found.train, 64, 0).step(5).ids.tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "examples", "figures"),
+    [
+        ("drop", ["fits"], {"dropped": 2, "used": 1}),
+        ("truncate", ["question too long", "answer too long", "fits"], {"truncated": 2, "without_end": 1}),
+    ],
+)
+def test_row_26_long_rows_by_the_policy_that_is_asked_for(
+    how: str, examples: list[str], figures: dict[str, int]
+) -> None:
+    rows = {
+        "question too long": answered("q" * 200, "short"),
+        "answer too long": answered("short", "a" * 200),
+        "fits": answered("q", "a"),
+    }
+    found = loaded({"a.jsonl": "".join(rows.values())}, on_too_long=how)
+    assert [list(rows)[int(example.source[-1]) - 1] for example in found.train] == examples
+    sums = found.account["train"]["total"]
+    assert {name: sums[name] for name in figures} == figures
+    assert all(1 <= example.target_count and len(example.input_ids) <= 64 for example in found.train)
+    if how == "truncate":
+        assert found.train[0].target_count == len("short") + 1  # the whole answer, with its end
+
+
+# --- rows 27 and 30 ---------------------------------------------------------------------------------------
+
+
+def test_row_27_workers_make_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_SMALL", 0)  # workers, however small the files are
+    started = Mock(side_effect=build._Worker)
+    monkeypatch.setattr(build, "_Worker", started)
+    Path("rows").mkdir()
+    for name, rows in (("a", ROWS), ("b", [row * 3 for row in ROWS])):
+        Path(f"rows/{name}.jsonl").write_text(text(*rows))
+    sources = (Source(path="rows", weight=2.0), Source(path="rows/b.jsonl", weight=1.0))
+    wanted = Wanted("sft", Data(train=sources, max_length=64, eval_fraction=0.2))
+    caches = (Cache(Path("none"), 0), Cache(Path("two"), 2), IN_MEMORY)
+    one, *others = [load_data(wanted, TOKENIZER, cache) for cache in caches]
+    assert started.call_count == 2
+    steps = [Order(one.train, 7, 3).step(i).ids.tolist() for i in range(20)]
+    for other in others:
+        assert one.identity == other.identity and one.train.fingerprint == other.train.fingerprint
+        assert [Order(other.train, 7, 3).step(i).ids.tolist() for i in range(20)] == steps
+        assert said(one.train) == said(other.train)
+
+
+@pytest.mark.parametrize("changed", ["a.jsonl", "test.jsonl"])
+def test_row_30_a_changed_file_is_known_by_its_source(changed: str) -> None:
+    files = {"a.jsonl": text(*ROWS), "b.jsonl": text("x"), "test.jsonl": text("y")}
+    then = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
+    again = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
+    assert list(_other_rows(json.loads(json.dumps(then)), again)) == []
+    files[changed] = files[changed].replace("row 7", "row 8").replace("y", "z")
+    now = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
+    told = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval eval had 1 rows of "}
+    found = list(_other_rows(json.loads(json.dumps(then)), now))
+    assert len(found) == 1 and found[0].startswith(told[changed])
+    assert found[0].endswith("as now, but not the same ones")
