@@ -28,10 +28,7 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     check_row(fields, found)
     if found.name != "text":
         _check_media(row)
-    try:
-        made = _CONVERT[found.name](fields)
-    except RecursionError:
-        raise BadRowError("nested too deeply to be read") from None
+    made = _CONVERT[found.name](fields)
     return Row(made.samples[:1], made.label) if found.task == "sft" and len(made.samples) > 1 else made
 
 

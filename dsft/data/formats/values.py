@@ -11,6 +11,8 @@ from typing import Any
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError
 
+DEEPEST = 100  # levels of arguments and schemas; templates walk them by calling themselves
+
 
 @dataclass(slots=True)
 class Fields:
@@ -62,20 +64,22 @@ def is_text(value: object) -> bool:
     return True
 
 
-def plain(value: object, place: str) -> Any:
-    """A value that JSON can say, whatever it is."""
+def plain(value: object, place: str, depth: int = 0) -> Any:
+    """A value that JSON can say, whatever it is, of no more than DEEPEST levels."""
     if value is None or isinstance(value, (bool, int)):
         return value
+    if isinstance(value, str):
+        return string(value, place)
     if isinstance(value, float):
         if not math.isfinite(value):
             raise BadRowError(f'"{place}" is {value}, which is not JSON')
         return value
-    if isinstance(value, str):
-        return string(value, place)
+    if depth > DEEPEST:
+        raise BadRowError(f'"{place[:40]}…" is nested more than {DEEPEST} levels deep')
     if isinstance(value, list):
-        return [plain(one, f"{place}[{i}]") for i, one in enumerate(value)]
+        return [plain(one, f"{place}[{i}]", depth + 1) for i, one in enumerate(value)]
     if isinstance(value, dict):
-        return {string(key, place): plain(one, f"{place}.{key}") for key, one in value.items()}
+        return {string(key, place): plain(one, f"{place}.{key}", depth + 1) for key, one in value.items()}
     raise BadRowError(f'"{place}" is {kind(value)}, which is not JSON')
 
 

@@ -395,6 +395,17 @@ def test_arguments_that_are_no_object_stay_a_text(written: str, kept: object) ->
     assert message["tool_calls"][0]["function"]["arguments"] == kept
 
 
+def test_arguments_of_many_levels() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = {"k": deep}
+    row = chat(said("assistant", "", tool_calls=[call("f", deep)]))
+    assert refusal(row).endswith("nested more than 100 levels deep")
+    assert refusal(chat(*PAIR, tools=[{"name": "f", "parameters": deep}])).endswith("levels deep")
+    written = '{"k":' * 90 + "1" + "}" * 90
+    content_hash(meant(chat(said("assistant", "", tool_calls=[call("f", written)]))))
+
+
 def test_content_of_parts_and_reasoning() -> None:
     parts = [{"type": "text", "text": "a", "image_url": None}, {"type": "text", "text": "b"}]
     for name in ("reasoning_content", "reasoning", "thinking"):
