@@ -3,28 +3,27 @@ the `data` section, gives names or findings."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
 from dsft.spec.schema import Data, Source, Spec
+from dsft.spec.sources import short_name
 
 HELD_OUT = "held_out"
 """The set of rows held out of sources without a name, where there are other sets."""
 
 
 def set_names(data: Data) -> tuple[str | None, ...]:
-    """The name of each set of data.eval: its own, or its file's without folder and suffix, with `_` for what
-    a metric's name cannot hold. None for one that stands alone without a name: `eval/loss` says all of it."""
+    """The name of each set of data.eval: its own, or what its path gives. None for one that stands alone
+    without a name: `eval/loss` says all of it."""
     if len(data.eval) == 1 and data.eval[0].name is None and not _divides(data):
         return (None,)
     return train_names(data.eval)
 
 
 def train_names(sources: Sequence[Source]) -> tuple[str, ...]:
-    return tuple(source.name or _file_name(source.path) for source in sources)
+    return tuple(source.name or short_name(source.path) for source in sources)
 
 
 def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
@@ -62,7 +61,3 @@ def _twice(section: str, seen: dict[str | None, str], names: Sequence[str | None
             message = f"{shown(name)} is the name of {seen[name]} too; give each a name of its own"
             yield Finding(("data", section, index), message, (f"data.{section}.name", f"data.{section}.path"))
         seen.setdefault(name, f"data.{section}.{index}")
-
-
-def _file_name(path: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", Path(path.removeprefix("builtin:")).stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import PurePath
 
 BUILTIN_PREFIX = "builtin:"
@@ -61,3 +62,15 @@ def hub_data(name: str) -> HubData | None:
     if found is None or kind_of(name) is not None:
         return None
     return HubData(found["id"], found["revision"], found["subset"], found["split"] or "train")
+
+
+def short_name(name: str) -> str:
+    """What a source is called where it has no name of its own: its file, folder or hub id without folders and
+    ending, a pattern by its folder; with `_` for what a metric's name cannot hold."""
+    parts = [part for part in PurePath(name.removeprefix(BUILTIN_PREFIX)).parts if part.strip("./")]
+    if is_pattern(name):
+        parts = list(takewhile(lambda part: not is_pattern(part), parts))
+    last = parts[-1] if parts else "data"
+    if kind_of(last) is not None:
+        last = PurePath(last[:-3] if last.lower().endswith(".gz") else last).stem
+    return re.sub(r"[^A-Za-z0-9._-]", "_", last)

@@ -33,17 +33,26 @@ from dsft.data.rows import Line
 WHITE_SPACE = " \t\n\r"  # RFC 8259, section 2
 _WHITE_SPACE = re.compile(f"[{WHITE_SPACE}]*")
 _NOT_FURTHER = "the file is not read further"
+_OPENED = {
+    "{": f"an object over several lines; write one a line, or a list of them as .json; {_NOT_FURTHER}",
+    "[": f"a list over several lines; give the file the ending .json; {_NOT_FURTHER}",
+}
 _CHUNK = 1 << 20
 
 
 def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
-    """One object a line, of `lines`."""
-    decoder = _Decoder()
+    """One object a line, of `lines`. A first line that only opens something is of JSON over several lines,
+    none of which would be a row."""
+    decoder, is_first = _Decoder(), True
     for number, (text, mistake) in enumerate(texts, start=1):
         if mistake is not None or is_blank(text):
             yield Line(number, mistake=mistake)
+        elif is_first and text.strip(WHITE_SPACE) in _OPENED:
+            yield Line(number, mistake=_OPENED[text.strip(WHITE_SPACE)])
+            return
         else:
             yield _json_line(decoder, number, text)
+        is_first = is_first and is_blank(text)
 
 
 def is_list(path: Path, *, compressed: bool = False) -> bool:

@@ -284,6 +284,10 @@ CASES = (
         {"a.jsonl": lines({"body": "x"})},
         (Source(path="a.jsonl", columns={"text": "bdy"}),),
     ),
+    Case(
+        "over_several_lines",
+        {"a.json": b'\n{\n "data": [{"text": "x"}]\n}', "b.jsonl": b'[\n{"text": "x"},\n{"text": "y"}\n]'},
+    ),
     Case("upper_case_ending", {"A.JSON": b'[{"text": 1}]'}),
     Case("list_cut", {"a.json": b'[\n {"text": "x"},\n {"text": "y"},\n {"text": "z'}),
     Case("list_not_closed", {"a.json": b'[\n {"text": "x"},\n {"text": "y"}\n'}),

@@ -1,0 +1,157 @@
+"""What validate says of the paths of data: by their names, and by what lies there. No file is opened."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import SpecError
+from dsft.spec.load import load_spec
+from dsft.spec.sources import HubData, hub_data, kind_of, short_name
+
+SPEC = """
+name: a
+task: sft
+model: {name_or_path: org/model}
+data: {train: [{path: PATH}], max_length: 16}
+train: {max_steps: 1, micro_batch_size: 1, global_batch_size: 1}
+optim: {name: sgd, learning_rate: 0.1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("d/a.jsonl", "d/e/b.parquet", "other/README.md", "x.xlsx", "x.jsonl.gz", "x.parquet.gz"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"not looked into")
+    for name in ("saved/dataset_dict.json", "saved/train/state.json", "saved/train/dataset_info.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+
+
+def said(path: str) -> list[str]:
+    Path("spec.yaml").write_text(SPEC.replace("PATH", f"'{path}'"))
+    try:
+        load_spec("spec.yaml", [])
+    except SpecError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "d/a.jsonl",
+        "d",
+        "d/",
+        ".",
+        "d/*.jsonl",
+        "**/*.parquet",
+        "d/[a-b]*",
+        "x.jsonl.gz",
+        "builtin:quickstart",
+    ],
+)
+def test_what_is_there_is_taken(path: str) -> None:
+    assert said(path) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["org/data", "org/data:test", "org/data@v1.0:sub:train", "o/d@refs/convert/parquet"]
+)
+def test_a_hub_id_is_not_looked_up(path: str) -> None:
+    assert said(path) == []
+
+
+READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
+
+
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("x.xlsx", f"'x.xlsx': .xlsx is not read; what is read is {READ}"),
+        ("x.parquet.gz", f"'x.parquet.gz': .gz is not read; what is read is {READ}"),
+        ("other", f"'other': a folder without a data file, it has README.md; what is read is {READ}"),
+        ("other/*", f"'other/*': a pattern without a data file, it has README.md; what is read is {READ}"),
+        (
+            "no/*.json",
+            "'no/*.json': the pattern matches nothing (looked for in the folder the command runs in); "
+            "correct it",
+        ),
+        ("saved", "'saved': a saved data set of splits (train); name one, such as saved/train"),
+        ("saved/train", "'saved/train': a saved data set whose state.json names no files; save it again"),
+        ("d/train", "'d/train': does not exist, and is no hub id, as d is a folder here; correct the path"),
+        (
+            "gone.jsonl",
+            "'gone.jsonl' does not exist (looked for in the folder the command runs in); correct the path",
+        ),
+        ("/nowhere/a", "'/nowhere/a' does not exist; correct the path"),
+        ("a/b/c", "'a/b/c' does not exist (looked for in the folder the command runs in); correct the path"),
+    ],
+)
+def test_what_is_not_there_or_not_read_is_one_sentence(path: str, reason: str) -> None:
+    assert said(path) == [reason]
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\\0b", "[", "**", "d/../d/a.jsonl"])
+def test_odd_names_end_in_a_sentence_or_a_file(path: str) -> None:
+    assert all(message.endswith(("correct the path", "correct it", READ)) for message in said(path))
+
+
+def test_nothing_is_asked_of_a_network_and_nothing_large_is_imported() -> None:
+    Path("spec.yaml").write_text(SPEC.replace("PATH", "org/data:test"))
+    code = (
+        "import socket, sys\n"
+        "socket.socket.connect = None\n"
+        "from dsft.spec.load import load_spec\n"
+        "load_spec('spec.yaml', [])\n"
+        "print([name for name in ('datasets', 'numpy', 'pandas', 'pyarrow', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_kinds_of_files() -> None:
+    names = ("a.JSONL", "a.ndjson", "a.json.gz", "a.txt", "a.TSV.GZ", "a.parquet", "a.arrow")
+    assert [kind_of(name) for name in names] == ["jsonl", "jsonl", "json", "text", "tsv", "parquet", "arrow"]
+    assert [kind_of(name) for name in ("a", "a.gz", "a.arrow.gz", "a.xlsx", ".jsonl", "jsonl")] == [None] * 6
+
+
+def test_hub_ids() -> None:
+    assert hub_data("a/b") == HubData("a/b", None, None, "train")
+    assert hub_data("a/b:test") == HubData("a/b", None, None, "test")
+    assert hub_data("a-1/b.c_2@v1:sub.x:test") == HubData("a-1/b.c_2", "v1", "sub.x", "test")
+    for name in (
+        "a",
+        "a/b/c",
+        "a/b:",
+        "a/b:c:",
+        "a/b@",
+        "a/b:c:d:e",
+        "a/b.csv",
+        "/a/b",
+        "./a/b",
+        "a/b\n",
+        "a/b:x[:9]",
+    ):
+        assert hub_data(name) is None
+
+
+def test_short_names() -> None:
+    given = {
+        "x/held out.v2.jsonl": "held_out.v2",
+        "rows.jsonl.gz": "rows",
+        "data/books.v2": "books.v2",
+        "data/books/": "books",
+        "data/web/2025-*/**/*.jsonl": "web",
+        "*.jsonl": "data",
+        ".": "data",
+        "../..": "data",
+        "owner/name@v1:main:test": "name_v1_main_test",
+        "builtin:quickstart": "quickstart",
+    }
+    assert {path: short_name(path) for path in given} == given
