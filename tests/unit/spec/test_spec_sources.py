@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import dsft
 from dsft.errors import SpecError
 from dsft.spec.load import load_spec
 from dsft.spec.sources import HubData, hub_data, kind_of, short_name
@@ -111,7 +113,8 @@ def test_nothing_is_asked_of_a_network_and_nothing_large_is_imported() -> None:
         "load_spec('spec.yaml', [])\n"
         "print([name for name in ('datasets', 'numpy', 'pandas', 'pyarrow', 'torch') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "PYTHONPATH": str(Path(dsft.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
 
 
