@@ -17,7 +17,11 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "text": (("text",),),
     "sharegpt": (("conversations",),),
     "prompt_completion": (("prompt", "completion"),),
-    "preference": (("chosen", "rejected"), ("messages", "rejected_response")),
+    "preference": (
+        ("chosen", "rejected"),
+        ("messages", "rejected_response"),
+        ("messages", "rejected_messages"),
+    ),
     "kto": tuple(
         (*keys, label)
         for label in ("label", "kto_tag")

@@ -27,6 +27,9 @@ def prompt_completion(fields: Fields) -> Row:
 
 def preference(fields: Fields) -> Row:
     """The chosen and the rejected sample, which begin with the same prompt."""
+    if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
+        names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
+        fields = Fields(fields.row, {**fields.columns, **names})
     is_replaced = fields.get("chosen") is None and fields.get("rejected_response") is not None
     pair = _replaced_answer(fields) if is_replaced else _pair(fields)
     if pair[0] == pair[1]:

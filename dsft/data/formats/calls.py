@@ -53,7 +53,8 @@ def written_calls(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def _call(value: object, place: str) -> Mapping[str, Any]:
-    """A call as templates take it: arguments are a mapping, unless their text is not the JSON of one."""
+    """A call as templates take it: arguments are a mapping, empty where there are none, unless their text is
+    not the JSON of one."""
     call = mapping(value, place, "a call of a function")
     outer = {key: one for key, one in call.items() if not is_empty(one)}
     if "function" in outer:
@@ -66,24 +67,21 @@ def _call(value: object, place: str) -> Mapping[str, Any]:
     else:
         inner, inner_place = {key: one for key, one in call.items() if key not in ("id", "type")}, place
     only(inner, ("name", "arguments"), inner_place)
-    for key in ("name", "arguments"):
-        if inner.get(key) is None:
-            raise BadRowError(
-                f'"{key}" is missing in "{inner_place}", which has {listed(inner) or "no keys"}'
-            )
+    if inner.get("name") is None:
+        raise BadRowError(f'"name" is missing in "{inner_place}", which has {listed(inner) or "no keys"}')
     made: dict[str, Any] = {
         "type": "function",
         "function": {
             "name": string(inner["name"], f"{inner_place}.name"),
-            "arguments": _arguments(inner["arguments"], f"{inner_place}.arguments"),
+            "arguments": _arguments(inner.get("arguments"), f"{inner_place}.arguments"),
         },
     }
     return {"id": string(outer["id"], f"{place}.id"), **made} if "id" in outer else made
 
 
 def _arguments(value: object, place: str) -> Any:
-    if isinstance(value, dict):
-        return plain(value, place)
+    if value is None or isinstance(value, dict):
+        return plain(value or {}, place)
     text = string(value, place)
     if not text.strip():
         return {}

@@ -22,6 +22,7 @@ _ASKED_FOR: Mapping[str, str] = {
 _CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conversations", "chosen", "rejected"), ("sharegpt",)),
     (("messages", "rejected_response"), ("messages",)),
+    (("messages", "rejected_messages"), ("messages",)),
     (("prompt", "completion", "label"), ("prompt_completion",)),
     (("kto_tag",), ("messages", "sharegpt", "alpaca", "prompt_completion")),
 )
@@ -34,7 +35,6 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
         ("input", "preferred_output", "non_preferred_output"),
         "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}",
     ),
-    (("conversation",), "columns: {conversations: conversation}"),
     (("content",), "columns: {text: content}"),
 )
 """Keys that files have, and what to write for them."""
@@ -208,6 +208,12 @@ def _meant(row: Mapping[str, Any]) -> str:
     for keys, write in _MEANT:
         if all(key in row for key in keys):
             return write
+    for key, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and key not in column_names(None):
+            for ours, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
+                if role in first and content in first:
+                    return f"columns: {{{ours}: {key}}}"
     theirs = {key.lower(): key for key in row}
     question = next((theirs[key] for key in _QUESTIONS if key in theirs), None)
     answer = next((theirs[key] for key in _ANSWERS if key in theirs), None)

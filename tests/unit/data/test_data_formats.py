@@ -141,6 +141,7 @@ def forms(messages: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]
             {"conversations": shared[:-1], "chosen": shared[-1], "rejected": sharegpt(other)},
         ),
         "replaced": ("preference", chat(*messages, rejected_response=other["content"])),
+        "rejected messages": ("preference", chat(*messages, rejected_messages=[*prompt, other])),
         "labelled": ("kto", {"prompt": prompt, "completion": answer, "label": 1}),
         "tagged": ("kto", chat(*messages, kto_tag=True)),
     }
@@ -352,6 +353,13 @@ def test_what_to_write_for_keys_that_files_have(keys: str, chat: str, text: str)
         found(row, "sft", None, **dict(pair.split(": ") for pair in columns.split(", ")))
 
 
+def test_lists_of_messages_by_other_names() -> None:
+    assert refusal({"id": 1, "dialog": list(PAIR)}).endswith("did you mean columns: {messages: dialog}?")
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert refusal({"conversation": shared}).endswith("did you mean columns: {conversations: conversation}?")
+    assert talk({"conversation": shared}, conversations="conversation").messages == PAIR
+
+
 def test_columns_beside_the_messages() -> None:
     assert talk(chat(*PAIR, functions=[SCHEMA])).tools == (TOOL,)
     assert refusal(chat(*PAIR, functions=[SCHEMA], tools=[TOOL])) == (
@@ -377,6 +385,7 @@ def test_calls_and_tools_in_all_their_forms() -> None:
         {"tool_calls": [call("f", '{"x": 1}')]},
         {"tool_calls": [call("f", {"x": 1}, index=None, id=None)]},
         {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"tool_calls": [{"id": None, "function": {"name": "f", "arguments": {"x": 1}}}]},
         {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "refusal": None, "annotations": []},
     )
     wanted = said("assistant", None, tool_calls=[call("f", {"x": 1})])
@@ -404,6 +413,12 @@ def test_arguments_of_many_levels() -> None:
     assert refusal(chat(*PAIR, tools=[{"name": "f", "parameters": deep}])).endswith("levels deep")
     written = '{"k":' * 90 + "1" + "}" * 90
     content_hash(meant(chat(said("assistant", "", tool_calls=[call("f", written)]))))
+
+
+def test_a_call_without_arguments() -> None:
+    for form in ({"name": "f"}, {"function": {"name": "f", "arguments": None}}):
+        (message,) = talk(chat(said("assistant", None, tool_calls=[form]))).messages
+        assert message["tool_calls"] == [call("f", {})]
 
 
 def test_content_of_parts_and_reasoning() -> None:

@@ -119,7 +119,7 @@ CASES = (
                 chat(turn("human", "a"), turn("gpt", "b")),
                 chat(turn("user", [{"type": "text", "text": "a"}]), turn("assistant", "b")),
                 chat(turn("user", "a"), turn("assistant", None)),
-                chat(turn("user", "a"), turn("assistant", "b", tool_calls=[{"name": "f"}])),
+                chat(turn("user", "a"), turn("assistant", "b", tool_calls=[{"nam": "f"}])),
             )
         },
     ),
@@ -167,7 +167,7 @@ CASES = (
             "a.jsonl": lines(
                 GOOD_CHAT,
                 chat(ASKED, turn("assistant", None, tool_calls={"name": "f"})),
-                chat(ASKED, calling(type="function", function={"name": "f"})),
+                chat(ASKED, calling(type="function", function={"arguments": "{}"})),
                 chat(ASKED, calling(type="retrieval", function={"name": "f", "arguments": "{}"})),
                 chat(ASKED, calling(function={"name": "f", "arguments": 5})),
                 chat(ASKED, calling(name="f", arguments={}, result=7)),
@@ -194,7 +194,7 @@ CASES = (
                 shared(("human", "a"), ("gpt", 5)),
                 shared(("human", "a"), ("function_call", "f(x)")),
                 shared(("human", "a"), ("function_call", "[]")),
-                shared(("human", "a"), ("function_call", '{"name": "f"}')),
+                shared(("human", "a"), ("function_call", '{"arguments": {}}')),
                 shared(("human", "a"), ("observation", "1")),
                 shared(("human", "a"), ("gpt", "b"), system=5),
                 {"conversations": [{"from": "human", "role": "user", "value": "a"}]},
