@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered
 
-LAYOUT = 1
+LAYOUT = 2
 TEMPORARY = ".tmp"
 _METADATA = "dsft"
 _TYPES: Mapping[str, str] = {
@@ -66,12 +66,14 @@ class DamagedBlockError(Exception):
 @dataclass(frozen=True)
 class Found:
     """What a block's lines held besides rows. lines: of the block, blank ones among them; bad: (line, reason)
-    of the first of `bad_rows`."""
+    of the first of `bad_rows`; spelled: lines of the first of `spelled_rows`."""
 
     lines: int = 0
     blank_lines: int = 0
     bad_rows: int = 0
     bad: tuple[tuple[int, str], ...] = ()
+    spelled_rows: int = 0
+    spelled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,8 @@ def _parts(buffer: mmap.mmap | bytes) -> _Parts:
             about["blank_lines"],
             about["bad_rows"],
             tuple((n, why) for n, why in about["bad"]),
+            about["spelled_rows"],
+            tuple(about["spelled"]),
         )
         belongs = about["layout"], about["key"], about["block"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

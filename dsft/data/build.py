@@ -93,15 +93,16 @@ def gather(
     """Read, convert and render the block's lines; what becomes of each is in `rows` or in the result."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
+    spelled: list[int] = []
     for batch in _batches(read_block(block), found):
         lines = max(lines, max((meant.line for meant in batch), default=0))
         blank += sum(meant.row is None and meant.mistake is None for meant in batch)
         mistakes = [(meant.line, meant.mistake) for meant in batch if meant.mistake is not None]
-        mistakes += _render(batch, renderer, rows)
+        mistakes += _render(batch, renderer, rows, spelled)
         bad_rows += len(mistakes)
         bad += sorted(mistakes)[: MAX_BAD - len(bad)]
         tell(len(rows))
-    return Found(lines, blank, bad_rows, tuple(bad))
+    return Found(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,11 @@ def _size(sample: Sample) -> int:
     return sum(len(str(message.get("content"))) for message in sample.messages)
 
 
-def _render(batch: Sequence[_Meant], renderer: Renderer, rows: Gathered) -> list[tuple[int, str]]:
-    """Add the batch's rows, and give (line, reason) of those that the template refuses."""
+def _render(
+    batch: Sequence[_Meant], renderer: Renderer, rows: Gathered, spelled: list[int]
+) -> list[tuple[int, str]]:
+    """Add the batch's rows, and the lines of those whose contents spell a token of the template; give (line,
+    reason) of those that it refuses."""
     samples = [(meant, sample) for meant in batch if meant.row is not None for sample in meant.row.samples]
     refused = []
     rendered = renderer.render([sample for _, sample in samples])
@@ -153,6 +157,7 @@ def _render(batch: Sequence[_Meant], renderer: Renderer, rows: Gathered) -> list
         if isinstance(one, str):
             refused.append((meant.line, one))
         else:
+            spelled += [meant.line] * one.spelled
             desirable = meant.row is not None and meant.row.label is not False
             rows.add(one, line=meant.line, content=meant.content, desirable=desirable)
     return refused

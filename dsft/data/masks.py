@@ -96,7 +96,32 @@ class Masks:
                 raise BadRowError(
                     f"the chat template writes no {what}, and the row has some; leave them out, or {_WAY_OUT}"
                 )
+        for role in self._left_out & {message["role"] for message in row.messages}:
+            raise BadRowError(
+                f"the chat template writes nothing of a {role} turn; leave it out, or {_WAY_OUT}"
+            )
         return _readable(row) if any("tool_calls" in message for message in row.messages) else row
+
+    @cached_property
+    def _left_out(self) -> frozenset[str]:
+        """Roles whose turns the template passes over in silence."""
+        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+        talks: dict[str, tuple[list[Message], list[Message]]] = {
+            "system": ([], [question, answer]),
+            "tool": ([question, answer], [answer]),
+        }
+        found = set()
+        for role, (before, after) in talks.items():
+            try:
+                texts = [
+                    self.template.render([*before, {"role": role, "content": content}, *after])[0]
+                    for content in "12"
+                ]
+            except BadRowError:
+                continue  # then it refuses such rows, too, or takes them in other talks alone
+            if texts[0] == texts[1]:
+                found.add(role)
+        return frozenset(found)
 
     def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]

@@ -61,11 +61,13 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """input_ids (T,) int32; trained (T,) bool: the token is to be predicted (t = 0 has nothing before it);
-    ended: the last part that is trained on ends with its end of turn, or of text."""
+    ended: the last part that is trained on ends with its end of turn, or of text; spelled: the contents spell
+    tokens of the chat template, which are read as plain text there."""
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
     ended: bool = True
+    spelled: bool = False
 
 
 @dataclass(frozen=True)

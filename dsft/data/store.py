@@ -485,6 +485,19 @@ _COLUMNS: Mapping[str, Any] = {
 }
 
 
+def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
+    """A note where contents spell tokens of the chat template. blocks: (lines before it, what was found)."""
+    count = sum(found.spelled_rows for _, found in blocks)
+    lines = [before + line for before, found in blocks for line in found.spelled]
+    if not count:
+        return []
+    where = ", ".join(map(str, lines[:3])) + (", …" if count > 3 else "")
+    return [
+        f"{name}: {count:,} {'row spells' if count == 1 else 'rows spell'} a token of the chat template in its "
+        f"words (line {where}); it is read as plain text there, and ends no turn"
+    ]
+
+
 def _account(
     read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], first_lines: Sequence[int]
 ) -> Account:
@@ -501,6 +514,7 @@ def _account(
             notes.append(f"{look.file.name}: {look.format.reason}")
         elif not look.has_rows:
             notes.append(f"{look.file.name}: holds no row")
+        notes += _spelled(look.file.name, mine)
         bad += [
             (f"{look.file.name}:{first + line}", reason) for first, one in mine for line, reason in one.bad
         ]

@@ -94,6 +94,8 @@ class ChatTemplate:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
         except RecursionError as error:
             raise BadRowError("the chat template calls itself without an end; mend it") from error
+        except MemoryError as error:
+            raise BadRowError("the chat template needs more memory than there is; mend it") from error
         except _TooSlowError as error:
             raise BadRowError(
                 f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template"

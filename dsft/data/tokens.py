@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +92,8 @@ class Tokens:
             return end + shifts[bisect_right(ends, end) - 1]
 
         parts = [Part(name, moved(start), moved(stop)) for name, start, stop in row.parts]
-        return twin.read([row._replace(text=text, parts=parts)])[0]
+        made = twin.read([row._replace(text=text, parts=parts)])[0]
+        return made if isinstance(made, str) else replace(made, spelled=True)
 
     def _twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
         """Reads texts in which tokens go by stand-ins; None where the tokenizer cannot be changed so."""
