@@ -54,7 +54,7 @@ def arrow_starts(path: Path) -> list[int]:
     sizes = []
     try:
         for batch in _batches(path, 0, None):
-            sizes.append(batch.nbytes)
+            sizes.append(batch.get_total_buffer_size())
     except _damage():
         sizes.append(BLOCK_BYTES)  # of the one that cannot be read
     return _starts(sizes)
@@ -121,10 +121,8 @@ def _lines(batches: Callable[[], Iterator[pyarrow.RecordBatch]], kind: str) -> I
     number = 1
     try:
         for batch in batches():
-            together = _together(batch.nbytes, batch.num_rows)
-            for start in range(0, batch.num_rows, together):
-                yield from _values(batch.slice(start, together), number)
-                number += min(together, batch.num_rows - start)
+            yield from _numbered(batch, number)
+            number += batch.num_rows
     except _damage() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -134,15 +132,38 @@ def _lines(batches: Callable[[], Iterator[pyarrow.RecordBatch]], kind: str) -> I
         yield Line(number, mistake=f"{reason}; the file is not read further")
 
 
-def _values(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # bytes that are no text, a date beyond Python's
-        if batch.num_rows > 1:
-            for index in range(batch.num_rows):
-                yield from _values(batch.slice(index, 1), number + index)
+def _numbered(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
+    """The rows of a batch, some at a time. Where the whole cannot be read, its rows are tried one by one."""
+    together = _together(batch.get_total_buffer_size(), batch.num_rows)
+    is_one, is_short = batch.num_rows == 1, batch.num_rows <= _MAX_AT_ONCE
+    reason = _flaw(batch)
+    for start in range(0, batch.num_rows, together):
+        part = batch.slice(start, together)
+        rows = _values(part) if reason is None else reason
+        if not isinstance(rows, str):
+            yield from (Line(number + start + index, row) for index, row in enumerate(rows))
+        elif is_one or not is_short:
+            places = range(number + start, number + start + part.num_rows)
+            yield from (Line(place, mistake=f"not to be read: {rows}") for place in places)
         else:
-            yield Line(number, mistake=f"not to be read: {error}")
-        return
-    for index, row in enumerate(rows):
-        yield Line(number + index, row)
+            for index in range(part.num_rows):
+                yield from _numbered(part.slice(index, 1), number + start + index)
+
+
+def _flaw(batch: pyarrow.RecordBatch) -> str | None:
+    """Offsets beyond their buffers, which pyarrow would follow blindly, and strings that are no text."""
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        return str(error).split("\n")[0]
+    return None
+
+
+def _values(batch: pyarrow.RecordBatch) -> list[dict[str, Any]] | str:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # a date beyond Python's, and the like
+        return str(error).split("\n")[0]
+    return rows

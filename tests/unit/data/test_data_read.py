@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import pickle
+import struct
 import tracemalloc
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -297,6 +298,20 @@ def test_a_damaged_part_of_a_column_file_is_a_mistake_with_its_row(tmp_path: Pat
     good = [line.row for line in found if line.row is not None]
     assert good == TABLE.to_pylist()[: len(good)] and len(good) > 300
     assert found[-1].number == len(good) + 1 and "not Arrow, or damaged" in str(found[-1].mistake)
+
+
+def test_an_altered_offset_is_not_followed(tmp_path: Path) -> None:
+    """Out of its buffer; pyarrow's own reader crashes on it."""
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": ["aaaaa", "bbbbb", "ccccc"]})
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    content, offsets = path.read_bytes(), struct.pack("<4i", 0, 5, 10, 15)
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 5, 1 << 30, 15)))
+    found = read(blocks(file_at(path)))
+    assert [line.row for line in found] == [{"text": "aaaaa"}, None, None]
+    assert all("not to be read" in str(line.mistake) for line in found[1:])
 
 
 def test_values_that_python_has_not_are_mistakes_of_their_rows(tmp_path: Path) -> None:
