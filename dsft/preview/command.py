@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,5 +75,7 @@ def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
 
 def _style() -> Style:
     """Colours on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
-    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Style(Console().width if terminal else None)
+    terminal = Console()
+    if not sys.stdout.isatty() or terminal.no_color or terminal.color_system is None:
+        return Style()
+    return Style(terminal.width, "standard" if terminal.color_system == "standard" else "256")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -19,9 +20,9 @@ SHOWN_IN_BATCH = 24
 BAR = 40
 SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space that stands alone or with others"
 PLAIN_WIDTH = 110
-# Two shades of each, for tokens beside each other.
-_TRAINED = ("black on green", "black on bright_green")
-_GIVEN = ("black on white", "black on bright_white")
+# Two shades of each, for tokens beside each other: also on terminals of 16 colours.
+_TRAINED = ("color(16) on color(120)", "color(16) on color(40)")
+_GIVEN = ("color(16) on color(254)", "color(16) on color(250)")
 _SPECIAL = " bold underline"
 
 
@@ -30,6 +31,7 @@ class Style:
     """width: of the terminal; None: no colours, and lines as long as they are."""
 
     width: int | None = None
+    color_system: Literal["standard", "256"] = "256"
 
     @property
     def colours(self) -> bool:
@@ -44,7 +46,7 @@ def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = Tr
         file=out,
         force_terminal=style.colours,
         no_color=not style.colours,
-        color_system="standard" if style.colours else None,
+        color_system=style.color_system if style.colours else None,
         width=style.width or PLAIN_WIDTH,
         legacy_windows=False,
     )

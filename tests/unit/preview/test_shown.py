@@ -190,6 +190,14 @@ def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> No
         assert line[:20] in rest.replace("\n", "")
 
 
+@pytest.mark.parametrize("system", ["standard", "256"])
+def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system: Any) -> None:
+    seen = view(collected(tmp_path, [talk("q", "abc")]), Wanted(rows=1))
+    sent = as_text(seen, Style(80, system))
+    codes = {text: code for code, text in re.findall(r"\x1b\[([0-9;]*)m([abcq])\x1b", sent)}
+    assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
+
+
 def test_the_page_is_written_whole(preview: Preview) -> None:
     code, out, _ = preview(
         "--html", "page.html", rows=[talk(text, text) for text in HOSTILE], data="max_length: 999"
