@@ -6,7 +6,8 @@ nothing: a step is a pure function of (data, seed, epoch, step), so any of them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +46,8 @@ class TrainSteps:
         drawn = self._order.step(index)
         ids, lengths = drawn.ids, self._dataset.lengths[drawn.ids].astype(np.int64)
         return GlobalStep(
-            micro_batches=_micro_batches(
-                self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
+            micro_batches=tuple(
+                Laid(self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha)
             ),
             counts=_counts(self._dataset, ids),
             num_tokens=int(lengths.sum()),
@@ -72,23 +73,41 @@ class TrainSteps:
 
 def evaluation(
     dataset: Dataset, batch: BatchSizes, data_rank: int, pad_id: int
-) -> tuple[tuple[MicroBatch, ...], Mapping[str, int]]:
+) -> tuple[Sequence[MicroBatch], Mapping[str, int]]:
     """The whole held-out set, dealt like one step: this rank's micro-batches and the global counts."""
     ids = np.arange(len(dataset))
-    return _micro_batches(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+    return Laid(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
 
 
-def _micro_batches(
-    dataset: Dataset,
-    ids: NDArray[np.int64],
-    batch: BatchSizes,
-    data_rank: int,
-    pad_id: int,
-    alpha: float | None = None,
-) -> tuple[MicroBatch, ...]:
-    row = collate if batch.tokens_per_micro_batch is None else lay
-    hands = micro_batches_of(dataset.lengths[ids].astype(np.int64), batch, data_rank)
-    return tuple(row([dataset[int(i)] for i in ids[hand]], pad_id, alpha) for hand in hands)
+class Laid(Sequence[MicroBatch]):
+    """The micro-batches of one rank, each laid when it is asked for: a held-out set may be larger than
+    memory."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        ids: NDArray[np.int64],
+        batch: BatchSizes,
+        data_rank: int,
+        pad_id: int,
+        alpha: float | None = None,
+    ) -> None:
+        self._dataset, self._ids, self._pad_id, self._alpha = dataset, ids, pad_id, alpha
+        self._lay = collate if batch.tokens_per_micro_batch is None else lay
+        self._hands = micro_batches_of(dataset.lengths[ids].astype(np.int64), batch, data_rank)
+
+    def __len__(self) -> int:
+        return len(self._hands)
+
+    @overload
+    def __getitem__(self, which: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
+    def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
+        if isinstance(which, slice):
+            return tuple(self[i] for i in range(*which.indices(len(self))))
+        members = self._ids[self._hands[which]]
+        return self._lay([self._dataset[int(i)] for i in members], self._pad_id, self._alpha)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:

@@ -113,7 +113,9 @@ class Source(Section):
         description="Its name in metrics, eval/NAME/loss: letters, digits, '.', '_', '-'; or the file's.",
     )
     weight: float | None = Field(
-        default=None, gt=0, description="Share of this source in the mixture, relative to the others."
+        default=None,
+        gt=0,
+        description="Share of this source, relative to the others'; all have one, or none.",
     )
     max_rows: int | None = Field(
         default=None, ge=1, description="Number of rows read from the start of the file; by default all."
@@ -144,9 +146,14 @@ class Data(Section):
         description="Tokens of a packed micro-batch; by default micro_batch_size × max_length.",
     )
     eval_fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="Fraction of the training rows held out, 0 to 1."
+        default=None,
+        gt=0,
+        lt=1,
+        description="Fraction of the training rows held out, 0 to 1, by what they say.",
     )
-    eval_count: int | None = Field(default=None, ge=1, description="Number of training rows held out.")
+    eval_count: int | None = Field(
+        default=None, ge=1, description="Number of training rows held out, by what they say."
+    )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
         description="What of a conversation is trained on: the assistant's turns, the last of them, or all.",
@@ -155,7 +162,7 @@ class Data(Section):
         default=None,
         ge=0,
         le=1,
-        description="Fraction of dropped rows, 0 to 1, above which the run does not start.",
+        description="Fraction of rows left out (too long, bad, empty, without a target) that stops the run.",
     )
     max_truncated_fraction: float | None = Field(
         default=None,

@@ -18,7 +18,11 @@ def summary(spec: Spec) -> str:
         else "any number of processes"
     )
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
-    evaluation = f"; evaluated on {_names(spec.data.eval)}" if spec.data.eval else ""
+    data = spec.data
+    share = f"{data.eval_fraction:g} of the rows" if data.eval_fraction else None
+    held_out = share or (f"{data.eval_count:,} rows held out" if data.eval_count else None)
+    evaluated = [*([_names(data.eval)] if data.eval else []), *([held_out] if held_out else [])]
+    evaluation = f"; evaluated on {' and '.join(evaluated)}" if evaluated else ""
     packed = ", packed" if spec.data.packing else ""
     lines = (
         ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}{_part(model)}"),

@@ -109,6 +109,17 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "evaluation_set_of_a_bad_name": spec(
         data="data: {train: [{path: rows.jsonl, name: t}], eval: [{path: a.jsonl, name: a/loss}], max_length: 9}\n"
     ),
+    "sources_of_one_name": spec(
+        data="data: {train: [{path: a/rows.jsonl}, {path: b/rows.jsonl}, {path: rows.jsonl, name: b}], "
+        "eval: [{path: b.jsonl}], eval_fraction: 0.1, max_length: 9}\n"
+    ),
+    "held_out_twice": spec(
+        data="data: {train: [{path: rows.jsonl}], eval_fraction: 0.1, eval_count: 4, max_length: 9}\n"
+    ),
+    "weights_of_some": spec(
+        data="data: {train: [{path: rows.jsonl, weight: 1.0}, {path: builtin:quickstart}], "
+        "eval: [{path: builtin:quickstart-heldout, weight: 2.0}], max_length: 9}\n"
+    ),
     "min_lr_missing": spec(optim="optim: {learning_rate: 1, lr_scheduler_type: cosine_with_min_lr}\n"),
     "split_in_sft": spec(data="data: {train: [{path: rows.jsonl}], on_too_long: split}\n"),
     "budget_without_packing": spec(
