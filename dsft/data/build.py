@@ -149,17 +149,19 @@ def _render(
     batch: Sequence[_Meant], renderer: Renderer, rows: Gathered, spelled: list[int]
 ) -> list[tuple[int, str]]:
     """Add the batch's rows, and the lines of those whose contents spell a token of the template; give (line,
-    reason) of those that it refuses."""
-    samples = [(meant, sample) for meant in batch if meant.row is not None for sample in meant.row.samples]
+    reason) of those that it refuses. A pair of which it refuses one is refused whole."""
+    read = [(meant, meant.row) for meant in batch if meant.row is not None]
+    rendered = iter(renderer.render([sample for _, row in read for sample in row.samples]))
     refused = []
-    rendered = renderer.render([sample for _, sample in samples])
-    for (meant, _), one in zip(samples, rendered, strict=True):
-        if isinstance(one, str):
-            refused.append((meant.line, one))
-        else:
+    for meant, row in read:
+        ones = [next(rendered) for _ in row.samples]
+        whole = [one for one in ones if not isinstance(one, str)]
+        if len(whole) < len(ones):
+            refused.append((meant.line, next(one for one in ones if isinstance(one, str))))
+            continue
+        for one in whole:
             spelled += [meant.line] * one.spelled
-            desirable = meant.row is not None and meant.row.label is not False
-            rows.add(one, line=meant.line, content=meant.content, desirable=desirable)
+            rows.add(one, line=meant.line, content=meant.content, desirable=row.label is not False)
     return refused
 
 

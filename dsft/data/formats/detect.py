@@ -52,15 +52,13 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Format:
     """`reason` says why the format was taken, `by` what decided it; columns are {ours: theirs}; of the task
-    depends what of a row is trained on; version: of what rows mean, so that what was made of them is known
-    to be of another one."""
+    depends what of a row is trained on."""
 
     name: str
     reason: str
     by: str
     columns: Mapping[str, str]
     task: str
-    version: int = 1
 
 
 def choose(source: Source, lines: Sequence[Line], task: str) -> Format:

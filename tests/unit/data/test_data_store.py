@@ -243,6 +243,22 @@ def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:
     assert min(remade, refused) > 10
 
 
+def test_a_pair_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """This template writes no calls, which the second pair's rejected answer has."""
+    called = {"role": "assistant", "content": "b", "tool_calls": [{"name": "f", "arguments": {}}]}
+    pairs = [
+        {"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": rejected}
+        for rejected in ("c", called, "d")
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    rows = tokenised(Source(str(path)), RENDERER, task="dpo")
+    assert [rows.source(i).rsplit(":")[-1] for i in range(len(rows.lengths))] == ["1", "1", "3", "3"]
+    ((place, reason),) = rows.account.bad
+    assert place.endswith(":2")
+    assert "writes no calls" in reason
+
+
 def test_a_row_of_another_row_is_refused(data: Path, tmp_path: Path) -> None:
     """Tokens of the same length from elsewhere in the block, as a disk that mixes up its sectors gives."""
     rows = made(data, Cache(tmp_path / "cache"))
