@@ -72,7 +72,7 @@ def _damage() -> tuple[type[Exception], ...]:
     """What pyarrow raises for a file that is torn or of another kind. An OSError with an errno is none."""
     import pyarrow
 
-    return (pyarrow.ArrowException, OSError, _ColumnsError)
+    return (pyarrow.ArrowException, OSError, ValueError)
 
 
 def _starts(sizes: list[int]) -> list[int]:
