@@ -42,6 +42,7 @@ from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
 from dsft.data.render import Renderer
 from dsft.data.rows import Account, BadRowError, Line, Rendered
+from dsft.data.tokenizer import num_ids
 from dsft.errors import DamagedDataError, DataError, Problem, StorageError
 from dsft.spec.schema import Spec
 
@@ -387,8 +388,8 @@ def _num_bytes(jobs: Sequence[Job]) -> int:
 
 
 def token_type(renderer: Renderer) -> str:
-    """The smallest type of a block's tokens that holds every id of the tokenizer."""
-    return "U16" if max(renderer.tokenizer.get_vocab().values(), default=0) < 2**16 else "I32"
+    """The smaller type of a block's tokens where it holds every id of the tokenizer."""
+    return "U16" if num_ids(renderer.tokenizer) <= 2**16 else "I32"
 
 
 def _opened(job: Job) -> _Index | DamagedBlockError | None:

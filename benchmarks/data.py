@@ -1,0 +1,404 @@
+"""The data path: rows per second beside datasets.map, over cores, memory and waiting, padding.
+
+    python -m benchmarks.data speed [--rounds 5] [--rows 6000]      tokens and masks per core; more processes
+    python -m benchmarks.data large [--gigabytes 5] [--folder DIR]  memory; the start with all tokens there
+    python -m benchmarks.data dealing FILE                          padding and imbalance, 128 rows, 2 ranks
+    python -m benchmarks.data waiting                               the loader's share of the quickstart
+
+`--tokenizer FOLDER` where the one of the tests (shared/data/tokenizer beside the repository) is not there.
+
+speed: each sample is a fresh process on one core (two for `2 processes`, …) without threads of the tokenizers
+library; seconds begin after the imports, with a tokenizer that has been used once.
+
+own template        dsft: the file to blocks on the disk, masks by the tokenizer's own template
+marked template     the same by a template with {% generation %} marks
+map, plain          datasets.map, batched: the template's text, and its ids, no mask; to its Arrow file
+map, with masks     datasets.map, batched: apply_chat_template(return_assistant_tokens_mask=True), marked
+N processes         dsft, own template, by N workers, their start included
+
+large: a generated file of alpaca rows, and a tokenizer of whole words, which is quicker than others. The
+memory of all processes together and of the largest is looked at twice a second (resident: shared pages are
+counted in each; proportional: once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import paired
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizer"
+PACKAGES = ("tokenizers", "transformers", "datasets", "numpy")
+MARKED = "chatml"
+WORDS = 5000
+SYLLABLES = "ba de ki lo mu ra se ti vo nu pa ge fi so lu ma re di ko tu".split()
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    format: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, rows: int | None = None, num_bytes: int = 0) -> int:
+    """Alpaca rows of words of all lengths, the same for the same numbers; `rows` of them, or `num_bytes`."""
+    draw, words = random.Random(0), made_words()
+    texts = [" ".join(draw.choices(words, k=round(draw.lognormvariate(4.2, 0.8)) + 1)) for _ in range(20_000)]
+    written = count = 0
+    with path.open("w", encoding="utf-8", buffering=1 << 20) as out:
+        while count < rows if rows is not None else written < num_bytes:
+            question, answer = texts[draw.randrange(20_000)], texts[draw.randrange(20_000)]
+            row = {"instruction": f"{count}: {question}", "output": f"{answer}."}
+            written += out.write(json.dumps(row) + "\n")
+            count += 1
+    return count
+
+
+def made_words() -> list[str]:
+    draw = random.Random(1)
+    return ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(WORDS)]
+
+
+def word_tokenizer() -> Any:
+    """One token a word, one a digit, one for all else."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from dsft.data.template import choose_template
+
+    vocabulary = ["<unk>", "<|im_start|>", "<|im_end|>", *"0123456789:.", *sorted(set(made_words()))]
+    ids = {word: i for i, word in enumerate(dict.fromkeys(vocabulary))}
+    backend: Any = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    splits = [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    names = {"unk_token": "<unk>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    choose_template(tokenizer, MARKED)
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, template: str | None = None) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    from dsft.data.template import choose_template
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    choose_template(tokenizer, template)
+    tokenizer("a first text")
+    return tokenizer
+
+
+# --- one sample -------------------------------------------------------------------------------------------
+
+
+def sample(variant: str, tokenizer: Path, path: Path) -> dict[str, float]:
+    marked = variant in ("marked template", "map, with masks")
+    loaded = load_tokenizer(tokenizer, MARKED if marked else None)
+    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+        work = map_rows if variant.startswith("map") else dsft_rows
+        rows, tokens, seconds = work(variant, loaded, path, Path(made))
+    return {"rows": rows, "tokens": tokens, "seconds": seconds, "per_second": rows / seconds}
+
+
+def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float]:
+    from dsft.data.render import Renderer
+    from dsft.data.store import Cache, tokenised
+
+    workers = int(variant.split()[0]) if variant.endswith("processes") else 0
+    began = time.perf_counter()
+    rows = tokenised(Source(str(path)), Renderer(tokenizer), task="sft", cache=Cache(folder, workers))
+    return len(rows.lengths), int(rows.lengths.sum()), time.perf_counter() - began
+
+
+def map_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    data = datasets.load_dataset("json", data_files=str(path), cache_dir=str(folder), split="train")
+
+    def talks(batch: dict[str, list[str]]) -> list[list[dict[str, str]]]:
+        pairs = zip(batch["instruction"], batch["output"], strict=True)
+        return [
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+            for asked, said in pairs
+        ]
+
+    def plain(batch: dict[str, list[str]]) -> dict[str, Any]:
+        texts = tokenizer.apply_chat_template(talks(batch), tokenize=False)
+        return {"input_ids": tokenizer(texts, add_special_tokens=False)["input_ids"]}
+
+    def with_masks(batch: dict[str, list[str]]) -> dict[str, Any]:
+        found = tokenizer.apply_chat_template(
+            talks(batch), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return {"input_ids": found["input_ids"], "trained": found["assistant_masks"]}
+
+    work = with_masks if variant == "map, with masks" else plain
+    began = time.perf_counter()
+    made = data.map(work, batched=True, remove_columns=data.column_names, cache_file_name=str(folder / "m"))
+    seconds = time.perf_counter() - began
+    return len(made), sum(len(ids) for ids in made["input_ids"]), seconds
+
+
+# --- speed ------------------------------------------------------------------------------------------------
+
+
+def speed(options: argparse.Namespace) -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    processes = sorted({2, cores} - {1}) if cores > 1 else []
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        small, large = Path(made, "small.jsonl"), Path(made, "large.jsonl")
+        write_rows(small, options.rows)
+        write_rows(large, num_bytes=(32 << 20) * 2 * max(processes, default=1))
+        variants = {name: (small, 1) for name in PER_CORE}
+        variants |= {f"{n} processes": (large, n) for n in (1, *processes)}
+        commands = {
+            name: [
+                *taskset(n), sys.executable, "-m", "benchmarks.data",
+                "sample", name, str(path), "--tokenizer", str(options.tokenizer),
+            ]
+            for name, (path, n) in variants.items()
+        }  # fmt: skip
+        environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        found = paired.measure(commands, options.rounds, environment)
+    rows = [[name, paired.spread(paired.column(found[name], "per_second"), 0)] for name in variants]
+    ratios = [
+        f"{over} ÷ {under}: {paired.ratio(found, 'per_second', over, under)}"
+        for over, under in (
+            ("own template", "map, plain"), ("marked template", "map, plain"),
+            ("marked template", "map, with masks"), *((f"{n} processes", "1 processes") for n in processes),
+        )
+    ]  # fmt: skip
+    return [paired.markdown(["how", "rows/s (min / median / max)"], rows), "", *ratios]
+
+
+PER_CORE = ("own template", "marked template", "map, plain", "map, with masks")
+
+
+def taskset(cores: int) -> list[str]:
+    """One core of this process's, or some: so that a sample cannot take more than it says."""
+    mine = sorted(os.sched_getaffinity(0))[:cores]
+    return ["taskset", "--cpu-list", ",".join(map(str, mine))]
+
+
+# --- large ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Memory:
+    """MB: of all processes, and of the largest one, at their peaks."""
+
+    resident: float = 0.0
+    proportional: float = 0.0
+    largest: float = 0.0
+    largest_own: float = 0.0
+
+
+@contextmanager
+def watched(process: psutil.Process) -> Iterator[Memory]:
+    """Looked at twice a second while the block runs."""
+    memory, done = Memory(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            found = []
+            for one in (process, *process.children(recursive=True)):
+                try:
+                    full = one.memory_full_info()
+                except psutil.Error:
+                    continue
+                found.append((full.rss, full.pss, full.uss))
+            if found:
+                memory.resident = max(memory.resident, sum(rss for rss, _, _ in found) / 1e6)
+                memory.proportional = max(memory.proportional, sum(pss for _, pss, _ in found) / 1e6)
+                memory.largest = max(memory.largest, max(rss for rss, _, _ in found) / 1e6)
+                memory.largest_own = max(memory.largest_own, max(uss for _, _, uss in found) / 1e6)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield memory
+    finally:
+        done.set()
+        thread.join()
+
+
+def large(options: argparse.Namespace) -> list[str]:
+    """In turn, each in a fresh process: all is made, and twice all is there."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        path, folder = Path(made, "large.jsonl"), Path(made, "cache")
+        rows = write_rows(path, num_bytes=int(options.gigabytes * 1e9))
+        paired.note(f"{rows:,} rows, {path.stat().st_size / 1e9:.2f} GB")
+        time.sleep(3)  # the digest of a file that was written just now is not remembered
+        lines = [str(read_in_turn(path, folder, options.workers)) for _ in range(3)]
+        kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return [f"{rows:,} rows, tokens {kept / 1e9:.2f} GB", *lines]
+
+
+def read_in_turn(path: Path, folder: Path, workers: int) -> dict[str, float]:
+    """What `read` gives in a fresh process, and the memory of it and of its workers in MB."""
+    command = [sys.executable, "-m", "benchmarks.data", "read", str(path), "--folder", str(folder)]
+    with subprocess.Popen(
+        [*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        with watched(psutil.Process(process.pid)) as memory:
+            stdout, _ = process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"exit code {process.returncode}")
+    found: dict[str, float] = json.loads(stdout.strip().splitlines()[-1]) | asdict(memory)
+    paired.note(json.dumps(found))
+    return found
+
+
+def read(options: argparse.Namespace) -> dict[str, float]:
+    """A run's start, and 20,000 of its rows in the order of a run."""
+    import numpy as np
+
+    from dsft.data.load import load_data
+    from dsft.data.order import epoch_order
+    from dsft.data.store import Cache
+    from dsft.spec.schema import Data
+
+    told = time.monotonic()
+
+    def progress(pace: Any) -> None:
+        nonlocal told
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            paired.note(f"{pace}")
+
+    began = time.perf_counter()
+    data = Data(train=[{"path": options.file}], max_length=4096, on_too_long="truncate")  # type: ignore[list-item]
+    spec = argparse.Namespace(task="sft", data=data)
+    loaded = load_data(spec, word_tokenizer(), Cache(options.folder, options.workers, paired.note, progress))
+    start = time.perf_counter() - began
+    after_start = paired.resident_bytes()
+    began = time.perf_counter()
+    order = epoch_order(len(loaded.train), 0, 0)
+    ordered = time.perf_counter() - began
+    began = time.perf_counter()
+    tokens = sum(len(loaded.train[int(i)].input_ids) for i in order[:20_000])
+    seconds = time.perf_counter() - began
+    return {
+        "examples": len(loaded.train), "tokens": int(np.sum(loaded.train.lengths, dtype=np.int64)),
+        "start_seconds": start, "order_seconds": ordered, "microseconds_a_row": seconds / 20_000 * 1e6,
+        "read_tokens": tokens, "resident_mb_after_start": after_start / 1e6,
+        "resident_mb_at_end": paired.resident_bytes() / 1e6,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }  # fmt: skip
+
+
+# --- dealing ----------------------------------------------------------------------------------------------
+
+
+def dealing(options: argparse.Namespace) -> list[str]:
+    """Of the tokens' places that 2 ranks compute in an epoch, the share that holds no token: padding, and the
+    places for which one rank waits for the other, micro-batch by micro-batch."""
+    from dsft.data.order import Order
+    from dsft.data.render import Renderer
+    from dsft.data.store import tokenised
+
+    tokenizer = load_tokenizer(options.tokenizer)
+    lengths = tokenised(Source(str(options.file)), Renderer(tokenizer), task="sft").lengths
+    order = Order(argparse.Namespace(sizes=(len(lengths),), weights=None), 128, 42)
+    steps = [lengths[order.step(i).ids] for i in range(order.steps_per_epoch)]
+    rows = []
+    for micro in (1, 2, 4, 8):
+        padded = lost(steps, micro, None)
+        packed = lost(steps, micro, micro * options.max_length)
+        rows.append([str(micro), *(f"{share:.2%}" for share in (*padded, *packed))])
+    header = ["micro-batch", "padded: padding", "+ imbalance", "packed: padding", "+ imbalance"]
+    return [paired.markdown(header, rows)]
+
+
+def lost(steps: list[Any], micro: int, budget: int | None) -> tuple[float, float]:
+    """Shares of padding, and of padding with imbalance."""
+    from dsft.data.lay import EMPTY_ROW_LENGTH
+    from dsft.data.pack import micro_batches_of
+
+    sizes = argparse.Namespace(micro_batch_size=micro, data_parallel=2, tokens_per_micro_batch=budget)
+    tokens = places = computed = 0
+    for step in steps:
+        tokens += int(step.sum())
+        ranks = [[step[hand] for hand in micro_batches_of(step, sizes, rank)] for rank in range(2)]
+        for together in zip(*ranks, strict=True):
+            found = [size_of(one, budget is not None) or EMPTY_ROW_LENGTH for one in together]
+            places += sum(found)
+            computed += 2 * max(found)
+    return 1 - tokens / places, 1 - tokens / computed
+
+
+def size_of(lengths: Any, is_packed: bool) -> int:
+    if len(lengths) == 0:
+        return 0
+    return int(lengths.sum() if is_packed else len(lengths) * lengths.max())
+
+
+# --- waiting ----------------------------------------------------------------------------------------------
+
+
+def waiting(options: argparse.Namespace) -> list[str]:
+    """perf/data_wait_fraction of the quickstart's steps, on two ranks."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "dsft/train.py"]
+        spec = ["specs/quickstart.yaml", f"output_dir={made}", "wandb.mode=disabled"]
+        subprocess.run([sys.executable, *words, *spec], cwd=ROOT, check=True, stdout=sys.stderr)
+        text = Path(made, "quickstart", "metrics.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    shares = [record["perf/data_wait_fraction"] for record in records if "perf/data_wait_fraction" in record]
+    return [f"{len(shares)} steps, min / median / max of the wait: {paired.spread(shares, 4)}"]
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "speed": speed, "large": large, "dealing": dealing, "waiting": waiting,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The data path: speed, memory, waiting, padding.")
+    parser.add_argument("command", choices=(*COMMANDS, "sample", "read"))
+    parser.add_argument("words", nargs="*", help="dealing FILE; sample VARIANT FILE; read FILE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=6000)
+    parser.add_argument("--gigabytes", type=float, default=5.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--max_length", type=int, default=2048)
+    parser.add_argument("--folder", type=Path, help="a disk with room for the files")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
+    options = parser.parse_args()
+    options.file = options.words[-1] if options.words else None
+    if options.command == "sample":
+        print(json.dumps(sample(options.words[0], options.tokenizer, Path(options.file))), flush=True)
+    elif options.command == "read":
+        print(json.dumps(read(options)), flush=True)
+    else:
+        print(
+            "\n".join(
+                [*COMMANDS[options.command](options), "", paired.machine_line(paired.machine(PACKAGES))]
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""How far the making of tokens is, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console as Terminal
+
+from dsft.data.store import Pace
+from dsft.report import making
+from dsft.report.making import shown
+
+
+def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
+    """Lines, and what the terminal got, of two sources."""
+    lines: list[str] = []
+    out = io.StringIO()
+    terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
+    with shown(lines.append, terminal, first=first) as progress:
+        for name in ("a.jsonl", "b.jsonl"):
+            for done in range(4):
+                progress(Pace(name, done, 3, 1000 * done))
+    return lines, out.getvalue()
+
+
+def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100, 1000, 4))
+    monkeypatch.setattr(making.time, "monotonic", lambda: float(next(now)))  # a pace every four seconds
+    lines, out = told(False)
+    assert lines == [
+        "a.jsonl: 3,000 rows are tokens, 250 rows/s, 3 of 3 blocks are made",
+        "b.jsonl: 3,000 rows are tokens, 250 rows/s, 3 of 3 blocks are made",
+    ]
+    assert out == ""
+
+
+def test_a_bar_on_a_terminal_of_the_first_rank() -> None:
+    lines, out = told(True)
+    assert lines == []
+    assert "3/3" in out and "b.jsonl: 3,000 rows are tokens" in out
+    assert "\x1b[?25h" in out  # the cursor is back
+    assert told(True, first=False)[1] == ""
