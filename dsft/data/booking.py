@@ -145,7 +145,8 @@ def _nothing_left(ledger: Ledger, data: Data) -> str:
         (ledger.without_target, f"left out with nothing to train on ({ledger.truncated} truncated)"),
     )
     figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
-    return f"{ledger.rows:,} rows were read: {figures}; change what leaves them out, or look at the rows"
+    read = "1 row was read" if ledger.rows == 1 else f"{ledger.rows:,} rows were read"
+    return f"{read}: {figures}; change what leaves them out, or look at the rows"
 
 
 def book(one: RowSet, cutting: Cutting) -> Booked:

@@ -466,7 +466,7 @@ def _joined(read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], max_row
         first_lines.append(lines)
         lines += index.found.lines
     return StoredRows(
-        account=_account(read, opened, first_lines),
+        account=_account(read, _as_far_as(opened, max_rows), first_lines),
         **{name: column for name, column in columns.items() if name != "digests"},
         digest=digest.hexdigest(),
         starts=starts,
@@ -474,6 +474,22 @@ def _joined(read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], max_row
         first_lines=tuple(first_lines),
         places=tuple(index.place for _, index in opened),
     )
+
+
+def _as_far_as(opened: Sequence[tuple[Job, _Index]], max_rows: int | None) -> list[tuple[Job, Found]]:
+    """What was found up to the last row that is taken, as far as it is known by line."""
+    found, left = [], max_rows
+    for job, index in opened:
+        one = index.found
+        if left is not None and left < len(index):
+            block = index.place if isinstance(index.place, TokenBlock) else reopen_block(index.place)
+            last = block.line(left - 1) if left > 0 else 0
+            bad = tuple(place for place in one.bad if place[0] < last)
+            spelled = tuple(line for line in one.spelled if line <= last)
+            one = replace(one, bad=bad, bad_rows=len(bad), spelled=spelled, spelled_rows=len(spelled))
+        found.append((job, one))
+        left = None if left is None else left - len(index)
+    return found
 
 
 _COLUMNS: Mapping[str, Any] = {
@@ -493,21 +509,22 @@ def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
     if not count:
         return []
     where = ", ".join(map(str, lines[:3])) + (", …" if count > 3 else "")
+    rows = "row spells" if count == 1 else "rows spell"
     return [
-        f"{name}: {count:,} {'row spells' if count == 1 else 'rows spell'} a token of the chat template in its "
+        f"{name}: {count:,} {rows} a token of the chat template in its "
         f"words (line {where}); it is read as plain text there, and ends no turn"
     ]
 
 
 def _account(
-    read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], first_lines: Sequence[int]
+    read: Sequence[_Look], opened: Sequence[tuple[Job, Found]], first_lines: Sequence[int]
 ) -> Account:
     notes: list[str] = []
     bad: list[tuple[str, str]] = []
     found = []
     of_file = defaultdict(list)
-    for (job, index), first in zip(opened, first_lines, strict=True):
-        of_file[job.block.file].append((first, index.found))
+    for (job, met), first in zip(opened, first_lines, strict=True):
+        of_file[job.block.file].append((first, met))
     for look in read:
         notes += file_notes(look.file)
         mine = of_file[look.file] if look.format is not None else [(0, look.found)]

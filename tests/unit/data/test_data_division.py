@@ -258,6 +258,18 @@ def test_bad_rows_can_be_dropped_counted_and_listed() -> None:
     assert any(line.startswith("data.train: dropped a.jsonl:4: ") for line in found.lines)
 
 
+def test_the_first_rows_of_a_file_are_all_that_is_told_of_it() -> None:
+    content = text("x") + "{\n" + text("y", "z") + "{\n" + text("w")
+    of_source = {"a.jsonl": {"max_rows": 2}}
+    found = loaded({"a.jsonl": content}, on_bad_row="drop", of_source=of_source)
+    assert said(found.train) == ["x", "y"]
+    sums = found.account["train"]["total"]
+    assert (sums["rows"], sums["bad"], sums["used"]) == (3, 1, 2)
+    with pytest.raises(DataError) as error:
+        loaded({"a.jsonl": content}, of_source=of_source)
+    assert [problem.where for problem in error.value.problems] == ["a.jsonl:2"]
+
+
 LOSSY = {"a.jsonl": text("x" * 70, "y", "", "y", "z") + "{\n"}
 
 
@@ -319,7 +331,7 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": answered("x", "")[:-1].replace("assistant", "user") + "\n"},
             (),
             {"on_bad_row": "drop"},
-            "data.train: 1 rows were read: 1 dropped as bad;",
+            "data.train: 1 row was read: 1 dropped as bad;",
         ),
         (
             {"a.jsonl": text("x", "y")},
