@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -228,7 +229,7 @@ def test_any_change_gives_a_row_or_a_reason(messages: list[dict[str, Any]], data
         if data.draw(st.booleans()):
             del container[key]
         else:
-            container[key] = data.draw(st.sampled_from(STRANGE))
+            container[key] = deepcopy(data.draw(st.sampled_from(STRANGE)))
         if not _places(changed):
             break
     for task, format in (("sft", None), ("sft", name), ("dpo", None)):
