@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dsft.data.held_out import also_in, held_out_below, is_below, is_duplicate
 from dsft.data.ledger import Ledger
+from dsft.data.pairs import rejected_answers
 from dsft.data.pieces import NONE, Ids
 from dsft.data.rows import TokenRows
 from dsft.spec.held_out import split_sets
@@ -24,12 +25,13 @@ FEW = 5  # places named after a figure
 
 @dataclass(frozen=True)
 class Read:
-    """A source and its rows. what: the section of the spec, in messages."""
+    """A source and its rows. what: the section of the spec, in messages; pairs: each of them has two rows."""
 
     what: str
     name: str
     source: Source
     rows: TokenRows
+    pairs: bool = False
 
     @property
     def count(self) -> int:
@@ -87,10 +89,14 @@ def _ids(mask: NDArray[np.bool_]) -> Ids:
 
 
 def _all_chosen(read: Sequence[Read]) -> list[Chosen]:
-    """Duplicates are counted over all of them."""
+    """Duplicates are counted over all of them; a pair's answers are none of each other."""
     duplicate = is_duplicate(np.concatenate([one.content for one in read])) if read else np.zeros(0, np.bool_)
     borders = np.cumsum([one.count for one in read])[:-1]
-    return [_chosen(one, mine) for one, mine in zip(read, np.split(duplicate, borders), strict=True)]
+    found = zip(read, np.split(duplicate, borders), strict=True)
+    return [
+        _chosen(one, mine & ~rejected_answers(one.rows, one.count) if one.pairs else mine)
+        for one, mine in found
+    ]
 
 
 @dataclass(frozen=True)

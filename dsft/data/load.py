@@ -69,7 +69,7 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
 
     def read(what: str, name: str, source: Source) -> Read:
         rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=source.max_rows)
-        return Read(what, name, source, rows)
+        return Read(what, name, source, rows, pairs=spec.task == "dpo")
 
     names = train_names(data.train)
     train = [read("data.train", *of) for of in zip(names, data.train, strict=True)]

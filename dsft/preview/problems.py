@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.dataset import RowPart
+from dsft.data.pairs import rejected_answers
 from dsft.data.rows import TokenRows
 from dsft.spec.schema import Data
 
@@ -70,7 +71,7 @@ def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: boo
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
         said = earlier[start : start + source.count]
-        rejected = _rejected(source) if pairs else np.zeros(source.count, np.bool_)
+        rejected = rejected_answers(source.rows, source.count) if pairs else np.zeros(source.count, np.bool_)
         masks = _masks(source, data) | {"duplicate": (said >= 0) & ~rejected}
         start += source.count
         for kind, every in masks.items():
@@ -122,15 +123,6 @@ def _stopped_short(part: RowPart, count: int) -> Mask:
     for at in np.flatnonzero(pieces.lengths < part.rows.lengths[pieces.rows]).tolist():
         spans = part.rows.spans(int(pieces.rows[at]))
         found[pieces.rows[at]] = bool(((spans[:, 0] < stops[at]) & (stops[at] < spans[:, 1])).any())
-    return found
-
-
-def _rejected(source: Source) -> Mask:
-    """(count,): the rejected answers, which stand behind the chosen one of their line."""
-    rows, content = source.rows, source.rows.content[: source.count]
-    found = np.zeros(source.count, np.bool_)
-    for row in (np.flatnonzero(content[1:] == content[:-1]) + 1).tolist():
-        found[row] = rows.source(row) == rows.source(row - 1)
     return found
 
 

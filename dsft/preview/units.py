@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.dataset import Dataset, RowPart
+from dsft.data.pairs import rejected_answers
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +33,6 @@ def units_of(data: Dataset, task: str) -> Units:
 
 def _pairs(part: RowPart) -> NDArray[np.int64]:
     """The examples that are a chosen answer, of which the next one is the rejected answer."""
-    rows, content = part.pieces.rows, part.rows.content
-    beside = np.flatnonzero((np.diff(rows) == 1) & (content[rows[1:]] == content[rows[:-1]]))
-    return np.array(
-        [
-            at
-            for at in beside.tolist()
-            if part.rows.source(int(rows[at])) == part.rows.source(int(rows[at + 1]))
-        ],
-        dtype=np.int64,
-    )
+    rows = part.pieces.rows
+    rejected = rejected_answers(part.rows, len(part.rows.lengths))
+    return np.flatnonzero((np.diff(rows) == 1) & rejected[rows[1:]])

@@ -83,6 +83,7 @@ def test_pairs_are_read_though_dpo_is_not_trained_yet(preview: Preview) -> None:
         assert f"rows.jsonl:1, {answer}, after a shared prompt of 7 tokens\n" in out
     assert "padded: 4 rows of" in out
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
+    assert " 1 row says what an earlier row says." in out
     assert "1 row too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
     assert "1 row saying what an earlier row says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
 
