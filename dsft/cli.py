@@ -220,6 +220,49 @@ def chat(
     talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
 
+tokenizer = typer.Typer(no_args_is_help=True, help="Make a tokenizer.")
+app.add_typer(tokenizer, name="tokenizer")
+
+
+@tokenizer.callback()
+def of_tokenizers() -> None:
+    """Make a tokenizer."""
+
+
+@tokenizer.command("train")
+def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILES…", help="Files, folders, patterns.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    vocab_size: Annotated[
+        int, typer.Option("--vocab_size", "--vocab-size", min=1, help="Tokens, all told.", show_default=False)
+    ],
+    model: Annotated[str, typer.Option(help="unigram, bpe (both sentencepiece's) or byte_bpe.")] = "byte_bpe",
+    character_coverage: Annotated[
+        float,
+        typer.Option(
+            "--character_coverage",
+            "--character-coverage",
+            help="Share of the text's characters that get a token; the others are bytes.",
+        ),
+    ] = 0.9995,
+    special: Annotated[
+        list[str] | None, typer.Option(help="A further special token; can be repeated.", show_default=False)
+    ] = None,
+    sample_mb: Annotated[
+        float, typer.Option("--sample_mb", "--sample-mb", min=0.001, help="Megabytes to learn from.")
+    ] = 200.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+) -> None:
+    """Learn a tokenizer from text, check that text survives it, and write a folder for transformers."""
+    from dsft.data.tokenizer_training import Wanted, kind_named
+    from dsft.data.tokenizer_training import train_tokenizer as train
+
+    kind = kind_named(model)
+    train(Wanted(files, out, vocab_size, kind, character_coverage, special or (), sample_mb, seed), print)
+
+
 data = typer.Typer(no_args_is_help=True, help="Make the tokens of a spec's rows ahead of its runs.")
 app.add_typer(data, name="data")
 
