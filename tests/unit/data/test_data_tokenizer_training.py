@@ -58,7 +58,7 @@ def test_what_is_written_and_said(kind: Kind, trained: dict[Kind, tuple[Path, li
     assert any("100% of" in line for line in said) and any("bytes per token" in line for line in said)
     assert (folder / "tokenizer.model").exists() == (kind != "byte_bpe")
     number = next(float(line.split(": ")[1].split()[0]) for line in said if "bytes per token" in line)
-    assert number > 2
+    assert number > 1.5  # a byte is 1
     assert not list(folder.parent.glob("*.tmp-*"))
 
 
