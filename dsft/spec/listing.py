@@ -26,6 +26,8 @@ class NoDataFileError(Exception):
 def local_files(name: str) -> tuple[list[Path], list[str]] | None:
     """The data files of a file's, folder's or pattern's name, at least one, and what is to be said of them.
     None where there is nothing of this name. Raises NoDataFileError."""
+    if "\0" in name:
+        return None
     if os.path.isfile(name):
         if kind_of(name) is None:
             raise NoDataFileError(f"{Path(name).suffix or 'no ending'} is not read; what is read is {READ}")
@@ -82,15 +84,20 @@ def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path]
 def _walk(folder: Path) -> Iterator[Path]:
     """Every file, and every hidden folder as one, which is not gone into. Links to folders are followed, each
     folder once."""
+
+    def refuse(error: OSError) -> None:
+        raise NoDataFileError(f"{error.filename} cannot be listed ({error.strerror}); check its rights")
+
     seen: set[str] = set()
-    for root, folders, files in os.walk(folder, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         place = os.path.realpath(root)
         if place in seen:
             folders.clear()
             continue
         seen.add(place)
-        yield from (Path(root, name) for name in (*files, *folders) if name in files or name[0] == ".")
-        folders[:] = sorted(name for name in folders if name[0] != ".")
+        hidden = [name for name in folders if name[0] == "."]
+        yield from (Path(root, name) for name in (*files, *hidden))
+        folders[:] = sorted(set(folders) - set(hidden))
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -99,7 +106,7 @@ def _saved(folder: Path) -> list[Path]:
         files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise NoDataFileError("a saved data set whose state.json names no files; save it again") from None
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if kind_of(file.name) != "arrow" or not file.is_file()]
     if missing or not files:
         lacks = ", ".join(missing) or "all files"
         raise NoDataFileError(f"a saved data set that lacks {lacks}; save it again")

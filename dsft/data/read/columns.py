@@ -37,7 +37,7 @@ def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        # so a row group's columns are read piece by piece, not whole
+        # with these, a row group's columns are read piece by piece, not whole
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check(file.schema_arrow.names)
             groups = range(start, file.metadata.num_row_groups if stop is None else stop)

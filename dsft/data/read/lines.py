@@ -77,7 +77,10 @@ def lines(
                 left -= size
             if start == 0:
                 raw, start = raw.removeprefix(BYTE_ORDER_MARK), 1
-            yield ("", TOO_LONG.format(f"the line has {size:,} bytes")) if is_long else _text(raw)
+            if is_long and b"\0" not in raw:  # a hole of a torn file is a long line too
+                yield "", TOO_LONG.format(f"the line has {size:,} bytes")
+            else:
+                yield _text(raw)
 
 
 def text_mistakes(opened: IO[bytes]) -> Iterator[tuple[int, str]]:

@@ -129,6 +129,15 @@ def test_a_line_over_the_limit_is_a_mistake_and_the_next_is_read(tmp_path: Path,
     ]
 
 
+def test_a_hole_of_a_torn_file_is_told_as_such(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2' + b"\0" * 100)
+    first, second = read([Block(file_at(path))])
+    assert first.row == {"a": 1}
+    assert second.mistake is not None and second.mistake.startswith("a NUL byte at byte 8")
+
+
 def test_text_files_hold_a_row_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(MARK + b"  one \r\n\r\n\xc2\xa0\ntwo")

@@ -44,6 +44,12 @@ def said(path: str) -> list[str]:
     return []
 
 
+def test_a_name_that_no_file_can_have() -> None:
+    Path("spec.yaml").write_text(SPEC.replace("PATH", '"a\\0*"'))
+    with pytest.raises(SpecError, match="does not exist"):
+        load_spec("spec.yaml", [])
+
+
 @pytest.mark.parametrize(
     "path",
     [
