@@ -4,7 +4,8 @@ and JSON, and errors where too much was lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from dsft.data.dataset import Dataset, RowPart
 from dsft.data.division import FEW, TRAIN, Chosen, RowSet, places_of
 from dsft.data.ledger import Ledger, table, total
 from dsft.data.pieces import Cut, Ids, OnTooLong, cut
-from dsft.data.rows import MAX_SHOWN, data_error
+from dsft.data.rows import MAX_SHOWN, Account, data_error
 from dsft.errors import DataError, Problem
 from dsft.spec.schema import Data
 
@@ -94,7 +95,7 @@ class Booked:
         """What is told of it."""
         said = []
         if not self.of.is_split:  # else told of data.train
-            said += [note for chosen in self.of.chosen for note in chosen.read.rows.account.notes]
+            said += [note for chosen in self.of.chosen for note in _notes(chosen.read.rows.account)]
             bad = [place for chosen in self.of.chosen for place in chosen.read.rows.account.bad]
             said += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
         if len(self.ledgers) == 1:
@@ -133,6 +134,17 @@ class Booked:
         if self.of.also_in_train is not None:
             account["also_in_train"] = self.of.also_in_train[0]
         return account
+
+
+def _notes(account: Account) -> Iterator[str]:
+    """Its notes; of many files that are read alike one for all."""
+    alike = Counter(reason for _, _, reason in account.formats)
+    told = {f"{file}: {reason}" for file, _, reason in account.formats if alike[reason] > FEW}
+    yield from (note for note in account.notes if note not in told)
+    for reason, count in alike.items():
+        if count > FEW:
+            first = next(file for file, _, mine in account.formats if mine == reason)
+            yield f"{first} and {count - 1:,} more files: {reason}"
 
 
 def _nothing_left(ledger: Ledger, data: Data) -> str:

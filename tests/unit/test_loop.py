@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.batch import GlobalStep, MicroBatch
+from dsft.data.batch import GlobalStep, MicroBatch, OfSource
 from dsft.engine.api import Fragment, ReadRange, StepResult
 from dsft.errors import NonFiniteError
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit, seed_step
@@ -111,6 +111,24 @@ def test_a_window_of_steps_is_the_sum_over_the_count() -> None:
     # steps 1 and 2: (10·5 + 20·4) ÷ 30, not the mean of 5 and 4
     assert log.of("train/loss")[0] == (2, pytest.approx(130 / 30, abs=1e-15))
     assert [step for step, _ in log.of("train/loss")] == [2, 4, 5]
+
+
+class FromSources(Steps):
+    """Source a has all of the first step, b half of the others."""
+
+    def step(self, index: int) -> GlobalStep:
+        half = 0 if index == 0 else 50
+        sources = {"a": OfSource(2, 100 - half, index / 2), "b": OfSource(half // 10, half, index / 4)}
+        return replace(super().step(index), sources=sources)
+
+
+def test_a_window_says_what_was_trained_on_of_each_source() -> None:
+    log = Log()
+    fit(FakeEngine(), OBJECTIVE, FromSources(), schedule(log_every=2, save_every=None), log.run(), Progress())
+    assert log.of("data/a/tokens") == [(2, 150), (4, 100), (5, 50)]
+    assert log.of("data/b/tokens") == [(2, 50), (4, 100), (5, 50)]
+    assert log.of("data/b/examples") == [(2, 5), (4, 10), (5, 5)]
+    assert log.of("data/a/epoch") == [(2, 0.5), (4, 1.5), (5, 2.0)]  # as of the window's last step
 
 
 def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> None:

@@ -258,6 +258,17 @@ def test_bad_rows_can_be_dropped_counted_and_listed() -> None:
     assert any(line.startswith("data.train: dropped a.jsonl:4: ") for line in found.lines)
 
 
+def test_files_of_a_folder_that_are_read_alike_have_one_line() -> None:
+    Path("rows").mkdir()
+    for i in range(8):
+        Path(f"rows/{i}.jsonl").write_text(text(f"x{i}") if i != 3 else answered("q", "a"))
+    found = load_data(Wanted("sft", Data(train=(Source(path="rows"),), max_length=64)), TOKENIZER)
+    assert [line for line in found.lines if "detected" in line] == [
+        'data.train: rows/3.jsonl: detected messages: every row has "messages"',
+        'data.train: rows/0.jsonl and 6 more files: detected text: every row has "text"',
+    ]
+
+
 def test_the_first_rows_of_a_file_are_all_that_is_told_of_it() -> None:
     content = text("x") + "{\n" + text("y", "z") + "{\n" + text("w")
     of_source = {"a.jsonl": {"max_rows": 2}}

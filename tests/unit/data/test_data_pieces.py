@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data.batch import NO_TARGET, MicroBatch
 from dsft.data.dataset import Dataset, RowPart
 from dsft.data.pieces import Cut, OnTooLong, cut
+from dsft.data.steps import TrainSteps
+from dsft.plan.batch import BatchSizes
 from tests.unit.data.token_rows import FakeRows, Given
 
-BOS = 1
+BOS, PAD = 1, 0
 
 
 @st.composite
@@ -86,7 +89,7 @@ def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
 
 @pytest.mark.parametrize("how", NAIVE)
 @given(given=rows_of_a_source, size=st.integers(2, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[Given], size: int) -> None:
     source = FakeRows(given)
     made = cut_of(source, size, how)
@@ -104,7 +107,7 @@ def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[G
 
 @pytest.mark.parametrize("how", NAIVE)
 @given(given=rows_of_a_source, size=st.integers(2, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tokens_add_up(how: OnTooLong, given: list[Given], size: int) -> None:
     source = FakeRows(given)
     made = cut_of(source, size, how)
@@ -115,6 +118,59 @@ def test_tokens_add_up(how: OnTooLong, given: list[Given], size: int) -> None:
     left_out = rows[made.without_target]
     kept = int(pieces.lengths.sum()) + int(np.minimum(left_out, size).sum())
     assert rows.sum() + overlap == kept + rows[made.dropped].sum() + made.truncated_tokens
+
+
+@pytest.mark.parametrize("how", NAIVE)
+@given(given=rows_of_a_source, size=st.integers(2, 20), ranks=st.integers(1, 3), is_packed=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_pieces_survive_packing_and_unpacking(
+    how: OnTooLong, given: list[Given], size: int, ranks: int, is_packed: bool
+) -> None:
+    """Every token and every target of an epoch, taken apart again from the tensors of all ranks."""
+    source = FakeRows(given)
+    data = Dataset((RowPart(None, source, cut_of(source, size, how).pieces),))
+    wanted = sorted(part for piece in naive(given, size, how) for part in parts_of(piece))
+    sizes = BatchSizes(ranks, 1, 1, ranks, size + 3 if is_packed else None)
+    found = []
+    for rank in range(ranks):
+        steps = TrainSteps(data, sizes, rank, 5, PAD)
+        for index in range(steps.steps_per_epoch if len(data) else 0):
+            for batch in steps.step(index).micro_batches:
+                found += unpacked(batch)
+    ids = [(tokens, targets) for tokens, targets in sorted(found) if tokens[0] != PAD]
+    if is_packed:
+        assert ids == wanted
+    else:  # a padded row of several segments is attended as one, but its tokens and targets are the same
+        whole = [joined(piece) for piece in naive(given, size, how)]
+        assert ids == sorted(whole)
+
+
+def parts_of(piece: Piece) -> list[tuple[list[int], list[int]]]:
+    """(tokens, the target that each one predicts) of each segment."""
+    tokens, targets, _, segments = piece
+    parts, start = [], 0
+    for length in segments or (len(tokens),):
+        mine, is_target = tokens[start : start + length], targets[start + 1 : start + length]
+        after = [t if wanted else NO_TARGET for t, wanted in zip(mine[1:], is_target, strict=True)]
+        parts.append((mine, [*after, NO_TARGET]))
+        start += length
+    return parts
+
+
+def joined(piece: Piece) -> tuple[list[int], list[int]]:
+    parts = parts_of(piece)
+    return [t for tokens, _ in parts for t in tokens], [t for _, targets in parts for t in targets]
+
+
+def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
+    if batch.lengths is not None:
+        rows = zip(
+            batch.input_ids[0].split(batch.lengths), batch.targets[0].split(batch.lengths), strict=True
+        )
+    else:
+        rows = zip(batch.input_ids, batch.targets, strict=True)
+    lengths = [(ids, targets, max(1, int((ids != PAD).sum()))) for ids, targets in rows]
+    return [(ids[:n].tolist(), targets[:n].tolist()) for ids, targets, n in lengths]
 
 
 def test_nothing_is_read_to_cut_rows_of_which_all_is_trained_on() -> None:

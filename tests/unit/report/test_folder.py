@@ -32,7 +32,15 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
 
 def test_a_run_without_a_hostfile_leaves_none(tmp_path: Path) -> None:
     write_folder(tmp_path, Origin(SPEC, {}, None, ["x"]))
-    assert not (tmp_path / "hostfile").exists()
+    assert not (tmp_path / "hostfile").exists() and not (tmp_path / "data.json").exists()
+
+
+def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
+    account = {
+        "train": {"total": {"tokens": 5, "trained_tokens": 3}, "sources": {"web": {"path": "a.jsonl"}}}
+    }
+    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"], account))
+    assert json.loads((tmp_path / "data.json").read_text()) == account
 
 
 def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
