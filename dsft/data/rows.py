@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dsft.errors import DataError, Problem
 
 MAX_SHOWN = 20
+MAX_CHARACTERS = 500  # of a reason
 
 Message = Mapping[str, Any]
 """As chat templates take it: {"role", "content"}, and what a call of a tool needs."""
@@ -116,6 +117,13 @@ class TokenRows(Protocol):
         """(k, 2): where each run of its trained tokens starts and stops, without reading a token."""
 
     def read(self, row: int) -> Rendered: ...
+
+
+def printable(text: str) -> str:
+    """What a file holds as a message says it: escaped where a terminal would not show it or obey it, and cut
+    short."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:MAX_CHARACTERS])
+    return "".join(shown) + ("…" if len(text) > MAX_CHARACTERS else "")
 
 
 def data_error(problems: Sequence[Problem], one: str, many: str, count: int | None = None) -> DataError:

@@ -41,7 +41,7 @@ from dsft.data.read import files
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
 from dsft.data.render import Renderer
-from dsft.data.rows import Account, BadRowError, Line, Rendered
+from dsft.data.rows import Account, BadRowError, Line, Rendered, printable
 from dsft.data.tokenizer import num_ids
 from dsft.errors import DamagedDataError, DataError, Problem, StorageError
 from dsft.spec.schema import Spec
@@ -534,7 +534,9 @@ def _account(
             notes.append(f"{look.file.name}: holds no row")
         notes += _spelled(look.file.name, mine)
         bad += [
-            (f"{look.file.name}:{first + line}", reason) for first, one in mine for line, reason in one.bad
+            (f"{look.file.name}:{first + line}", printable(reason))
+            for first, one in mine
+            for line, reason in one.bad
         ]
         found += [one for _, one in mine]
     return Account(

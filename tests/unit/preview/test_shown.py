@@ -198,6 +198,14 @@ def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
 
 
+def test_an_error_is_no_command_to_a_terminal(preview: Preview) -> None:
+    code, out, err = preview(
+        rows=[talk("a", "b"), {"\x1b[2J\u202e": 1}, {"messages": [{"role": "\x9b" + "x" * 999}]}]
+    )
+    assert code == 65 and (out + err).replace("\n", "").isprintable() and len(err) < 900
+    assert 'rows.jsonl:2: "messages" is missing; the row has "\\x1b[2J\\u202e"\n' in err
+
+
 def test_the_page_is_written_whole(preview: Preview) -> None:
     code, out, _ = preview(
         "--html", "page.html", rows=[talk(text, text) for text in HOSTILE], data="max_length: 999"
