@@ -119,6 +119,7 @@ class Booked:
                     "fingerprint": part.digest,
                     "path": chosen.read.source.path,
                     "weight": chosen.read.source.weight,
+                    "notes": list(chosen.read.rows.account.notes),  # with a hub's revision among them
                     "files": [
                         {"file": file, "format": name, "reason": reason}
                         for file, name, reason in chosen.read.rows.account.formats

@@ -165,7 +165,8 @@ def test_the_same_rows_in_any_kind_of_file_are_the_same_tokens(
     Path("d/e", name).write_bytes(KINDS[name](ROWS))
     loaded = load("d")
     assert loaded.train.fingerprint == load("a.jsonl").train.fingerprint
-    assert f"d: 1 file: {name}" in "\n".join(loaded.lines)
+    assert f"d: 1 file: {name}" in loaded.account["train"]["sources"]["d"]["notes"]
+    assert f"data.train: d: 1 file: {name}" in loaded.lines
     first = 2 if name == "a.csv" else 1
     assert loaded.train[16].source == f"d/e/{name}:{16 + first}"
 
