@@ -177,20 +177,32 @@ class Masks:
     @cached_property
     def ends(self) -> TurnEnds:
         question: Message = {"role": "user", "content": "0"}
-        texts = []
         try:
             prompt, _ = self.template.render([question], prompt=True)
-            for content in "12":
-                answer: Message = {"role": "assistant", "content": content}
-                texts.append(self.template.render([question, answer])[0])
+            texts = [self.template.render([question, _answer(content)])[0] for content in "12"]
         except BadRowError as error:
             raise template_error(str(error), _WAY_OUT) from error
-        tail = commonprefix([text[::-1] for text in texts])[::-1]
-        if not texts[0].startswith(prompt):
-            lead = ""  # told of at the first turn
-        else:
-            lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1]
+        tail = _common_end(*texts)
+        # where the prompt is another one, that is told of at the first turn
+        lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1] if texts[0].startswith(prompt) else ""
         return TurnEnds(lead, tail, tail[: self._first_special(tail)])
+
+    def prove_marks(self) -> None:
+        """That what is marked behind an answer, if anything is, holds a token that ends a turn: a template of
+        another tokenizer has none. Raises DataError."""
+        if not self.template.is_marked:
+            return
+        question: Message = {"role": "user", "content": "0"}
+        marked = []
+        try:
+            for content in "12":
+                text, marks = self.template.render([question, _answer(content)])
+                marked.append("".join(text[start:stop] for start, stop in marks))
+        except BadRowError:
+            return  # of talks that it takes the ledger tells which have no end
+        tail = _common_end(*marked)
+        if tail.strip():
+            self._first_special(tail)
 
     def _first_special(self, tail: str) -> int:
         found = any_of(self.special_tokens).search(tail)
@@ -203,6 +215,14 @@ class Masks:
             f"{reason}, so a model trained on it would not know how to stop",
             f"take the tokenizer that the template was made for, or {_WAY_OUT}",
         )
+
+
+def _answer(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _common_end(one: str, other: str) -> str:
+    return commonprefix([one[::-1], other[::-1]])[::-1]
 
 
 class _Row(NamedTuple):

@@ -99,7 +99,9 @@ class Renderer:
 
     def _masks_of(self, *, tools: bool) -> Masks:
         template = template_of(self.tokenizer, self.template, tools=tools)
-        return Masks(template, self.train_on, self._tokens.special)
+        masks = Masks(template, self.train_on, self._tokens.special)
+        masks.prove_marks()
+        return masks
 
     @cached_property
     def _tokens(self) -> Tokens:

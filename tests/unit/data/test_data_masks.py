@@ -1,0 +1,307 @@
+"""What is trained on: data.train_on, flags of messages, tools, prompts; and it is the assistant's tokens."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.data.masks import TrainOn
+from dsft.data.render import Renderer
+from dsft.data.rows import Conversation, Message, Rendered, Text
+from dsft.data.template import named_template
+from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.errors import DataError
+from dsft.spec.chat_templates import CHAT_TEMPLATES
+
+BYTES = byte_level_tokenizer()
+END = "<|im_end|>"
+UNMARKED = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BOTH = pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "unmarked"])
+
+
+def talk(*turns: str, trained: tuple[bool | None, ...] = ()) -> Conversation:
+    """ "u:words" is the user's, "a:" the assistant's, "s:" the system's, "t:" a tool's."""
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    messages = tuple({"role": roles[turn[0]], "content": turn[2:]} for turn in turns)
+    return Conversation(messages, (), trained)
+
+
+def made(row: Conversation | Text, template: str | None = None, train_on: TrainOn = "assistant") -> Rendered:
+    rendered = Renderer(BYTES, template, train_on).render([row])[0]
+    assert not isinstance(rendered, str), rendered
+    return rendered
+
+
+def parts(rendered: Rendered) -> list[str]:
+    """The text of each run of trained tokens."""
+    pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[0])
+    return [BYTES.decode([token for _, token in run]) for trained, run in runs if trained]
+
+
+def refusal(row: Conversation | Text, template: str | None = None, train_on: TrainOn = "assistant") -> str:
+    said = Renderer(BYTES, template, train_on).render([row])[0]
+    assert isinstance(said, str)
+    return said
+
+
+FOUR = ("s:S", "u:q", "a:one", "u:r", "a:two")
+
+
+# --- train_on and flags -----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_train_on(template: str | None) -> None:
+    assert parts(made(talk(*FOUR), template)) == [f"one{END}", f"two{END}"]
+    assert parts(made(talk(*FOUR), template, "last")) == [f"two{END}"]
+    whole = made(talk(*FOUR), template, "all")
+    assert whole.trained.all() and whole.ended
+
+
+@BOTH
+def test_flags_of_messages_win(template: str | None) -> None:
+    def of(train_on: TrainOn, *flags: bool | None) -> list[str]:
+        return parts(made(talk(*FOUR, trained=flags), template, train_on))
+
+    assert of("assistant", None, None, False, None, None) == [f"two{END}"]
+    assert of("last", None, None, True, None, None) == [f"one{END}", f"two{END}"]
+    assert of("last", None, None, None, None, False) == []
+    assert of("assistant", False, False, True, False, False) == [f"one{END}"]
+
+
+@BOTH
+def test_all_but_what_a_flag_takes_out(template: str | None) -> None:
+    def of(*flags: bool | None) -> list[str]:
+        return parts(made(talk(*FOUR, trained=flags), template, "all"))
+
+    start = f"<|im_start|>system\nS{END}\n<|im_start|>user\nq{END}\n<|im_start|>assistant\n"
+    rest = f"\n<|im_start|>user\nr{END}\n<|im_start|>assistant\ntwo{END}\n"
+    assert of(None, None, False, None, None) == [start, rest]
+    assert of(None, False, None, None, None) == [
+        f"<|im_start|>system\nS{END}\n",
+        f"<|im_start|>assistant\none{END}{rest}",
+    ]
+    assert of(False, None, True, None, None)[0].startswith("<|im_start|>user\nq")
+
+
+@BOTH
+def test_a_users_turn_with_a_flag_is_trained_on_whole(template: str | None) -> None:
+    row = talk("s:S", "u:q", "a:one", trained=(None, True, None))
+    assert parts(made(row, template)) == [f"<|im_start|>user\nq{END}\n", f"one{END}"]
+
+
+@BOTH
+def test_what_follows_the_last_answer_is_not_trained_on(template: str | None) -> None:
+    rendered = made(talk("u:q", "a:one", "u:r", "t:x"), template)
+    assert parts(rendered) == [f"one{END}"]
+    assert BYTES.decode(rendered.input_ids.tolist()).endswith(f"<|im_start|>tool\nx{END}\n")
+
+
+@BOTH
+def test_answers_in_a_row_and_first_ones(template: str | None) -> None:
+    assert parts(made(talk("a:one", "a:two", "u:q", "a:"), template)) == [f"one{END}", f"two{END}", END]
+
+
+def test_last_is_a_way_out_where_earlier_turns_are_rewritten() -> None:
+    said = "(m['content'] if loop.last else m['content'].split('.')[-1])"
+    template, row = UNMARKED.replace("m['content']", said), talk("u:q", "a:hm.one", "u:r", "a:hm.two")
+    refused = refusal(row, template)
+    assert (
+        refused.startswith("turn 2: the chat template writes 'hm.one<|im_end|>")
+        and "'one<|im_end|>" in refused
+    )
+    assert "train on the last turn alone (data.train_on: last), or give data.chat_template" in refused
+    assert parts(made(row, template, "last")) == [f"hm.two{END}"]
+
+
+# --- marks ------------------------------------------------------------------------------------------------
+
+TWICE = named_template("chatml").replace(
+    "{{- message['content'] + '<|im_end|>' }}\n        {%- endgeneration %}",
+    "{{- message['content'] }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{%- endgeneration %}",
+)
+
+
+def test_marks_that_are_not_one_a_turn() -> None:
+    assert parts(made(talk(*FOUR), TWICE)) == [f"one{END}", f"two{END}"]
+    flagged = talk(*FOUR, trained=(None, None, False, None, None))
+    for said in (refusal(talk(*FOUR), TWICE, "last"), refusal(flagged, TWICE, "all")):
+        assert said.startswith("the chat template marks 4 parts and the row has 2 turns of the assistant")
+
+
+def test_marks_that_leave_the_end_of_turn_out() -> None:
+    template = named_template("chatml").replace(
+        "+ '<|im_end|>' }}\n        {%- endgeneration %}", "}}{%- endgeneration %}{{- '<|im_end|>' }}"
+    )
+    rendered = made(talk(*FOUR), template)
+    assert parts(rendered) == ["one", "two"]
+    assert not rendered.ended
+    assert made(talk(*FOUR), None).ended
+
+
+def test_marks_whose_end_of_turn_is_no_token_of_the_tokenizer() -> None:
+    """As where a template is named that was made for another tokenizer."""
+    with pytest.raises(
+        DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which holds"
+    ):
+        made(talk("u:q", "a:one"), named_template("llama3"))
+
+
+# --- tools, and what a template leaves out ----------------------------------------------------------------
+
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+QUESTION, ANSWER = talk("u:q", "a:one").messages
+
+
+def test_what_a_template_would_leave_out_in_silence() -> None:
+    assert "the chat template writes no tools, and" in refusal(Conversation((QUESTION, ANSWER), (TOOL,)))
+    assert "writes no calls of tools" in refusal(Conversation((QUESTION, CALL)))
+    assert "writes no reasoning" in refusal(Conversation((QUESTION, {**ANSWER, "thinking": "hm"})))
+    deaf = UNMARKED.replace("{%- for m in messages %}", "{%- for m in messages if m['role'] != 'system' %}")
+    assert refusal(talk(*FOUR), deaf).startswith("the chat template writes nothing of a system turn")
+    assert parts(made(talk(*FOUR[1:]), deaf)) == [f"one{END}", f"two{END}"]
+
+
+def test_arguments_as_text_for_templates_that_want_them_so() -> None:
+    """DeepSeek's join them to other text."""
+    name, arguments = "c['function']['name']", "c['function']['arguments']"
+    call = f"{{% for c in m['tool_calls'] or [] %}}{{{{ {name} + {arguments} }}}}{{% endfor %}}"
+    template = UNMARKED.replace("+ '<|im_end|>\n' }}{%-", "}}" + call + "{{ '<|im_end|>\n' }}{%-")
+    said = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    row = Conversation((QUESTION, {**CALL, "tool_calls": [said]}, *talk("t:x", "a:one").messages))
+    assert parts(made(row, template)) == ['f{"a": "é"}' + END, f"one{END}"]
+
+
+# --- prompts and completions ------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_not_trained_on() -> None:
+    rendered = made(Text((("2 + 2 =", False), (" 4", True))))
+    assert rendered.input_ids.tolist() == [*b"2 + 2 = 4", BYTES.eos_token_id]
+    assert parts(rendered) == [f" 4{END}"]
+    assert parts(made(Text((("a", True), ("b", False), ("c", True))))) == ["a", f"c{END}"]
+    assert parts(made(Text((("", False), ("c", True))))) == [f"c{END}"]
+
+
+def test_a_prompt_keeps_the_beginning_of_text() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    for single, closed in (("<|im_start|> $A", []), ("<|im_start|> $A <|im_end|>", [258])):
+        tokenizer = byte_level_tokenizer()
+        tokenizer.bos_token = "<|im_start|>"
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258)]
+        )
+        texts = [Text((("ab", False), ("c", True))), Text((("<|im_start|>ab", False), ("c", True)))]
+        assert tokenizer("")["input_ids"] == [257, *closed]
+        for one in Renderer(tokenizer).render(texts):
+            assert isinstance(one, Rendered)
+            assert one.input_ids.tolist() == [257, 97, 98, 99, 258]
+            assert one.trained.tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_token_across_the_end_of_a_prompt() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
+    tokenizer: Any = PreTrainedTokenizerFast
+    renderer = Renderer(tokenizer(tokenizer_object=backend, eos_token="</s>"))
+    said, fine = renderer.render([Text((("a", False), ("b", True))), Text((("b", False), ("a", True)))])
+    assert isinstance(said, str) and said.startswith("the tokenizer makes one token of the prompt's last")
+    assert isinstance(fine, Rendered) and fine.trained.tolist() == [False, True, True]
+
+
+# --- any conversation -------------------------------------------------------------------------------------
+
+SPELLED = st.sampled_from([END, " x ", "\n", "</s>", "<|user|>", "a <|eot_id|>"])
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | SPELLED
+SPECIAL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<\w+_of_turn>|\[gMASK\]|<sop>")
+TALKS = st.tuples(st.none() | WORDS, st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
+
+
+def _with(name: str) -> Any:
+    tokenizer = byte_level_tokenizer()
+    more = sorted(set(SPECIAL.findall(named_template(name))))
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": more})
+    return tokenizer, Renderer(tokenizer, named_template(name))
+
+
+TOKENIZERS = {name: _with(name) for name in CHAT_TEMPLATES}
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+@given(TALKS)
+@settings(max_examples=25, deadline=None)
+def test_any_talk_has_the_templates_text_and_trains_its_answers(name: str, said: Any) -> None:
+    """The text is the tokenizer's own rendering; what is trained on are the answers, one part each."""
+    tokenizer, renderer = TOKENIZERS[name]
+    system, turns = said
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    rendered = renderer.render([Conversation(tuple(messages))])[0]
+    assert isinstance(rendered, Rendered), rendered
+    own = tokenizer.apply_chat_template(messages, chat_template=named_template(name), tokenize=False)
+    assert tokenizer.decode(rendered.input_ids) == own
+    assert rendered.ended
+    pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
+    runs = [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0])]
+    trained = [tokenizer.decode([token for _, token in run]) for run in runs if run[0][0]]
+    for part, (_, answer) in zip(trained, turns, strict=True):
+        assert answer.strip("\n").strip() in part or "<think>" in part
+
+
+# --- what a renderer is -----------------------------------------------------------------------------------
+
+
+def test_the_digest_covers_what_decides_the_tokens() -> None:
+    tokenizer = byte_level_tokenizer()
+    base = Renderer(tokenizer)
+    assert base.digest == Renderer(byte_level_tokenizer(), named_template("chatml")).digest
+    renamed, larger = byte_level_tokenizer(), byte_level_tokenizer()
+    renamed.eos_token = "<|im_start|>"
+    larger.add_tokens(["x"])
+    others = [Renderer(tokenizer, UNMARKED), Renderer(renamed), Renderer(larger)]
+    others += [Renderer(tokenizer, None, "last"), Renderer(tokenizer, None, "all")]
+    assert len({base.digest, *(other.digest for other in others)}) == len(others) + 1
+
+
+def test_it_goes_to_another_process_after_use() -> None:
+    row = talk("u:q", f"a:x{END}")
+    renderer = Renderer(BYTES, UNMARKED, "last")
+    first = renderer.render([row])[0]
+    again = pickle.loads(pickle.dumps(renderer))
+    second = again.render([row])[0]
+    assert isinstance(first, Rendered) and isinstance(second, Rendered)
+    assert first.input_ids.tolist() == second.input_ids.tolist()
+    assert first.trained.tolist() == second.trained.tolist()
+    assert again.digest == renderer.digest
+
+
+def test_no_torch_on_the_way_from_rows_to_tokens() -> None:
+    code = (
+        "import sys; from dsft.data.render import Renderer; from dsft.data.rows import Conversation\n"
+        "from dsft.data.tokenizer import byte_level_tokenizer\n"
+        "rows = [Conversation(({'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}))]\n"
+        "Renderer(byte_level_tokenizer()).render(rows); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
