@@ -1,12 +1,13 @@
 """The rows of Parquet and Arrow files, as Python values; a row's number, from 1, stands for a line's.
 
-Takes a path and a range of row groups (Parquet) or record batches (Arrow, its file and its stream format).
+Takes a path and a range of rows (Parquet) or record batches (Arrow, its file and its stream format).
 pyarrow is imported here alone, when such a file is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,35 +19,57 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 4 << 20  # bytes of rows made Python values together
 _MAX_AT_ONCE = 1000
+_MAX_PARTS = 16
+"""Blocks of one row group, at most."""
 
 
 def parquet_starts(path: Path) -> list[int]:
-    """Row groups with which blocks begin; of one block for a file that cannot be read."""
+    """Rows with which blocks begin; of one block for a file that cannot be read. A large row group is several
+    blocks: its rows before a block are decoded for it in vain, which is little beside making tokens."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            groups = file.metadata
-            sizes = [groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)]
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     except _damage():
         return [0]
-    return _starts(sizes)
+    starts, row, size = [0], 0, 0
+    for group in groups:
+        if size >= BLOCK_BYTES:
+            starts.append(row)
+            size = 0
+        parts = max(1, min(_MAX_PARTS, group.num_rows, group.total_byte_size // BLOCK_BYTES))
+        starts += [row + group.num_rows * part // parts for part in range(1, parts)]
+        size = group.total_byte_size // parts + (size if parts == 1 else 0)
+        row += group.num_rows
+    return starts
 
 
 def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
+    return _lines(lambda: _parquet_batches(path, start, stop), "Parquet")
+
+
+def _parquet_batches(path: Path, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.parquet
 
-    def batches() -> Iterator[Any]:
-        # with these, a row group's columns are read piece by piece, not whole
-        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _check(file.schema_arrow.names)
-            groups = range(start, file.metadata.num_row_groups if stop is None else stop)
-            size = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-            rows = sum(file.metadata.row_group(i).num_rows for i in groups)
-            if rows:
-                yield from file.iter_batches(_together(size, rows), list(groups), use_threads=False)
-
-    return _lines(batches, "Parquet")
+    # with these, a row group's columns are read piece by piece, not whole
+    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        _check(file.schema_arrow.names)
+        all_groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        first = [0, *accumulate(group.num_rows for group in all_groups)]
+        stop = first[-1] if stop is None else stop
+        wanted = [i for i in range(len(all_groups)) if first[i] < stop and first[i + 1] > start]
+        if not wanted:
+            return
+        groups, row = [all_groups[i] for i in wanted], first[wanted[0]]
+        together = _together(sum(g.total_byte_size for g in groups), sum(g.num_rows for g in groups))
+        for batch in file.iter_batches(together, wanted, use_threads=False):
+            begin, end = max(start, row), min(stop, row + batch.num_rows)
+            if begin < end:
+                yield batch.slice(begin - row, end - begin)
+            row += batch.num_rows
+            if row >= stop:
+                return
 
 
 def arrow_starts(path: Path) -> list[int]:

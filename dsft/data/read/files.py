@@ -48,7 +48,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file that is read by itself; `index` counts from 0. `start`, `stop`: bytes, row groups or
+    """A part of a file that is read by itself; `index` counts from 0. `start`, `stop`: bytes, rows or record
     batches, by the file's kind; without `stop`: to the end."""
 
     file: DataFile
@@ -118,7 +118,7 @@ def file_notes(file: DataFile) -> tuple[str, ...]:
 
 
 def _starts(file: DataFile) -> list[int]:
-    """Of its blocks, in bytes, row groups or record batches."""
+    """Of its blocks, in bytes, rows or record batches."""
     path = Path(file.path)
     if file.kind == "parquet":
         return parquet_starts(path)
