@@ -134,7 +134,8 @@ def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True)
                 way_out = "it is an adapter: name its base, and this folder in model.lora.path"
             yield Finding(path, f"{shown(name)} is a folder without {needed}; {way_out}")
     elif _is_file(folder):
-        yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")
+        if path != ("model", "tokenizer") or folder.suffix != ".model":  # sentencepiece's
+            yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")
     elif not (hub and _HUB_ID.fullmatch(name)):
         kind = "neither a folder nor a hub id (owner/name)" if hub else "not a folder"
         yield Finding(path, f"{shown(name)} is {kind}{_searched(name)}; correct the path")

@@ -67,7 +67,8 @@ class Model(Section):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="Hub id or folder; by default the model's own, or a byte-level one for from_config.",
+        description="Hub id, folder or sentencepiece's .model file; by default the model's own, or a "
+        "byte-level one for from_config.",
     )
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"

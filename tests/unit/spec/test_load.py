@@ -143,6 +143,8 @@ def test_a_tokenizers_folder_holds_one_of_its_files(write: Write) -> None:
     assert "without tokenizer_config.json or tokenizer.json or tokenizer.model" in message
     Path("tokens/tokenizer.model").touch()
     assert load_spec(path, ["model.tokenizer=./tokens"]).model.tokenizer == "./tokens"
+    Path("a.model").write_bytes(b"")  # what is in it, its reader tells
+    assert load_spec(path, ["model.tokenizer=a.model"]).model.tokenizer == "a.model"
 
 
 ODD = (
