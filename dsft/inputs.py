@@ -15,7 +15,7 @@ from dsft.data.load import HeldOut, Loaded, load_data
 from dsft.data.longest import longest_micro_batch
 from dsft.data.store import Cache, cache_folder
 from dsft.data.template import choose_template
-from dsft.data.tokenizer import open_tokenizer, pad_id
+from dsft.data.tokenizer import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
@@ -57,9 +57,8 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
     facts = token_facts(tokenizer, added.first_id)
     config = resolve_config(spec.model, facts)
     rows = new_rows(spec.model, facts)
-    for line in (f"model.add_tokens: {added}" if spec.model.add_tokens else "", str(rows or "")):
-        if line:
-            say(line)
+    for line in (*notes(tokenizer, added), *([str(rows)] if rows else [])):
+        say(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None

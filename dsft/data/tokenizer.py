@@ -7,7 +7,7 @@ which is imported when it is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,17 @@ def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, Added]:
     name = model.tokenizer or model.name_or_path
     tokenizer = byte_level_tokenizer() if name is None else load_tokenizer(name)
     return tokenizer, add_tokens(tokenizer, model.add_tokens)
+
+
+def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
+    """A sentence for each thing that a reader of the run should know of its tokenizer."""
+    if str(added):
+        yield f"model.add_tokens: {added}"
+    if type(tokenizer).__name__ == "SentencePieceTokenizer":
+        yield (
+            "tokenizer: sentencepiece itself cuts the text of this unigram model; exports hold a converted "
+            "one, which cuts otherwise where two cuts are equally likely"
+        )
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Added:

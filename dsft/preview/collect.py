@@ -10,7 +10,7 @@ from dsft.data.dataset import Dataset, RowPart
 from dsft.data.load import Loaded, load_data
 from dsft.data.store import Cache, Pace, cache_folder
 from dsft.data.template import choose_template
-from dsft.data.tokenizer import open_tokenizer
+from dsft.data.tokenizer import notes, open_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
@@ -66,7 +66,7 @@ def collect(
     SpecError where the batch sizes fit no ranks."""
     batch = sizes(spec)
     tokenizer, added = open_tokenizer(spec.model)
-    new_tokens = (f"model.add_tokens: {added}",) if spec.model.add_tokens else ()
+    new_tokens = tuple(notes(tokenizer, added))
     choose_template(tokenizer, spec.data.chat_template)
     cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the one that the run will read
     refusal = None

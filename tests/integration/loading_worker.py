@@ -34,10 +34,14 @@ from dsft.spec.schema import Spec
 from tests.parity.worker import assemble, micro_batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FIRST, NEW = 65, 73
+"""The first new token, and how many there are then; the folders have 67 rows."""
 CASES: tuple[dict[str, Any], ...] = (
     {},
     {"precision": "fp32", "persistence": 1000},  # some are kept whole on every rank, some cut
     {"offload": "cpu", "trainable": ["*.mlp.*"]},
+    {"tokens": NEW},  # more than the folder's rows
+    {"tokens": NEW, "precision": "fp32", "persistence": 1000},
 )
 
 
@@ -61,21 +65,28 @@ def compare(
     persistence: int = 0,
     offload: str = "none",
     trainable: list[str] | None = None,
+    tokens: int | None = None,
 ) -> dict[str, float]:
     spec = make_spec(folder, precision, offload, trainable)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.world_size))
     config["zero_optimization"]["stage3_param_persistence_threshold"] = persistence
     facts = TokenFacts(64, None, None, None)
+    if tokens is not None:
+        facts = TokenFacts(tokens, None, None, None, first_new=FIRST)
     keep = keep_for(config, world)
     policy = build_model(spec.model, facts, 0, DTYPES[precision], keep=keep)
     frozen = sum(not parameter.requires_grad for parameter in policy.parameters())
     engine: Any = build_engine(policy, spec, config, world, next_token())
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
+    if tokens is not None:
+        resize(expected)
     held = assemble(world, engine)
     values = max(
         float((value - expected.get_parameter(name).detach().float()).abs().max())
         for name, value in held.items()
     )
+    if not expected.config.tie_word_embeddings:
+        values = max(values, *world.gather(of_stages(spec.model, facts, expected, world.rank)))
     batch = micro_batch([(list(range(12)), [False] + [True] * 11)])
     (logps,) = engine.score([batch])
     logits = expected(batch.input_ids, use_cache=False).logits.float().log_softmax(-1)
@@ -84,6 +95,22 @@ def compare(
     engine._engine.destroy()
     groups.mpu = None
     return {"values": values, "logps": off, "tensors": len(held), "frozen": frozen}
+
+
+def resize(model: Any) -> None:
+    """By transformers, with the new rows written by hand."""
+    model.resize_token_embeddings(NEW, mean_resizing=False)
+    for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+        weight.data[FIRST:] = weight.data[:FIRST].double().mean(0).float().to(weight.dtype)
+
+
+def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
+    """The largest difference of this rank's stage of two, where it has one."""
+    if rank > 1:
+        return 0.0
+    policy = build_model(model, facts, 0, expected.dtype, rank, 2)
+    named = policy.causal_lm.named_parameters()
+    return max(float((p - expected.get_parameter(name)).abs().max()) for name, p in named)
 
 
 def make_spec(folder: str, precision: str, offload: str, trainable: list[str] | None) -> Spec:
