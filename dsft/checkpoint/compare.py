@@ -56,7 +56,7 @@ def check_same_run(
     if examples != batch.global_batch_size:
         differing.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
     if data is not None:
-        differing += _other_rows(checkpoint.state["data"], data)
+        differing += other_rows(checkpoint.state["data"], data)
     if differing:
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
@@ -95,19 +95,19 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
     )
 
 
-def _other_rows(then: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A clause for each source of which the rows are others."""
-    for part in sorted(then.keys() | now.keys()):
-        old, new = then.get(part, {}), now.get(part, {})
-        for name in sorted(old.keys() | new.keys()):
-            if name not in old or name not in new:
-                yield f"{part} {'has no' if name in old else 'had no'} {name}"
-            elif old[name]["fingerprint"] != new[name]["fingerprint"]:
-                was, is_ = (
-                    f"{one['rows']:,} rows of {one['tokens']:,} tokens" for one in (old[name], new[name])
-                )
-                figures = f"{was}, now {is_}" if was != is_ else f"{was}, as now, but not the same ones"
-                yield f"{part} {name} had {figures}"
+def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A clause for each source of which the rows are others; both as Facts has them."""
+    if not isinstance(then, Mapping):
+        yield "its rows were fingerprinted by an earlier dsft, and cannot be compared"
+        return
+    for name in sorted(then.keys() | now.keys()):
+        if name not in then or name not in now:
+            yield f"{name} {'is not there now' if name in then else 'was not there'}"
+        elif then[name]["fingerprint"] != now[name]["fingerprint"]:
+            was, is_ = (
+                f"{one['rows']:,} rows of {one['tokens']:,} tokens" for one in (then[name], now[name])
+            )
+            yield f"{name} had {was}, {f'now {is_}' if was != is_ else 'as now, but not the same ones'}"
 
 
 def _equal(one: Any, other: Any) -> bool:

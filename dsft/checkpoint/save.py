@@ -61,8 +61,8 @@ class Facts:
     progress  where the run stands: step, applied_steps, num_tokens, epoch, …
     spec      the resolved spec
     batch     the batch sizes that it came to
-    data      {data.train, or an evaluation set: {source: {rows, tokens, fingerprint}}}: losses are compared
-              with those of the same held-out rows alone
+    data      {a source of data.train or data.eval, or what is held out of one: {rows, tokens, fingerprint}}:
+              losses are compared with those of the same held-out rows alone
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from

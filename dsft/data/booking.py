@@ -62,6 +62,12 @@ class Booked:
     def names(self) -> tuple[str, ...]:
         return tuple(chosen.read.name for chosen in self.of.chosen)
 
+    def label(self, name: str) -> str:
+        """What messages call the set's part of a source."""
+        if self.of.is_split:
+            return f"what is held out of {name}"
+        return f"{TRAIN} {name}" if self.of.what == TRAIN else self.of.what
+
     def dataset(self, weights: tuple[float, ...] | None = None) -> Dataset:
         parts = tuple(
             RowPart(chosen.read.name, chosen.read.rows, made.pieces)

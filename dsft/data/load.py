@@ -44,7 +44,7 @@ class HeldOut:
 @dataclass(frozen=True)
 class Loaded:
     """lines: what is to be told of it, each with the section of the spec in front; account: the same for
-    data.json; identity: of each set and source what a resumed run must find unchanged."""
+    data.json; identity: of each source what a resumed run must find unchanged."""
 
     train: Dataset
     held_out: tuple[HeldOut, ...]
@@ -117,11 +117,9 @@ def _loaded(data: Data, booked: Sequence[Booked], cutting: Cutting) -> Loaded:
         | data.model_dump(mode="json", include=_SETTINGS),
     }
     identity = {
-        one.of.what: {
-            name: {key: source[key] for key in ("rows", "tokens", "fingerprint")}
-            for name, source in mine["sources"].items()
-        }
+        one.label(name): {key: source[key] for key in ("rows", "tokens", "fingerprint")}
         for one, mine in zip(booked, sets, strict=True)
+        for name, source in mine["sources"].items()
     }
     return Loaded(train, held_out, tuple(lines), account, identity)
 

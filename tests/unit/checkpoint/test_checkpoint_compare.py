@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsft.checkpoint.compare import check_same_base, check_same_run
+from dsft.checkpoint.compare import check_same_base, check_same_run, other_rows
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
@@ -35,12 +35,10 @@ def spec_with(**changes: Any) -> Spec:
     return Spec.model_validate(values)
 
 
-def rows_of(part: str = "data.train", *, fingerprint: str | None = None, **rows: int) -> dict[str, Any]:
+def rows_of(fingerprint: str | None = None, **rows: int) -> dict[str, Any]:
     return {
-        part: {
-            name: {"rows": count, "tokens": 10 * count, "fingerprint": fingerprint or f"{name}{count}"}
-            for name, count in rows.items()
-        }
+        f"data.train {name}": {"rows": count, "tokens": 10 * count, "fingerprint": fingerprint or f"{count}"}
+        for name, count in rows.items()
     }
 
 
@@ -121,8 +119,8 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
     ("data", "told"),
     [
         (rows_of(a=10, fingerprint="other"), "a had 10 rows of 100 tokens, as now, but not the same ones"),
-        (rows_of(b=10), "data.train has no a; data.train had no b"),
-        (rows_of(a=10) | rows_of("data.eval", eval=3), "data.eval had no eval"),
+        (rows_of(b=10), "data.train a is not there now; data.train b was not there"),
+        (rows_of(a=10, b=3), "data.train b was not there"),
     ],
     ids=str,
 )
@@ -131,6 +129,12 @@ def test_rows_that_changed_are_named(data: dict[str, Any], told: str) -> None:
         check_same_run(checkpoint(), spec_with(), SAME, data)
     assert f"{told}. Set them back" in str(error.value)
     check_same_run(checkpoint(), spec_with(), SAME, None)  # not read yet
+
+
+def test_a_checkpoint_of_an_earlier_dsft_is_refused_in_a_sentence() -> None:
+    assert list(other_rows("a sha256", rows_of(a=1))) == [
+        "its rows were fingerprinted by an earlier dsft, and cannot be compared"
+    ]
 
 
 def test_frozen_weights_are_those_of_then() -> None:

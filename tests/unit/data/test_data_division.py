@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.checkpoint.compare import _other_rows
+from dsft.checkpoint.compare import other_rows
 from dsft.data import build, store
 from dsft.data.booking import Booked, Cutting, book
 from dsft.data.division import Read, divide
@@ -423,10 +423,10 @@ def test_row_30_a_changed_file_is_known_by_its_source(changed: str) -> None:
     files = {"a.jsonl": text(*ROWS), "b.jsonl": text("x"), "test.jsonl": text("y")}
     then = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
     again = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
-    assert list(_other_rows(json.loads(json.dumps(then)), again)) == []
+    assert list(other_rows(json.loads(json.dumps(then)), again)) == []
     files[changed] = files[changed].replace("row 7", "row 8").replace("y", "z")
     now = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
-    told = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval eval had 1 rows of "}
-    found = list(_other_rows(json.loads(json.dumps(then)), now))
+    told = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval had 1 rows of "}
+    found = list(other_rows(json.loads(json.dumps(then)), now))
     assert len(found) == 1 and found[0].startswith(told[changed])
     assert found[0].endswith("as now, but not the same ones")
