@@ -82,15 +82,16 @@ class Booked:
             places += places_of(chosen.read, rows_of(chosen, made)[: FEW - len(places)])
         return tuple(places)
 
-    def refuse_nothing(self, data: Data) -> None:
-        """Raises DataError where no example is left."""
+    def refuse_nothing(self, data: Data, train: Ledger) -> None:
+        """Raises DataError where no example is left. train: the account of data.train."""
         sums = self.total
         if sums.examples:
             return
         to_what = "train on" if self.of.what == TRAIN else "evaluate"
         if not sums.rows and self.of.is_split:
             key = "data.eval_fraction" if data.eval_fraction is not None else "data.eval_count"
-            rule = "no row of data.train is held out by it; raise it, or give data.eval a file"
+            share = data.eval_fraction if data.eval_fraction is not None else data.eval_count
+            rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or give data.eval a file"
             raise DataError("no rows to evaluate:", [Problem(key, rule)])
         if not sums.rows:
             names = ", ".join(chosen.read.source.path for chosen in self.of.chosen) or "no file given"

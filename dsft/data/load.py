@@ -85,7 +85,7 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
     refuse_too_long(sets, cutting)
     booked = [book(one, cutting) for one in sets]
     for one in booked:
-        one.refuse_nothing(data)
+        one.refuse_nothing(data, booked[0].total)
     refuse_loss(data, booked[0])
     return _loaded(data, booked, cutting)
 

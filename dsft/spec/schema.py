@@ -111,7 +111,8 @@ class Source(Section):
     name: str | None = Field(
         default=None,
         pattern=NAME_PATTERN,
-        description="Its name in metrics, eval/NAME/loss: letters, digits, '.', '_', '-'; or the file's.",
+        description="Its name in metrics, data/NAME/tokens, eval/NAME/loss: letters, digits, '.', '_', '-'; "
+        "or the file's.",
     )
     weight: float | None = Field(
         default=None,

@@ -354,7 +354,7 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": text("x", "y")},
             (),
             {"eval_fraction": 1e-9},
-            "no rows to evaluate:\n  data.eval_fraction: no row of data.train is held out by it",
+            "no rows to evaluate:\n  data.eval_fraction: 1e-09 of 2 rows holds out none; raise it, or give",
         ),
     ],
 )
