@@ -43,12 +43,16 @@ class Collected:
         if self.loaded is None:
             return ()
         data = self.spec.data
-        held_out = [part for one in self.loaded.held_out[: len(data.eval)] for part in one.data.parts]
-        read = zip([*self.train.parts, *held_out], [*data.train, *data.eval], strict=True)
+        sets = [self.train, *(one.data for one in self.loaded.held_out)]
+        parts = [part for one in sets for part in one.parts if isinstance(part, RowPart)]
+        names = [*data.train, *data.eval]  # behind their parts stand those that are held out of data.train
         return tuple(
-            Source(part, min(len(part.rows.lengths), source.max_rows or len(part.rows.lengths)))
-            for part, source in read
-            if isinstance(part, RowPart)
+            Source(
+                part.rows,
+                min(len(part.rows.lengths), source.max_rows or len(part.rows.lengths)),
+                tuple(other for other in parts if other.rows is part.rows),
+            )
+            for part, source in zip(parts, names, strict=False)
         )
 
     @property

@@ -39,6 +39,9 @@ pre i { background: var(--given); } pre i:nth-child(even) { background: var(--gi
 pre b { background: var(--trained); } pre b:nth-child(even) { background: var(--trained2); }
 pre .s { color: var(--special); font-weight: bold; }
 pre u { text-decoration: none; color: var(--faint); }
+.wide { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; }
+th, td { text-align: right; white-space: nowrap; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 svg { width: 100%; max-width: 40rem; height: auto; }
 svg rect { fill: var(--bar); } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg line { stroke: var(--alarm); stroke-dasharray: 3 3; }
@@ -89,7 +92,7 @@ def page(view: View) -> str:
 
 
 def _sections(view: View) -> Iterator[tuple[str, Iterable[str]]]:
-    yield "Data", _told(view)
+    yield "Data", _data(view)
     yield "Lengths", _lengths(view.lengths, view.trained_share) if view.lengths else ()
     yield "Steps", (_paragraphs([view.batch, *step_lines(view.steps)]) if view.steps else ())
     yield "Marks", _legend()
@@ -159,9 +162,26 @@ def _row(row: ShownRow) -> Iterator[str]:
 
 def _micro_batch(batch: ShownBatch) -> Iterator[str]:
     yield f"<p>{_escaped(batch_title(batch))}</p>"
+    yield _borders(batch)
     for row, where in places_of(batch):
         yield f"<h3><small>{_escaped(where)}</small></h3>"
         yield _laid(row.tokens)
+
+
+def _borders(batch: ShownBatch) -> str:
+    """Its examples as bars, 400 units for its width: one after the other where they are packed, else below
+    each other."""
+    bars, start = [], 0.0
+    for number, row in enumerate(batch.rows):
+        width = 400 * len(row.tokens) / batch.width
+        x, y = (start, 0) if batch.packed else (0, 10 * number)
+        bars.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 1):.1f}" height="8">'
+            f"<title>{_escaped(row.source)}: {len(row.tokens):,} tokens</title></rect>"
+        )
+        start += width
+    tall = 10 if batch.packed else 10 * len(batch.rows)
+    return f'<svg viewBox="0 0 400 {tall}" role="img" aria-label="borders of examples">{"".join(bars)}</svg>'
 
 
 def _worst(kinds: Sequence[ShownWorst]) -> Iterator[str]:
@@ -182,8 +202,32 @@ def _legend() -> Iterator[str]:
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def _told(view: View) -> Iterator[str]:
-    yield "<pre>" + "\n".join(_escaped(line) for line in view.told) + "</pre>"
+def _data(view: View) -> Iterator[str]:
+    """The formats of files, the ledger by source, and what a run says of both."""
+    files = [file for ledger in view.ledgers.values() for file in ledger["files"]]
+    yield _listed(f"{file['file']}: {file['reason']}" for file in files)
+    figures = dict.fromkeys(
+        name for ledger in view.ledgers.values() for name, figure in ledger.items() if _counts(figure)
+    )
+    rows = [[key.replace("_", " "), *(f"{one[key]:,}" for one in view.ledgers.values())] for key in figures]
+    yield _table([["", *view.ledgers], *rows])
+    told = "\n".join(_escaped(line) for line in view.told)
+    yield f"<details><summary>what a run says of it</summary><pre>{told}</pre></details>"
+
+
+def _counts(figure: object) -> bool:
+    """What happened at all."""
+    return isinstance(figure, int) and figure > 0
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """With a head."""
+    kinds = ["th", *["td"] * (len(lines) - 1)]
+    cells = (
+        "".join(f"<{kind}>{_escaped(cell)}</{kind}>" for cell in line)
+        for kind, line in zip(kinds, lines, strict=True)
+    )
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in cells)}</table></div>'
 
 
 def _lengths(lengths: Lengths, share: float) -> Iterator[str]:

@@ -49,14 +49,11 @@ class Problems:
 
 @dataclass(frozen=True)
 class Source:
-    """count: of its rows, those that are looked at; the part's pieces are of rows among them."""
+    """count: of its rows, those that are looked at; parts: the sets that have pieces of them."""
 
-    part: RowPart
+    rows: TokenRows
     count: int
-
-    @property
-    def rows(self) -> TokenRows:
-        return self.part.rows
+    parts: tuple[RowPart, ...]
 
 
 def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: bool = False) -> Problems:
@@ -107,10 +104,11 @@ def _masks(source: Source, data: Data) -> dict[str, Mask]:
     no_target = (targets == 0) & ~empty
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
     kind = _TOO_LONG.get(data.on_too_long)
-    if kind is not None and source.part.pieces.at is None:
+    if kind is not None and all(part.pieces.at is None for part in source.parts):
         masks[kind] = (lengths > data.max_length) & ~no_target
         if kind == "truncated":
-            masks["no_end"] |= _stopped_short(source.part, count)
+            for part in source.parts:
+                masks["no_end"] |= _stopped_short(part, count)
     return masks
 
 
@@ -147,13 +145,13 @@ def _too_long(source: Source, row: int, data: Data) -> str:
 
 
 def _truncated(source: Source, row: int, data: Data) -> str:
-    pieces, length = source.part.pieces, int(source.rows.lengths[row])
-    at = int(np.searchsorted(pieces.rows, row))
-    if at == len(pieces.rows) or pieces.rows[at] != row:
-        return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
-    lost = int(source.rows.trained[row]) - int(pieces.target_counts[at])
-    kept = f"{int(pieces.lengths[at]):,} of {length:,} tokens kept, from token {int(pieces.begin[at]):,} on"
-    return f"{kept}; {lost:,} of {int(source.rows.trained[row]):,} trained tokens lost"
+    length, targets = int(source.rows.lengths[row]), int(source.rows.trained[row])
+    for pieces in (part.pieces for part in source.parts):
+        at = int(np.searchsorted(pieces.rows, row))
+        if at < len(pieces.rows) and pieces.rows[at] == row:
+            kept = f"{pieces.lengths[at]:,} of {length:,} tokens kept, from token {pieces.begin[at]:,} on"
+            return f"{kept}; {targets - pieces.target_counts[at]:,} of {targets:,} trained tokens lost"
+    return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
 
 
 _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {

@@ -135,6 +135,15 @@ def test_problems_that_stop_no_run(preview: Preview) -> None:
     assert preview("--problems")[1].endswith("\nno problems\n")
 
 
+def test_rows_that_are_held_out_have_their_window_too(preview: Preview) -> None:
+    rows = [talk(f"{i}?", "x" * 90) for i in range(9)]
+    data = "max_length: 64, on_too_long: truncate, eval_count: 4"
+    _, out, _ = preview("--problems", rows=rows, data=data)
+    assert "5 examples" in out and "9 rows truncated" in out and out.count(": 64 of 113 tokens kept") == 9
+    _, out, _ = preview("--problems", "data.train=[{path: rows.jsonl, max_rows: 6}]", rows=rows, data=data)
+    assert "2 examples" in out and "6 rows truncated" in out
+
+
 def test_nothing_left(preview: Preview) -> None:
     code, out, err = preview(rows=["no row"])
     assert code == 65 and "0 examples" in out and "rows.jsonl:1" in err
