@@ -76,7 +76,7 @@ class Masks:
         Raises DataError for a template of which no turn can be."""
         trained = _trained(conversation, self.train_on)
         row = self._row(conversation)
-        if not any(map(self._spelled.search, _strings([row.messages, row.tools]))):
+        if not self._spells(row):
             return self._marked(row, trained)
         text = self._marked(row, trained).text  # with the row's own words in what it is refused for
         hidden = _Row(self._hidden(row.messages), self._hidden(row.tools), self.template)
@@ -90,17 +90,19 @@ class Masks:
 
     def _row(self, conversation: Conversation) -> _Row:
         row = _Row(prepared(conversation.messages), conversation.tools, self.template)
-        for key, what in _KEYS.items():
-            has = bool(row.tools) if key == "tools" else any(message.get(key) for message in row.messages)
+        keys = {"tools"}.union(*row.messages) if row.tools else set[str]().union(*row.messages)
+        for key in filter(keys.__contains__, _KEYS):
+            has = key == "tools" or any(message.get(key) for message in row.messages)
             if has and not self.template.reads(key):
                 raise BadRowError(
-                    f"the chat template writes no {what}, and the row has some; leave them out, or {_WAY_OUT}"
+                    f"the chat template writes no {_KEYS[key]}, and the row has some; leave them out, or "
+                    f"{_WAY_OUT}"
                 )
         for role in self._left_out & {message["role"] for message in row.messages}:
             raise BadRowError(
                 f"the chat template writes nothing of a {role} turn; leave it out, or {_WAY_OUT}"
             )
-        return _readable(row) if any("tool_calls" in message for message in row.messages) else row
+        return _readable(row) if "tool_calls" in keys else row
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
@@ -158,6 +160,14 @@ class Masks:
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
         return any_of(self.controls)
+
+    def _spells(self, row: _Row) -> bool:
+        search = self._spelled.search
+        for message in row.messages:
+            for value in message.values():
+                if search(value) if type(value) is str else any(map(search, _strings(value))):
+                    return True
+        return bool(row.tools) and any(map(search, _strings(row.tools)))
 
     def _hidden(self, value: Any) -> Any:
         """The value with a stand-in for each token that is spelled in it."""

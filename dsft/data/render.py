@@ -17,7 +17,7 @@ import numpy as np
 
 from dsft.data.masks import Marked, Masks, TrainOn
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
-from dsft.data.template import template_of
+from dsft.data.template import template_of, time_limit
 from dsft.data.tokens import Tokens
 from dsft.errors import DataError, Problem
 
@@ -74,12 +74,14 @@ class Renderer:
         rendered: list[Rendered | str] = [""] * len(samples)
         texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
         talks: list[tuple[int, Marked]] = []
-        for i, sample in enumerate(samples):
-            if isinstance(sample, Conversation):
-                try:
-                    talks.append((i, self._masks(bool(sample.tools)).of(sample)))
-                except BadRowError as error:
-                    rendered[i] = str(error)
+        with time_limit() as restart:
+            for i, sample in enumerate(samples):
+                if isinstance(sample, Conversation):
+                    restart()
+                    try:
+                        talks.append((i, self._masks(bool(sample.tools)).of(sample)))
+                    except BadRowError as error:
+                        rendered[i] = str(error)
         found = _texts([cast(Text, samples[i]) for i in texts], self.tokenizer)
         made = self._tokens.conversations([marked for _, marked in talks])
         for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,10 +37,6 @@ Marks = list[tuple[int, int]]
 """(start, stop) characters of what a template marks."""
 
 
-class _TooSlowError(Exception):
-    pass
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """A Jinja text and the special tokens that it may name (bos_token, eos_token, …)."""
@@ -47,7 +44,7 @@ class ChatTemplate:
     text: str
     special_tokens: Mapping[str, Any]
 
-    @property
+    @cached_property
     def is_marked(self) -> bool:
         return _GENERATION.search(self.text) is not None
 
@@ -75,8 +72,7 @@ class ChatTemplate:
     ) -> tuple[str, Marks]:
         """The text of `prepared` messages, with the generation prompt where asked for, and its marks.
 
-        Raises BadRowError where the template refuses the messages, takes too long over them or writes far
-        more than they hold.
+        Raises BadRowError where the template refuses the messages or writes far more than they hold.
         """
         from jinja2 import TemplateError
 
@@ -88,18 +84,13 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            with _time_limit(TIME_LIMIT):
-                return self._written(values)
+            return self._written(values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
         except RecursionError as error:
             raise BadRowError("the chat template calls itself without an end; mend it") from error
         except MemoryError as error:
             raise BadRowError("the chat template needs more memory than there is; mend it") from error
-        except _TooSlowError as error:
-            raise BadRowError(
-                f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template"
-            ) from error
 
     def _written(self, values: dict[str, Any]) -> tuple[str, Marks]:
         written: list[str] = []
@@ -211,23 +202,34 @@ def template_of(
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises _TooSlowError inside after so long. Only a process's main thread gets signals: in another one
-    there is no limit. A timer that ran before goes on afterwards with what it had left."""
+def time_limit() -> Iterator[Callable[[], None]]:
+    """Inside, BadRowError is raised TIME_LIMIT seconds after the last call of what this gives.
+
+    Only a process's main thread gets signals: in another one there is no limit. A timer that ran before goes
+    on afterwards with what it had left.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
 
     def stop(*_: object) -> None:
-        raise _TooSlowError
+        raise BadRowError(
+            f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template"
+        )
 
+    def restart() -> None:
+        signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, TIME_LIMIT)
+
+    begun = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, stop)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        yield restart
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, left - (time.monotonic() - begun)), interval)
 
 
 def _characters(value: Any) -> int:

@@ -5,7 +5,7 @@ Takes a tokenizer, and texts with their parts. Gives token ids and masks. Touche
 A text is made tokens of once. That text[:end] gives the first of its tokens is proved on the tokens: added
 tokens (`<|im_start|>`, …) split a text before anything else looks at it, so what stands before the last one
 is made the same tokens of in the text and in text[:end], and only the piece from there on is made tokens of
-again. Where the added tokens among a row's tokens are not those in its text, or the tokenizer is a slow one,
+again. Where an added token among a row's tokens was made of other text, or the tokenizer is a slow one,
 whole prefixes are.
 """
 
@@ -159,9 +159,9 @@ class Reader:
         self._encode = encode
         self.added = added
         self._ends = tuple(ends)
-        self._pattern = any_of(added)
-        self._is_added = np.zeros(max(added.values(), default=0) + 1, dtype=np.bool_)
-        self._is_added[list(added.values())] = True
+        self._names = {index: name for name, index in added.items()}
+        self._is_added = np.zeros(max(self._names, default=0) + 2, dtype=np.bool_)  # the last for all above
+        self._is_added[list(self._names)] = True
         self._remembered: dict[str, list[int]] = {}
 
     def read(self, rows: Sequence[Marked]) -> list[Rendered | str]:
@@ -181,17 +181,20 @@ class Reader:
         return Rendered(tokens, trained, self._is_ended(row))
 
     def _positions(self, text: str, tokens: NDArray[np.int32]) -> _Positions | None:
-        """Where the added tokens stand in text and tokens; None where these are not the same ones."""
+        """Where the added tokens stand in text and tokens; None where one was made of other text."""
         if not self.added:
             return None
-        starts, stops, ids = [], [], []
-        for found in self._pattern.finditer(text):
-            starts.append(found.start())
-            stops.append(found.end())
-            ids.append(self.added[found[0]])
         among = np.flatnonzero(self._is_added[np.minimum(tokens, len(self._is_added) - 1)])
-        among = among[tokens[among] < len(self._is_added)]
-        return _Positions(starts, stops, among.tolist()) if tokens[among].tolist() == ids else None
+        # Of all that could follow, the tokenizer took the first in the text: it is the first of its own name.
+        starts, stops, end = [], [0], 0
+        for name in map(self._names.__getitem__, tokens[among].tolist()):
+            start = text.find(name, end)
+            if start < 0:
+                return None
+            end = start + len(name)
+            starts.append(start)
+            stops.append(end)
+        return _Positions(starts, stops[1:], among.tolist())
 
     def cut(self, text: str, end: int, ids: list[int], at: _Positions | None) -> int | None:
         """How many of a row's tokens are those of text[:end], None where the row does not begin with them."""
