@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsft.data.dataset import Dataset, RowPart
 from dsft.data.load import Loaded, load_data
-from dsft.data.store import Cache, Pace, cache_folder
+from dsft.data.render import Renderer
+from dsft.data.rows import TokenRows
+from dsft.data.store import Cache, Pace, cache_folder, tokenised
 from dsft.data.template import choose_template
 from dsft.data.tokenizer import notes, open_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
 from dsft.preview.problems import Source
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Data, Spec
+from dsft.spec.schema import Source as SpecSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,37 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collected:
-    """loaded: None where no example is left; told: what a run says of its tokens and rows; refusal: why it
-    would not start with them."""
+    """loaded: None where no example is left; sources: the rows of data.train, then of data.eval; told: what a
+    run says of its tokens and rows; refusal: why it would not start with them."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
     loaded: Loaded | None
+    sources: tuple[Source, ...]
     told: tuple[str, ...]
     refusal: DataError | None
 
     @property
     def train(self) -> Dataset:
         return self.loaded.train if self.loaded else Dataset(())
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The rows of data.train, then those of data.eval."""
-        if self.loaded is None:
-            return ()
-        data = self.spec.data
-        sets = [self.train, *(one.data for one in self.loaded.held_out)]
-        parts = [part for one in sets for part in one.parts if isinstance(part, RowPart)]
-        names = [*data.train, *data.eval]  # behind their parts stand those that are held out of data.train
-        return tuple(
-            Source(
-                part.rows,
-                min(len(part.rows.lengths), source.max_rows or len(part.rows.lengths)),
-                tuple(other for other in parts if other.rows is part.rows),
-            )
-            for part, source in zip(parts, names, strict=False)
-        )
 
     @property
     def ledgers(self) -> Mapping[str, Mapping[str, Any]]:
@@ -74,25 +61,53 @@ def collect(
     choose_template(tokenizer, spec.data.chat_template)
     cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the one that the run will read
     refusal = None
-    for tried in (spec, lenient(spec)):
+    for tried in (spec, lenient(spec), lenient(spec, held_out=False)):
         try:
             loaded = load_data(tried, tokenizer, cache)
-            return Collected(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines), refusal)
         except DataError as error:
             refusal = refusal or error
-    return Collected(spec, tokenizer, batch, None, new_tokens, refusal)
+            continue
+        sources, told = tuple(_sources(tried.data, loaded)), (*new_tokens, *loaded.lines)
+        return Collected(spec, tokenizer, batch, loaded, sources, told, refusal)
+    sources = tuple(_rows_alone(spec, tokenizer, cache))
+    return Collected(spec, tokenizer, batch, None, sources, new_tokens, refusal)
 
 
-def lenient(spec: Spec) -> Spec:
-    """The spec with every row left out for which a run would stop."""
+def _sources(data: Data, loaded: Loaded) -> Iterator[Source]:
+    sets = [loaded.train, *(one.data for one in loaded.held_out)]
+    parts = [part for one in sets for part in one.parts if isinstance(part, RowPart)]
+    # behind the parts of data.train and data.eval stand those that are held out of data.train
+    for part, source in zip(parts, [*data.train, *data.eval], strict=False):
+        yield Source(
+            part.rows, _count(part.rows, source), tuple(one for one in parts if one.rows is part.rows)
+        )
+
+
+def _rows_alone(spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache) -> Iterator[Source]:
+    """Rows that give no example; none where no row can be made tokens of."""
+    renderer = Renderer(tokenizer, train_on=spec.data.train_on)
+    for source in (*spec.data.train, *spec.data.eval):
+        with suppress(DataError):
+            rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=source.max_rows)
+            yield Source(rows, _count(rows, source), ())
+
+
+def _count(rows: TokenRows, source: SpecSource) -> int:
+    return min(len(rows.lengths), source.max_rows or len(rows.lengths))
+
+
+def lenient(spec: Spec, *, held_out: bool = True) -> Spec:
+    """The spec with every row left out for which a run would stop, with its held-out rows or without."""
     data = spec.data
-    changed = {
+    changed: dict[str, Any] = {
         "on_bad_row": "drop",
         "on_too_long": "drop" if data.on_too_long == "error" else data.on_too_long,
         "max_dropped_fraction": None,
         "max_truncated_fraction": None,
         "max_duplicate_fraction": None,
     }
+    if not held_out:
+        changed |= {"eval": (), "eval_fraction": None, "eval_count": None}
     return spec.model_copy(update={"data": data.model_copy(update=changed)})
 
 

@@ -267,7 +267,7 @@ def _histogram(lengths: Lengths) -> str:
 
 def _problems(problems: Problems) -> Iterator[str]:
     if not problems.counts:
-        yield "<p>None.</p>"
+        yield "<p>None of single rows.</p>"
     for kind, count in problems.counts.items():
         yield f"<h3>{count:,} {'row' if count == 1 else 'rows'} {_escaped(KINDS[kind])}</h3>"
         rows = [row for row in problems.rows if row.kind == kind]

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.dataset import RowPart
+from dsft.data.load import on_too_long
 from dsft.data.pairs import rejected_answers
 from dsft.data.rows import TokenRows
-from dsft.spec.schema import Data
+from dsft.spec.schema import Data, Spec
 
 KINDS: Mapping[str, str] = {
     "bad": "cannot be read",
@@ -56,9 +57,8 @@ class Source:
     parts: tuple[RowPart, ...]
 
 
-def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: bool = False) -> Problems:
-    """By kind, and of each kind in the order of the sources. pairs: a chosen and a rejected answer of a line
-    are two rows, and told of once."""
+def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
+    """By kind, and of each kind in the order of the sources. A pair's two rows are told of once."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
     earlier = _earlier(sources)
@@ -68,8 +68,12 @@ def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: boo
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
         said = earlier[start : start + source.count]
-        rejected = rejected_answers(source.rows, source.count) if pairs else np.zeros(source.count, np.bool_)
-        masks = _masks(source, data) | {"duplicate": (said >= 0) & ~rejected}
+        rejected = (
+            rejected_answers(source.rows, source.count)
+            if spec.task == "dpo"
+            else np.zeros(source.count, np.bool_)
+        )
+        masks = _masks(source, spec) | {"duplicate": (said >= 0) & ~rejected}
         start += source.count
         for kind, every in masks.items():
             mask = every & ~(rejected & np.roll(every, 1))
@@ -78,16 +82,16 @@ def problems_of(sources: Sequence[Source], data: Data, limit: int, *, pairs: boo
                 reason = (
                     f"says what {_place(sources, int(said[row]))} says"
                     if kind == "duplicate"
-                    else _REASONS[kind](source, row, data)
+                    else _REASONS[kind](source, row, spec.data)
                 )
                 found[kind].append(RowProblem(source.rows.source(row), kind, reason))
     happened = {kind: count for kind, count in counts.items() if count}
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
 
 
-def kinds_of(source: Source, row: int, data: Data) -> list[str]:
+def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
     """What is wrong with one row, in words, but for what other rows say."""
-    return [KINDS[kind] for kind, mask in _masks(source, data).items() if mask[row]]
+    return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
 def row_of(part: RowPart) -> NDArray[np.int32]:
@@ -96,16 +100,16 @@ def row_of(part: RowPart) -> NDArray[np.int32]:
     return pieces.rows if pieces.at is None else pieces.rows[pieces.at]
 
 
-def _masks(source: Source, data: Data) -> dict[str, Mask]:
+def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     """Of each kind, (count,): the rows that are of it."""
     rows, count = source.rows, source.count
     lengths, targets = rows.lengths[:count], rows.trained[:count]
     empty = lengths <= 1
     no_target = (targets == 0) & ~empty
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
-    kind = _TOO_LONG.get(data.on_too_long)
-    if kind is not None and all(part.pieces.at is None for part in source.parts):
-        masks[kind] = (lengths > data.max_length) & ~no_target
+    kind = _TOO_LONG.get(on_too_long(spec))
+    if kind is not None:
+        masks[kind] = (lengths > spec.data.max_length) & ~no_target
         if kind == "truncated":
             for part in source.parts:
                 masks["no_end"] |= _stopped_short(part, count)

@@ -74,7 +74,8 @@ def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Tex
     if view.lengths is not None and view.steps is not None and figures:
         yield from _lengths(view.lengths, view.trained_share)
         yield from _steps(view.steps, view.batch)
-    yield from _problems(view.problems)
+    if view.problems.counts or view.refusal is None:
+        yield from _problems(view.problems)
 
 
 def _heading(text: str) -> Text:

@@ -105,7 +105,6 @@ def view(found: Collected, wanted: Wanted) -> View:
         rows = show.named(wanted.row)
     else:
         rows = [show.row(index) for index in show.units.examples[: wanted.rows].ravel().tolist()]
-    pairs = spec.task == "dpo"
     refusal = found.refusal
     return View(
         name=spec.name,
@@ -120,7 +119,7 @@ def view(found: Collected, wanted: Wanted) -> View:
         micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
         rows=tuple(rows),
         worst=show.worst() if some and wanted.worst else (),
-        problems=problems_of(found.sources, spec.data, wanted.problems, pairs=pairs),
+        problems=problems_of(found.sources, spec, wanted.problems),
         refusal=None if refusal is None else (refusal.title, refusal.problems),
     )
 
@@ -189,7 +188,7 @@ class Shower:
                 if _is_named(place, name):
                     whole = source.rows.read(row)
                     tokens = tuple(tokens_of(whole.input_ids, whole.trained, self.found.tokenizer))
-                    why = ", ".join(["left out", *kinds_of(source, row, self.found.spec.data)])
+                    why = ", ".join(["left out", *kinds_of(source, row, self.found.spec)])
                     yield ShownRow(None, place, tokens, (len(tokens),), why)
 
     def _answer(self, index: int) -> tuple[str, int]:

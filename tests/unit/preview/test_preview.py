@@ -148,6 +148,13 @@ def test_nothing_left(preview: Preview) -> None:
     code, out, err = preview(rows=["no row"])
     assert code == 65 and "0 examples" in out and "rows.jsonl:1" in err
     assert preview("--row", "1", rows=["no row"])[0] == 2
+    code, out, _ = preview("--problems", data="max_length: 9")
+    assert code == 65 and "3 rows too long: a run stops\n  rows.jsonl:1: 28 tokens" in out
+    code, out, _ = preview("--rows", "1", "data.eval=[{path: bad.jsonl}]")
+    assert code == 66
+    Path("bad.jsonl").write_text("1\n", encoding="utf-8")
+    code, out, err = preview("--rows", "1", "data.eval=[{path: bad.jsonl}]")
+    assert code == 65 and "3 examples" in out and "row 1, rows.jsonl:1" in out and "bad.jsonl:1" in err
 
 
 def test_worst_rows(preview: Preview) -> None:
