@@ -97,6 +97,19 @@ class TokenBlock:
     def spans(self, row: int) -> NDArray[np.int64]:
         return self._of("span_ends", "spans", row).astype(np.int64)
 
+    def spans_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of rows (k,): how many spans each has, (k,), and the spans, one row's after the other's."""
+        stops = self.arrays["span_ends"]
+        firsts = np.where(rows > 0, stops[rows - 1], 0).astype(np.int64)
+        counts = stops[rows] - firsts
+        inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return counts, self.arrays["spans"][np.repeat(firsts, counts) + inside].astype(np.int64)
+
+    def first_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(k,): of rows (k,), each with a token."""
+        firsts = np.where(rows > 0, self.arrays["ends"][rows - 1], 0)
+        return self.arrays["tokens"][firsts].astype(np.int64)
+
     def read(self, row: int) -> Rendered:
         """Raises DamagedBlockError where tokens or spans are not what was written."""
         ids = self._of("ends", "tokens", row).astype(np.int32)

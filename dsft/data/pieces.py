@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered, TokenRows
+from dsft.data.windows import Stream, windows
 
 OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
 """What becomes of rows over max_length. fill, for packed pretraining: no row is too long, all are laid one
@@ -114,6 +115,7 @@ class Cut:
 
 
 NONE: Ids = np.zeros(0, dtype=np.int32)
+_AT_ONCE = 100_000  # rows whose windows are looked for together: about 50 MB
 
 
 def cut(source: TokenRows, rows: Ids, max_length: int, how: OnTooLong, bos: int | None) -> Cut:
@@ -143,58 +145,18 @@ def _truncated(
     pieces = whole(source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
     lost = int(pieces.lengths[too_long].sum(dtype=np.int64)) - max_length * int(np.count_nonzero(too_long))
-    texts = too_long & (pieces.target_counts == pieces.lengths - 1)
-    ended[texts] = False
+    texts = too_long & (pieces.target_counts == pieces.lengths - 1)  # no window has more than the first
     targets = np.where(texts, np.int32(max_length - 1), pieces.target_counts)
-    for i in np.flatnonzero(too_long & ~texts):
-        found = window(source, int(rows[i]), max_length, bos)
-        begin[i], headed[i], targets[i] = found.begin, found.headed, found.num_targets
-        ended[i] &= found.ended
+    ended[texts] = False
+    others = np.flatnonzero(too_long & ~texts)
+    for some in np.split(others, range(_AT_ONCE, len(others), _AT_ONCE)):
+        found = windows(source, rows[some], max_length, bos)
+        begin[some], headed[some], targets[some] = found.begin, found.headed, found.num_targets
+        ended[some] &= found.ended
     lengths = np.minimum(pieces.lengths, np.int32(max_length))
     kept = targets > 0
     made = Pieces(rows, begin, lengths, targets, headed if headed.any() else None)
     return Cut(made.take(kept), NONE, rows[too_long], rows[~ended & kept], rows[~kept], 0, lost)
-
-
-@dataclass(frozen=True)
-class Window:
-    """Of a row: from `begin` on, behind the row's first token if `headed`. ended: the last part that is
-    trained on and not cut off whole is there to its end."""
-
-    begin: int
-    headed: bool
-    num_targets: int
-    ended: bool
-
-
-def window(source: TokenRows, row: int, size: int, bos: int | None) -> Window:
-    """The `size` tokens of a longer row that have the most targets, the earliest of equals. What stands
-    first, or behind a beginning that it did not stand behind, is no target."""
-    spans, length = source.spans(row), int(source.lengths[row])
-    before = targets_before(spans, np.arange(length + 1))
-    at = np.arange(length - size + 1)
-    counts = before[at + size] - before[at + 1]
-    begin = int(np.argmax(counts))
-    headed = begin > 0 and bos is not None and int(source.read(row).input_ids[0]) == bos
-    if headed:  # one token fewer from its place in the row
-        at = np.arange(1, length - size + 2)
-        counts = np.concatenate([counts[:1], before[at + size - 1] - before[at + 1]])
-        begin = int(np.argmax(counts))
-        headed = begin > 0
-    stop = begin + size - headed
-    ended = not ((spans[:, 0] < stop) & (stop < spans[:, 1])).any()
-    return Window(begin, headed, int(counts[begin]), ended)
-
-
-def targets_before(spans: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n,): how many tokens before each place (n,) of a row are targets: trained, and not the row's first."""
-    if not len(spans):
-        return np.zeros(len(at), dtype=np.int64)
-    starts, stops = np.maximum(spans[:, 0], 1), np.maximum(spans[:, 1], 1)
-    which = np.searchsorted(starts, at, side="right") - 1
-    done = np.concatenate([[0], np.cumsum(stops - starts)])
-    inside = np.minimum(at, stops[which]) - starts[which]
-    return np.where(which < 0, 0, done[which] + inside)
 
 
 def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut:
@@ -205,23 +167,24 @@ def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length:
     begin = number * np.int32(max_length - 1)
     pieces = np.minimum(max_length, _small(lengths)[of_row] - begin)
     targets = pieces - 1
-    for i in np.flatnonzero((source.trained[rows] != lengths - 1)[of_row]):  # of these rows some is masked
-        ends = np.array([begin[i] + 1, begin[i] + pieces[i]])
-        targets[i] = np.diff(targets_before(source.spans(int(rows[of_row[i]])), ends))[0]
+    if (source.trained[rows] != lengths - 1).any():  # else all but the first token are targets
+        stream = Stream(source, rows)
+        starts = stream.firsts[of_row] + begin
+        targets = _small(stream.between(starts, starts + pieces))
     made = Pieces(rows[of_row], begin, pieces, targets)
     return _with_targets(made, source, rows, int(np.count_nonzero(numbers > 1)))
 
 
 def _filled(source: TokenRows, rows: Ids, size: int) -> Cut:
     """Examples of `size` tokens, the last one of what is left, every token once."""
-    lengths = source.lengths[rows]
-    ends = np.cumsum(lengths)
+    stream = Stream(source, rows)
+    lengths, ends = stream.lengths, stream.firsts + stream.lengths
     total = int(ends[-1]) if len(ends) else 0
     starts = np.arange(0, total, size)
     stops = np.minimum(starts + size, total)
     at = np.searchsorted(ends, starts, side="right")
     begin = starts - (ends - lengths)[at]
-    targets = _targets(source, rows, lengths, starts, stops)
+    targets = stream.between(starts, stops)
     made = Pieces(rows, _small(begin), _small(stops - starts), _small(targets), at=_small(at))
     num_split = np.count_nonzero((ends - lengths) // size != (ends - 1) // size)
     return _with_targets(made, source, rows, int(num_split))
@@ -231,32 +194,6 @@ def _with_targets(pieces: Pieces, source: TokenRows, rows: Ids, num_split: int) 
     kept = pieces.target_counts > 0
     lost = int(pieces.lengths[~kept].sum(dtype=np.int64))
     return Cut(pieces.take(kept), NONE, NONE, rows[~source.ended[rows]], NONE, num_split, lost)
-
-
-def _targets(
-    source: TokenRows,
-    rows: Ids,
-    lengths: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """(m,): targets from each start to its stop in the rows (k,) laid end to end. The first token of a piece,
-    as of a row, is none."""
-    trained = source.trained[rows]
-    first = np.cumsum(lengths) - lengths
-    done = np.cumsum(trained) - trained
-    part = trained != lengths - 1  # of these rows some tokens are masked
-
-    def up_to(place: NDArray[np.int64]) -> NDArray[np.int64]:
-        row = np.searchsorted(first, place, side="right") - 1
-        inside = place - first[row]
-        count = np.maximum(inside - 1, 0)
-        for i in np.flatnonzero(part[row]):
-            count[i] = targets_before(source.spans(int(rows[row[i]])), inside[i : i + 1])[0]
-        found: NDArray[np.int64] = done[row] + count
-        return found
-
-    return up_to(stops) - up_to(starts + 1)
 
 
 def _small(numbers: NDArray[np.int64]) -> Ids:

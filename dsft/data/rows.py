@@ -116,6 +116,12 @@ class TokenRows(Protocol):
     def spans(self, row: int) -> NDArray[np.int64]:
         """(k, 2): where each run of its trained tokens starts and stops, without reading a token."""
 
+    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of rows (k,), ascending: how many runs each has, (k,), and all their spans, one after the other."""
+
+    def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
+        """(k,): of rows (k,), ascending, each with a token; not checked against the disk's errors."""
+
     def read(self, row: int) -> Rendered: ...
 
 

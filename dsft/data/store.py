@@ -140,6 +140,23 @@ class StoredRows:
         _, block, inside = self._find(row)
         return block.spans(inside)
 
+    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = [block.spans_of(inside) for block, inside in self._in_blocks(rows)]
+        counts, spans = [one for one, _ in found], [one for _, one in found]
+        empty = np.zeros(0, np.int64)
+        return np.concatenate([empty, *counts]), np.concatenate([empty.reshape(0, 2), *spans])
+
+    def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
+        found = [block.first_tokens(inside) for block, inside in self._in_blocks(rows)]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def _in_blocks(self, rows: NDArray[np.int32]) -> Iterator[tuple[TokenBlock, NDArray[np.int64]]]:
+        """The block of each run of rows (k,), ascending, and their numbers in it."""
+        borders = np.searchsorted(rows, self.starts)
+        for which in np.flatnonzero(np.diff(borders)):
+            mine = rows[borders[which] : borders[which + 1]].astype(np.int64)
+            yield self._find(int(mine[0]))[1], mine - self.starts[which]
+
     def read(self, row: int) -> Rendered:
         """Raises DamagedDataError where the disk does not give back what was written; the block's file is
         removed then, and made anew by the next start."""

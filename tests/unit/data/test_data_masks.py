@@ -154,9 +154,7 @@ def test_marks_that_leave_the_end_of_turn_out() -> None:
 
 def test_marks_whose_end_of_turn_is_no_token_of_the_tokenizer() -> None:
     """As where a template is named that was made for another tokenizer."""
-    with pytest.raises(
-        DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which holds"
-    ):
+    with pytest.raises(DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which holds"):
         made(talk("u:q", "a:one"), named_template("llama3"))
 
 

@@ -93,6 +93,11 @@ def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
         for name in ("lengths", "trained", "ended", "content", "desirable"):
             assert np.array_equal(getattr(rows, name), getattr(expected, name)), name
         assert [rows.spans(i).tolist() for i in range(5)] == [expected.spans(i).tolist() for i in range(5)]
+        some = np.arange(1, len(rows.lengths), 3, dtype=np.int32)  # of many blocks
+        counts, spans = rows.spans_of(some)
+        assert [len(rows.spans(int(i))) for i in some] == counts.tolist()
+        assert [span for i in some for span in rows.spans(int(i)).tolist()] == spans.tolist()
+        assert [rows.read(int(i)).input_ids[0] for i in some] == rows.first_tokens(some).tolist()
     count = len(block_files(tmp_path / "cache"))
     assert count > 5
     assert [one.made for one in kept] == [count, 0]

@@ -57,6 +57,14 @@ class FakeRows:
         trained = [False, *self.given[row][1], False]
         return np.flatnonzero(np.diff(np.array(trained, dtype=np.int8))).reshape(-1, 2)
 
+    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = [self.spans(int(row)) for row in rows]
+        counts = np.array([len(spans) for spans in found], dtype=np.int64)
+        return counts, np.concatenate([np.zeros((0, 2), np.int64), *found])
+
+    def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.array([self.given[int(row)][0][0] for row in rows], dtype=np.int64)
+
     def read(self, row: int) -> Rendered:
         self.reads.append(row)
         ids, trained = self.given[row]
