@@ -223,7 +223,8 @@ class Masks:
             reason = f"ends an assistant's turn with {tail!r}, which holds no special token of this tokenizer"
         raise template_error(
             f"{reason}, so a model trained on it would not know how to stop",
-            f"take the tokenizer that the template was made for, or {_WAY_OUT}",
+            "take the tokenizer that the template was made for, add the token that ends a turn with "
+            f"model.add_tokens, or {_WAY_OUT}",
         )
 
 

@@ -240,7 +240,8 @@ def _with(name: str) -> Any:
     tokenizer = byte_level_tokenizer()
     more = sorted(set(SPECIAL.findall(named_template(name))))
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": more})
-    return tokenizer, Renderer(tokenizer, named_template(name))
+    unmarked = re.sub(r"\{%- (end)?generation %\}", "", named_template(name))
+    return tokenizer, Renderer(tokenizer, named_template(name)), Renderer(tokenizer, unmarked)
 
 
 TOKENIZERS = {name: _with(name) for name in CHAT_TEMPLATES}
@@ -250,8 +251,9 @@ TOKENIZERS = {name: _with(name) for name in CHAT_TEMPLATES}
 @given(TALKS)
 @settings(max_examples=25, deadline=None)
 def test_any_talk_has_the_templates_text_and_trains_its_answers(name: str, said: Any) -> None:
-    """The text is the tokenizer's own rendering; what is trained on are the answers, one part each."""
-    tokenizer, renderer = TOKENIZERS[name]
+    """The text is the tokenizer's own rendering; what is trained on are the answers, one part each; and the
+    same is found without the marks, by prefixes."""
+    tokenizer, renderer, without_marks = TOKENIZERS[name]
     system, turns = said
     messages = [{"role": "system", "content": system}] if system is not None else []
     for question, answer in turns:
@@ -261,6 +263,9 @@ def test_any_talk_has_the_templates_text_and_trains_its_answers(name: str, said:
     own = tokenizer.apply_chat_template(messages, chat_template=named_template(name), tokenize=False)
     assert tokenizer.decode(rendered.input_ids) == own
     assert rendered.ended
+    by_prefixes = without_marks.render([Conversation(tuple(messages))])[0]
+    assert isinstance(by_prefixes, Rendered), by_prefixes
+    assert by_prefixes.trained.tolist() == rendered.trained.tolist()
     pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
     runs = [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0])]
     trained = [tokenizer.decode([token for _, token in run]) for run in runs if run[0][0]]
