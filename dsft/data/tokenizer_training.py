@@ -105,7 +105,8 @@ def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
     counted = count(files, wanted, say)
     share = min(1.0, wanted.sample_mb * 1e6 / max(counted.num_bytes, 1))
     part = "" if share == 1 else f", {share:.1%} of them learned from"
-    say(f"{counted.lines:,} lines of {counted.num_bytes:,} bytes in {len(files):,} files{part}")
+    number = "1 file" if len(files) == 1 else f"{len(files):,} files"
+    say(f"{counted.lines:,} lines of {counted.num_bytes:,} bytes in {number}{part}")
     say(f"learning {wanted.vocab_size:,} tokens ({wanted.model})")
     began = time.monotonic()
     texts = _learned(files, wanted, counted, share)
