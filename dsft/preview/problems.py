@@ -4,13 +4,14 @@ Takes the rows of sources and the pieces they were cut into. Reads no tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.dataset import RowPart
+from dsft.data.held_out import is_duplicate
 from dsft.data.load import on_too_long
 from dsft.data.pairs import rejected_answers
 from dsft.data.rows import TokenRows
@@ -61,32 +62,33 @@ def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
     """By kind, and of each kind in the order of the sources. A pair's two rows are told of once."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
-    earlier = _earlier(sources)
-    start = 0
+    content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
+    duplicate, start = is_duplicate(content), 0
     for source in sources:
         account = source.rows.account
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
-        said = earlier[start : start + source.count]
-        rejected = (
-            rejected_answers(source.rows, source.count)
-            if spec.task == "dpo"
-            else np.zeros(source.count, np.bool_)
-        )
-        masks = _masks(source, spec) | {"duplicate": (said >= 0) & ~rejected}
+        says = content[start : start + source.count]
+        masks = _masks(source, spec) | {"duplicate": duplicate[start : start + source.count]}
         start += source.count
-        for kind, every in masks.items():
-            mask = every & ~(rejected & np.roll(every, 1))
+        for kind, mask in (_told_once(source, masks) if spec.task == "dpo" else masks).items():
             counts[kind] += int(np.count_nonzero(mask))
-            for row in np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].tolist():
-                reason = (
-                    f"says what {_place(sources, int(said[row]))} says"
-                    if kind == "duplicate"
-                    else _REASONS[kind](source, row, spec.data)
-                )
-                found[kind].append(RowProblem(source.rows.source(row), kind, reason))
+            rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))]
+            if kind == "duplicate":
+                reasons = [f"says what {place} says" for place in _first_places(sources, content, says[rows])]
+            else:
+                reasons = [_REASONS[kind](source, row, spec.data) for row in rows.tolist()]
+            places = [source.rows.source(row) for row in rows.tolist()]
+            found[kind] += [RowProblem(at, kind, why) for at, why in zip(places, reasons, strict=True)]
     happened = {kind: count for kind, count in counts.items() if count}
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
+
+
+def _told_once(source: Source, masks: Mapping[str, Mask]) -> dict[str, Mask]:
+    """Of pairs, what is not told of the other answer, too; an answer is no duplicate of the other."""
+    rejected = rejected_answers(source.rows, source.count)
+    told = {kind: mask & ~(rejected & np.roll(mask, 1)) for kind, mask in masks.items()}
+    return told | {"duplicate": masks["duplicate"] & ~rejected}
 
 
 def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
@@ -128,20 +130,18 @@ def _stopped_short(part: RowPart, count: int) -> Mask:
     return found
 
 
-def _earlier(sources: Sequence[Source]) -> NDArray[np.int64]:
-    """(rows of all sources,): the first row that says the same, or -1 where that is the row itself."""
-    content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
-    _, first, inverse = np.unique(content, return_index=True, return_inverse=True)
-    earlier, own = first[inverse], np.arange(len(content))
-    return np.where(earlier == own, -1, earlier)
-
-
-def _place(sources: Sequence[Source], row: int) -> str:
-    for source in sources:
-        if row < source.count:
-            return source.rows.source(row)
-        row -= source.count
-    raise IndexError(row)
+def _first_places(
+    sources: Sequence[Source], content: NDArray[np.uint64], says: NDArray[np.uint64]
+) -> Iterator[str]:
+    """Of each (k,) the first row of all sources that says it, where `content` is of all their rows."""
+    rows = np.flatnonzero(np.isin(content, says)) if len(says) else np.zeros(0, np.int64)
+    values, first = np.unique(content[rows], return_index=True)
+    for row in rows[first[np.searchsorted(values, says)]].tolist():
+        for source in sources:
+            if row < source.count:
+                yield source.rows.source(row)
+                break
+            row -= source.count
 
 
 def _too_long(source: Source, row: int, data: Data) -> str:

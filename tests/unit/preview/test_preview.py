@@ -135,6 +135,19 @@ def test_problems_that_stop_no_run(preview: Preview) -> None:
     assert preview("--problems")[1].endswith("\nno problems\n")
 
 
+def test_duplicates_of_rows_in_another_file(preview: Preview) -> None:
+    preview()
+    Path("other.jsonl").write_text(
+        json.dumps(ROWS[2]) + "\n" + json.dumps(talk("?", "!")) + "\n", encoding="utf-8"
+    )
+    both = "data.train=[{path: rows.jsonl}, {path: other.jsonl}]"
+    _, out, _ = preview("--problems", both)
+    assert out.endswith(
+        "1 row saying what an earlier row says\n  other.jsonl:1: says what rows.jsonl:3 says\n"
+    )
+    assert json.loads(preview("--json", both)[1])["ledger"].keys() == {"rows", "other"}
+
+
 def test_rows_that_are_held_out_have_their_window_too(preview: Preview) -> None:
     rows = [talk(f"{i}?", "x" * 90) for i in range(9)]
     data = "max_length: 64, on_too_long: truncate, eval_count: 4"

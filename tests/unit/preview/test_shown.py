@@ -34,11 +34,13 @@ HOSTILE = (
 SEEN = Wanted(rows=99, worst=True, micro_batch=True, problems=99)
 
 
-def collected(folder: Path, rows: Sequence[Any], name: str = "a.jsonl", **data: Any) -> Collected:
+def collected(
+    folder: Path, rows: Sequence[Any], name: str = "a.jsonl", task: str = "sft", **data: Any
+) -> Collected:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spec = {
         "name": "x",
-        "task": "sft",
+        "task": task,
         "model": {"from_config": {"model_type": "llama"}},
         "data": {
             "train": [{"path": str(folder / name)}],
@@ -131,6 +133,29 @@ def test_any_rows_are_shown_as_they_are_trained_on(
     html = [shown.replace("\n", "") for shown in read(page(seen)).texts]
     for shown in shown_texts(seen):
         assert shown in text and shown in html
+
+
+@given(
+    st.lists(any_text.map(lambda text: f"{text}."), min_size=1, max_size=4),
+    st.integers(2, 40),
+    st.sampled_from([{"packing": True}, {"on_too_long": "split"}, {"on_too_long": "drop"}]),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_texts_are_shown_in_the_pieces_that_are_trained_on(
+    tmp_path_factory: Any, texts: list[str], max_length: int, how: dict[str, Any]
+) -> None:
+    settings_of = {"on_too_long": "error", "max_length": max_length, **how}
+    rows = [{"text": text} for text in texts]
+    found = collected(tmp_path_factory.mktemp("texts"), rows, task="pretrain", **settings_of)
+    seen = view(found, SEEN)
+    assert len(seen.rows) == len(found.train)
+    for row, example in zip(seen.rows, (found.train[i] for i in range(len(found.train))), strict=True):
+        assert [token.id for token in row.tokens] == example.input_ids.tolist()
+        assert [token.trained for token in row.tokens] == example.trained.tolist()
+        assert row.segments == example.segment_lengths and sum(row.segments) == len(row.tokens)
+    assert set(shown_texts(seen)) == {
+        "".join(visible(token.text) for token in row.tokens) for row in seen.rows
+    }
 
 
 @given(any_text)
