@@ -96,7 +96,9 @@ class Booked:
         if not sums.rows:
             names = ", ".join(chosen.read.source.path for chosen in self.of.chosen) or "no file given"
             raise DataError(f"no rows to {to_what}:", [Problem(names, "holds no row; give a file with rows")])
-        raise DataError(f"no rows are left to {to_what}:", [Problem(self.of.what, _nothing_left(sums, data))])
+        bad = [place for chosen in self.of.chosen for place in chosen.read.rows.account.bad][:FEW]
+        problems = [Problem(self.of.what, _nothing_left(sums, data)), *(Problem(*place) for place in bad)]
+        raise DataError(f"no rows are left to {to_what}:", problems)
 
     def lines(self) -> list[str]:
         """What is told of it."""

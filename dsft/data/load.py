@@ -78,8 +78,7 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
         read(f"data.eval {name}" if name else "data.eval", name or "eval", source)
         for name, source in zip(eval_names, data.eval, strict=True)
     ]
-    if data.on_bad_row == "error":
-        _refuse_bad([*train, *held_out])
+    _refuse_bad([*train, *held_out], data)
     cutting = Cutting(data.max_length, on_too_long(spec), tokenizer.bos_token_id)
     sets = divide(data, train, held_out, eval_names)
     refuse_too_long(sets, cutting)
@@ -95,11 +94,21 @@ def on_too_long(spec: Wanted) -> OnTooLong:
     return "fill" if spec.data.packing and spec.task == "pretrain" else spec.data.on_too_long
 
 
-def _refuse_bad(read: Sequence[Read]) -> None:
-    bad = [Problem(*problem) for one in read for problem in one.rows.account.bad]
-    rest = sum(one.rows.account.bad_rows for one in read)
+def _refuse_bad(read: Sequence[Read], data: Data) -> None:
+    """Raises DataError with every bad row, or, where these are dropped, with the files that none is read
+    of."""
+    accounts = [one.rows.account for one in read]
+    if data.on_bad_row == "error":
+        bad, count = (
+            [problem for one in accounts for problem in one.bad],
+            sum(one.bad_rows for one in accounts),
+        )
+    else:
+        bad = [problem for one in accounts for problem in one.unread]
+        count = len(bad)
     if bad:
-        raise data_error(bad, "mistake in the data", "mistakes in the data", rest)
+        problems = [Problem(*problem) for problem in bad]
+        raise data_error(problems, "mistake in the data", "mistakes in the data", count)
 
 
 def _loaded(data: Data, booked: Sequence[Booked], cutting: Cutting) -> Loaded:

@@ -74,13 +74,15 @@ class Rendered:
 @dataclass(frozen=True)
 class Account:
     """What was read of a source. bad: ("file:line", reason) of rows that cannot be used, the first of them;
-    notes: a sentence per finding; formats: (file, format, why) of each file that has rows."""
+    notes: a sentence per finding; formats: (file, format, why) of each file that has rows; unread: of files
+    whose rows have no format that the task takes, as in `bad`, where they stand too."""
 
     blank_lines: int = 0
     bad_rows: int = 0
     bad: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     formats: tuple[tuple[str, str, str], ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
 
 class TokenRows(Protocol):

@@ -223,12 +223,14 @@ def tokenised(
 
 @dataclass(frozen=True)
 class _Look:
-    """What a file's first rows say. format: None where they have none; found: what was met on the way."""
+    """What a file's first rows say. format: None where they have none, and `refusal` why, of which line;
+    found: what was met on the way."""
 
     file: DataFile
     has_rows: bool
     format: formats.Format | None
     found: Found
+    refusal: tuple[int, str] | None = None
 
 
 def _look_at(file: DataFile, source: Source, task: str) -> _Look:
@@ -246,12 +248,13 @@ def _look_at(file: DataFile, source: Source, task: str) -> _Look:
             mistakes += [(line.number, line.mistake)] * (len(mistakes) < MAX_BAD)
         if len(rows) == _LOOKED_AT:
             break
+    refusal = None
     try:
         chosen = formats.choose(source, rows, task) if rows else None
     except BadRowError as error:
-        chosen, bad = None, bad + 1
-        mistakes.append((rows[0].number, str(error)))
-    return _Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))))
+        chosen, refusal = None, (rows[0].number, str(error))
+        bad, mistakes = bad + 1, [*mistakes, refusal]
+    return _Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))), refusal)
 
 
 def _lines(file: DataFile) -> Iterator[Line]:
@@ -562,4 +565,7 @@ def _account(
         bad=tuple(bad[:MAX_BAD]),
         notes=tuple(notes),
         formats=tuple((look.file.name, look.format.name, look.format.reason) for look in read if look.format),
+        unread=tuple(
+            (f"{look.file.name}:{look.refusal[0]}", look.refusal[1]) for look in read if look.refusal
+        ),
     )

@@ -281,6 +281,13 @@ def test_the_first_rows_of_a_file_are_all_that_is_told_of_it() -> None:
     assert [problem.where for problem in error.value.problems] == ["a.jsonl:2"]
 
 
+def test_a_file_of_other_rows_is_never_dropped() -> None:
+    files = {"a.jsonl": text("x", "y"), "b.jsonl": '{"id": 1}\n{"id": 2}\n'}
+    with pytest.raises(DataError, match="no format fits") as error:
+        loaded(files, on_bad_row="drop")
+    assert [problem.where for problem in error.value.problems] == ["b.jsonl:1"]
+
+
 LOSSY = {"a.jsonl": text("x" * 70, "y", "", "y", "z") + "{\n"}
 
 
@@ -342,7 +349,8 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": answered("x", "")[:-1].replace("assistant", "user") + "\n"},
             (),
             {"on_bad_row": "drop"},
-            "data.train: 1 row was read: 1 dropped as bad;",
+            "data.train: 1 row was read: 1 dropped as bad; change what leaves them out, or look at the rows\n"
+            "  a.jsonl:1: ",
         ),
         (
             {"a.jsonl": text("x", "y")},
