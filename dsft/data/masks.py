@@ -198,18 +198,25 @@ class Masks:
         return TurnEnds(lead, tail, tail[: self._first_special(tail)])
 
     def prove_marks(self) -> None:
-        """That what is marked behind an answer, if anything is, holds a token that ends a turn: a template of
-        another tokenizer has none. Raises DataError."""
+        """That the marks enclose an answer, and that what is marked behind it, if anything is, holds a token
+        that ends a turn: a template of another tokenizer has none. Raises DataError."""
         if not self.template.is_marked:
             return
         question: Message = {"role": "user", "content": "0"}
-        marked = []
+        marked, others = [], []
         try:
             for content in "12":
                 text, marks = self.template.render([question, _answer(content)])
                 marked.append("".join(text[start:stop] for start, stop in marks))
+                borders = [0, *(end for mark in marks for end in mark), len(text)]
+                others.append([text[i:j] for i, j in zip(borders[::2], borders[1::2], strict=True)])
         except BadRowError:
             return  # of talks that it takes the ledger tells which have no end
+        if others[0] != others[1]:
+            raise template_error(
+                "its {% generation %} marks do not enclose the assistant's words, as those in a macro do not",
+                "put them around the words in the loop over the messages, or take them out",
+            )
         tail = _common_end(*marked)
         if tail.strip():
             self._first_special(tail)

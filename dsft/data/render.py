@@ -10,7 +10,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -57,6 +58,7 @@ class Renderer:
             tokenizers.__version__,
             transformers.__version__,
             jinja2.__version__,
+            _code(),
         ]
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -82,7 +84,7 @@ class Renderer:
                         talks.append((i, self._masks(bool(sample.tools)).of(sample)))
                     except BadRowError as error:
                         rendered[i] = str(error)
-        found = _texts([cast(Text, samples[i]) for i in texts], self.tokenizer)
+        found = _texts([cast(Text, samples[i]) for i in texts], self.tokenizer, self.train_on)
         made = self._tokens.conversations([marked for _, marked in talks])
         for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:
             rendered[i] = one
@@ -117,6 +119,17 @@ class Renderer:
         self.__dict__.update(state)
 
 
+@cache
+def _code() -> str:
+    """A hash of the code that makes tokens of rows: another version of it may make others."""
+    folder = Path(__file__).parent
+    files = [folder / f"{name}.py" for name in ("masks", "render", "template", "tokens")]
+    digest = hashlib.sha256()
+    for file in [*files, *sorted((folder / "formats").glob("*.py"))]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _tokenizer_text(tokenizer: Any) -> Any:
     """All that a tokenizer is, as text."""
     if tokenizer.is_fast:
@@ -128,13 +141,18 @@ def _tokenizer_text(tokenizer: Any) -> Any:
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _texts(samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[Rendered | str]:
-    """What the tokenizer makes of the text, and the end of text. The first token has nothing before it to be
+def _texts(
+    samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
+) -> list[Rendered | str]:
+    """What the tokenizer makes of the text, and the end of text. Under `all` prompts are trained on, too. The
+    first token has nothing before it to be
     predicted from, so it is no target whatever its mask says."""
     if samples and tokenizer.eos_token_id is None:
         problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
         raise DataError("text rows cannot be made tokens of:", [problem])
     whole = _tokenize(["".join(part for part, _ in sample.parts) for sample in samples], tokenizer)
+    if train_on == "all":
+        samples = [Text(tuple((part, True) for part, _ in sample.parts)) for sample in samples]
     return [_text(sample, ids, tokenizer) for sample, ids in zip(samples, whole, strict=True)]
 
 

@@ -152,6 +152,19 @@ def test_marks_that_leave_the_end_of_turn_out() -> None:
     assert made(talk(*FOUR), None).ended
 
 
+def test_marks_that_do_not_enclose_the_answer() -> None:
+    """transformers counts characters from where the block stands, which is nowhere inside a macro."""
+    macro = (
+        "{% macro said(m) %}<|im_start|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
+    )
+    for template in (
+        macro + "{% for m in messages %}{{ said(m) + '<|im_end|>' }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] }}{% generation %}<|im_end|>{% endgeneration %}{% endfor %}",
+    ):
+        with pytest.raises(DataError, match="marks do not enclose the assistant's words"):
+            made(talk("u:q", "a:one"), template)
+
+
 def test_marks_whose_end_of_turn_is_no_token_of_the_tokenizer() -> None:
     """As where a template is named that was made for another tokenizer."""
     with pytest.raises(DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which holds"):
@@ -197,6 +210,7 @@ def test_a_prompt_is_not_trained_on() -> None:
     assert parts(rendered) == [f" 4{END}"]
     assert parts(made(Text((("a", True), ("b", False), ("c", True))))) == ["a", f"c{END}"]
     assert parts(made(Text((("", False), ("c", True))))) == [f"c{END}"]
+    assert made(Text((("2 + 2 =", False), (" 4", True))), None, "all").trained.all()
 
 
 def test_a_prompt_keeps_the_beginning_of_text() -> None:

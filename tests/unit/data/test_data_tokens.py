@@ -129,12 +129,10 @@ def by_whole_prefixes(tokenizer: Any, text: str, start: int, stop: int) -> list[
 def test_the_short_proof_is_the_whole_one(name: str) -> None:
     tokenizer = tokenizers()[name]
     tokens = Tokens(tokenizer)
-    proved = refused = 0
 
     @given(TEXTS, st.randoms())
     @settings(max_examples=60, deadline=None)
     def of_any_text(parts: list[str], rng: random.Random) -> None:
-        nonlocal proved, refused
         text = "".join(parts)
         start, stop = sorted([rng.randint(0, len(text)), rng.randint(0, len(text))])
         if rng.random() < 0.7:  # where the parts meet, as a template cuts
@@ -143,16 +141,15 @@ def test_the_short_proof_is_the_whole_one(name: str) -> None:
         made = tokens.conversations([Marked(text, [Part("it", start, stop)], True)])[0]
         truth = by_whole_prefixes(tokenizer, text, start, stop)
         if truth is None:
-            refused += 1
             assert isinstance(made, str) and made.startswith("it: the tokenizer makes one token of")
         else:
-            proved += 1
             assert isinstance(made, Rendered)
             assert made.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
             assert made.trained.tolist() == truth
 
     of_any_text()
-    assert proved > 10 and refused > 0
+    inside = [Marked("<s>the cat", [Part("it", 3, end)], True) for end in range(4, 10)]
+    assert any(isinstance(made, str) for made in tokens.conversations(inside)), "a cut inside of a token"
 
 
 # --- contents that spell a token of the template ----------------------------------------------------------
