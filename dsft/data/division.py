@@ -90,7 +90,7 @@ def _ids(mask: NDArray[np.bool_]) -> Ids:
 
 def _all_chosen(read: Sequence[Read]) -> list[Chosen]:
     """Duplicates are counted over all of them; a pair's answers are none of each other."""
-    duplicate = is_duplicate(np.concatenate([one.content for one in read])) if read else np.zeros(0, np.bool_)
+    duplicate = is_duplicate(np.concatenate([one.content for one in read]))
     borders = np.cumsum([one.count for one in read])[:-1]
     found = zip(read, np.split(duplicate, borders), strict=True)
     return [

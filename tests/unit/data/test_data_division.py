@@ -250,7 +250,7 @@ def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> Non
 def test_bad_rows_can_be_dropped_counted_and_listed() -> None:
     found = loaded({"a.jsonl": text("x") + "{\n" + text("y") + '{"text": 2}\n'}, on_bad_row="drop")
     assert said(found.train) == ["x", "y"]
-    assert found.account["train"]["total"]["bad"] == 2
+    assert found.account["train"]["total"]["bad"] == found.summary["data/bad"] == 2
     assert [row["source"] for row in found.account["train"]["sources"]["a"]["bad_rows"]] == [
         "a.jsonl:2",
         "a.jsonl:4",

@@ -17,7 +17,7 @@ from dsft.data.longest import longest_micro_batch
 from dsft.data.mixture import shares_text
 from dsft.data.order import Order, quotas
 from dsft.data.pieces import cut
-from dsft.data.steps import TrainSteps
+from dsft.data.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 from tests.unit.data.token_rows import FakeRows
 
@@ -192,6 +192,15 @@ def test_a_rank_reads_the_rows_that_it_computes_and_no_others(budget: int | None
         step = steps.step(index)
         mine = {int(i) - 1 for batch in step.micro_batches for i in batch.input_ids[batch.input_ids != PAD]}
         assert sorted(source.reads) == sorted(mine) and mine < set(step.example_ids)
+
+
+def test_held_out_rows_are_read_as_they_are_evaluated() -> None:
+    source, data = rows_of(100)
+    batches, counts = evaluation(data, BatchSizes(4, 4, 1, 2), 1, PAD)
+    assert source.reads == [] and counts["tokens"] == int(data.target_counts.sum())
+    assert len(batches) == 13 and len(batches[2:4]) == 2 and len(source.reads) == 8
+    source.reads.clear()
+    assert len(list(batches)) == 13 and len(source.reads) == 50
 
 
 @pytest.mark.parametrize("budget", [None, 64])
