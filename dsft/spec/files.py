@@ -109,6 +109,7 @@ def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
 def _templates_in(folder: str) -> set[str]:
     """Names of a tokenizer's several templates: files of their own, or a list in its config."""
     names = {file.stem for file in FilePath(folder, "additional_chat_templates").glob("*.jinja")}
+    names |= {"default"} if names else set()  # chat_template.jinja, beside the others
     try:
         config = json.loads(FilePath(folder, "tokenizer_config.json").read_text(encoding="utf-8"))
         listed = config["chat_template"]
