@@ -14,10 +14,10 @@ own template        dsft: the file to blocks on the disk, masks by the tokenizer
 marked template     the same by a template with {% generation %} marks
 map, plain          datasets.map, batched: the template's text, and its ids, no mask; to its Arrow file
 map, with masks     datasets.map, batched: apply_chat_template(return_assistant_tokens_mask=True), marked
-N processes         dsft, own template, by N workers, their start included
+N processes         dsft, own template, by N workers, their start included; four blocks of 1 MB a worker
 
-large: a generated file of texts, and a tokenizer of whole words, which is quicker than others. The
-memory of all processes together and of the largest is looked at once a second (resident: shared pages are
+large: a generated file of texts, and a table of words in the place of a tokenizer, which takes a tenth of the
+time. The memory of all processes together and of the largest is looked at once a second (resident: shared pages are
 counted in each; proportional: once).
 """
 
@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizer"
 PACKAGES = ("tokenizers", "transformers", "datasets", "numpy")
 MARKED = "chatml"
+BLOCK_BYTES = 1 << 20
 WORDS = 5000
 SYLLABLES = "ba de ki lo mu ra se ti vo nu pa ge fi so lu ma re di ko tu".split()
 
@@ -95,17 +96,35 @@ def made_words() -> list[str]:
     return ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(WORDS)]
 
 
-def word_tokenizer() -> Any:
-    """One token a word, one a digit, one for all else."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+class Words:
+    """In the place of a tokenizer: each word's number, from a table."""
 
-    vocabulary = ["<unk>", "<eos>", *"0123456789", *sorted(set(made_words()))]
-    ids = {word: i for i, word in enumerate(dict.fromkeys(vocabulary))}
-    backend: Any = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    eos_token_id = bos_token_id = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(dict.fromkeys(made_words()), start=1)}
+
+
+class WordRenderer:
+    """In the place of `dsft.data.render.Renderer`: each word a token, all of them trained."""
+
+    digest = "words"
+    tokenizer = Words()
+
+    def __init__(self) -> None:
+        self._ids = self.tokenizer.get_vocab()
+
+    def render(self, samples: list[Any]) -> list[Any]:
+        import numpy as np
+
+        from dsft.data.rows import Rendered
+
+        rendered = []
+        for sample in samples:
+            words = "".join(part for part, _ in sample.parts).split()
+            ids = np.array([self._ids.get(word, 0) for word in words], dtype=np.int32)
+            rendered.append(Rendered(ids, np.ones(len(ids), dtype=np.bool_)))
+        return rendered
 
 
 def load_tokenizer(folder: Path, template: str | None = None) -> Any:
@@ -127,21 +146,24 @@ def sample(variant: str, tokenizer: Path, path: Path) -> dict[str, float]:
     loaded = load_tokenizer(tokenizer, MARKED if marked else None)
     with tempfile.TemporaryDirectory(dir=path.parent) as made:
         work = map_rows if variant.startswith("map") else dsft_rows
-        rows, tokens, seconds = work(variant, loaded, path, Path(made))
-    return {"rows": rows, "tokens": tokens, "seconds": seconds, "per_second": rows / seconds}
+        rows, tokens, seconds, cpu = work(variant, loaded, path, Path(made))
+    return {"rows": rows, "tokens": tokens, "per_second": rows / seconds, "per_cpu_second": rows / cpu}
 
 
-def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float]:
+def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float, float]:
+    from dsft.data.read import files
     from dsft.data.render import Renderer
     from dsft.data.store import Cache, tokenised
 
     workers = int(variant.split()[0]) if variant.endswith("processes") else 0
-    began = time.perf_counter()
+    files.cuts = partial(files.cuts, every=BLOCK_BYTES)
+    began, before = time.perf_counter(), cpu_seconds()
     rows = tokenised(Source(str(path)), Renderer(tokenizer), task="sft", cache=Cache(folder, workers))
-    return len(rows.lengths), int(rows.lengths.sum()), time.perf_counter() - began
+    seconds = time.perf_counter() - began, cpu_seconds() - before
+    return len(rows.lengths), int(rows.lengths.sum()), *seconds
 
 
-def map_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float]:
+def map_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float, float]:
     import datasets
 
     datasets.disable_progress_bars()
@@ -165,10 +187,22 @@ def map_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[in
         return {"input_ids": found["input_ids"], "trained": found["assistant_masks"]}
 
     work = with_masks if variant == "map, with masks" else plain
-    began = time.perf_counter()
-    made = data.map(work, batched=True, remove_columns=data.column_names, cache_file_name=str(folder / "m"))
-    seconds = time.perf_counter() - began
-    return len(made), sum(len(ids) for ids in made["input_ids"]), seconds
+    began, before = time.perf_counter(), cpu_seconds()
+    made = data.map(
+        work,
+        batched=True,
+        remove_columns=data.column_names,
+        cache_file_name=str(folder / "made.arrow"),
+        new_fingerprint="made",  # else it would hash the tokenizer, in its own time
+    )
+    seconds = time.perf_counter() - began, cpu_seconds() - before
+    return len(made), sum(len(ids) for ids in made["input_ids"]), *seconds
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 # --- speed ------------------------------------------------------------------------------------------------
@@ -180,7 +214,7 @@ def speed(options: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         small, large = Path(made, "small.jsonl"), Path(made, "large.jsonl")
         write_rows(small, options.rows)
-        write_rows(large, num_bytes=(32 << 20) * 2 * max(processes, default=1))
+        write_rows(large, num_bytes=BLOCK_BYTES * 4 * max(processes, default=1))
         variants = {name: (small, 1) for name in PER_CORE}
         variants |= {f"{n} processes": (large, n) for n in (1, *processes)}
         commands = {
@@ -192,15 +226,17 @@ def speed(options: argparse.Namespace) -> list[str]:
         }  # fmt: skip
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         found = paired.measure(commands, options.rounds, environment)
-    rows = [[name, paired.spread(paired.column(found[name], "per_second"), 0)] for name in variants]
+    keys = ("per_cpu_second", "per_second")
+    rows = [[name, *(paired.spread(paired.column(found[name], key), 0) for key in keys)] for name in variants]
+    header = ["how", "rows per second of CPU (min / median / max)", "rows per second"]
+    pairs = [("own template", "map, plain"), ("marked template", "map, plain")]
+    pairs += [("marked template", "map, with masks"), *((f"{n} processes", "1 processes") for n in processes)]
     ratios = [
-        f"{over} ÷ {under}: {paired.ratio(found, 'per_second', over, under)}"
-        for over, under in (
-            ("own template", "map, plain"), ("marked template", "map, plain"),
-            ("marked template", "map, with masks"), *((f"{n} processes", "1 processes") for n in processes),
-        )
-    ]  # fmt: skip
-    return [paired.markdown(["how", "rows/s (min / median / max)"], rows), "", *ratios]
+        f"{over} ÷ {under}, {key}: {paired.ratio(found, key, over, under)}"
+        for over, under in pairs
+        for key in keys
+    ]
+    return [paired.markdown(header, rows), "", *ratios]
 
 
 PER_CORE = ("own template", "marked template", "map, plain", "map, with masks")
@@ -282,10 +318,9 @@ def read_in_turn(path: Path, folder: Path, workers: int) -> dict[str, float]:
 
 
 def read(options: argparse.Namespace) -> dict[str, float]:
-    """A run's start, and 20,000 of its rows in the order of a run."""
-    import numpy as np
-
-    from dsft.data.load import load_data
+    """The start of a run, and 20,000 of its rows in the order of a run."""
+    from benchmarks.data import WordRenderer as Stand  # not of __main__, for the workers
+    from dsft.data import load
     from dsft.data.order import epoch_order
     from dsft.data.store import Cache
     from dsft.spec.schema import Data
@@ -298,13 +333,13 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             told = time.monotonic()
             paired.note(f"{pace}")
 
-    tokenizer = word_tokenizer()
-    began = time.perf_counter()
+    load.Renderer = lambda *_, **__: Stand()  # type: ignore[misc,assignment]
     data = Data(train=[{"path": options.file}], max_length=4096, on_too_long="split")  # type: ignore[list-item]
     spec = argparse.Namespace(task="pretrain", data=data)
-    loaded = load_data(spec, tokenizer, Cache(options.folder, options.workers, paired.note, progress))
-    start = time.perf_counter() - began
-    after_start = paired.resident_bytes()
+    began = time.perf_counter()
+    cache = Cache(options.folder, options.workers, paired.note, progress)
+    loaded = load.load_data(spec, Stand.tokenizer, cache)  # type: ignore[arg-type]
+    start, after_start = time.perf_counter() - began, paired.resident_bytes()
     began = time.perf_counter()
     order = epoch_order(len(loaded.train), 0, 0)
     ordered = time.perf_counter() - began
@@ -312,12 +347,15 @@ def read(options: argparse.Namespace) -> dict[str, float]:
     tokens = sum(len(loaded.train[int(i)].input_ids) for i in order[:20_000])
     seconds = time.perf_counter() - began
     return {
-        "examples": len(loaded.train), "tokens": int(np.sum(loaded.train.lengths, dtype=np.int64)),
-        "start_seconds": start, "order_seconds": ordered, "microseconds_a_row": seconds / 20_000 * 1e6,
-        "read_tokens": tokens, "resident_mb_after_start": after_start / 1e6,
-        "resident_mb_at_end": paired.resident_bytes() / 1e6,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-    }  # fmt: skip
+        "examples": len(loaded.train),
+        "tokens": int(loaded.train.lengths.sum(dtype="int64")),
+        "start_seconds": start,
+        "order_seconds": ordered,
+        "microseconds_a_row": seconds / 20_000 * 1e6,
+        "read_tokens": tokens,
+        "resident_after_start": after_start / 1e6,
+        "resident_at_end": paired.resident_bytes() / 1e6,
+    }
 
 
 # --- dealing ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from dsft.errors import DsftError, StorageError, WorldError
 MAX_BAD = 1000
 """Bad rows of a block that are kept; the others are counted."""
 _BATCH_ROWS = 1000
-_BATCH_CHARACTERS = 4 << 20  # of rows that are rendered together
+_BATCH_CHARACTERS = 1 << 19  # of rows that are rendered together: the tokenizer holds some 50 bytes for each
 _SPILL = 64 << 20  # bytes of a block's tokens that wait in memory, more of them on the disk
 _TELL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
