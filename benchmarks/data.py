@@ -16,9 +16,9 @@ map, plain          datasets.map, batched: the template's text, and its ids, no 
 map, with masks     datasets.map, batched: apply_chat_template(return_assistant_tokens_mask=True), marked
 N processes         dsft, own template, by N workers, their start included; four blocks of 1 MB a worker
 
-large: a generated file of texts, and a table of words in the place of a tokenizer, which takes a tenth of the
-time. The memory of all processes together and of the largest is looked at once a second (resident: shared pages are
-counted in each; proportional: once).
+large: a generated file of texts, and a table of words in the place of a tokenizer, for speed. The memory of
+all processes together and of the largest is looked at once a second (resident: shared pages are counted in
+each; proportional: once).
 """
 
 from __future__ import annotations
