@@ -1,0 +1,178 @@
+"""Checkpoints of models whose embeddings got rows for new tokens: adapters, merged, and a part of the model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dsft.model.files
+from dsft.chat import Sampling, load
+from dsft.checkpoint.compare import check_same_rows
+from dsft.checkpoint.export import export_checkpoint, write_model_folder
+from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.retain import Retention
+from dsft.checkpoint.save import save
+from dsft.data.tokenizer import byte_level_tokenizer, open_tokenizer
+from dsft.engine.api import Fragment
+from dsft.errors import CheckpointError, MissingInputError
+from dsft.job import untrained_rows
+from dsft.model.build import build_model
+from dsft.model.census import take_census
+from dsft.model.config import new_rows, resolve_config, token_facts
+from dsft.plan.census import census_from
+from dsft.spec.schema import Model
+from tests.unit.checkpoint.conftest import Rank, facts, make_llama, on_ranks
+
+IDS = torch.tensor([[1, 259, 2, 260]])
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of 259 tokens."""
+    folder = tmp_path / "base"
+    llama = make_llama(request.param)
+    llama.resize_token_embeddings(259, mean_resizing=False)
+    for parameter in llama.parameters():
+        parameter.data.normal_(std=0.3)
+    llama.save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def checkpoint(model: Model, folder: Path) -> tuple[Checkpoint, Any]:
+    """As a run would write it, with adapters that do something; and the model that it is of."""
+    tokenizer, added = open_tokenizer(model)
+    told = token_facts(tokenizer, added.first_id)
+    policy = build_model(model, told, 1, torch.float32)
+    values = policy.named_trained()
+    for value in values.values():
+        value.data += 0.1 * torch.randn_like(value)
+    config, rows = resolve_config(model, told), new_rows(model, told)
+    assert rows is not None and model.name_or_path is not None
+    write_model_folder(folder / "model", config, tokenizer, model.name_or_path)
+    state = replace(
+        facts(1),
+        spec={"model": model.model_dump(mode="json"), "train": {"precision": "fp32", "seed": 1}},
+        base=dsft.model.files.fingerprint(model.name_or_path),
+        new_rows=asdict(rows),
+    )
+    fragments = [Fragment(n, "value", 0, value.detach().flatten()) for n, value in values.items()]
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+
+    def commit(rank: Rank) -> str:
+        return save(
+            folder,
+            fragments,
+            shapes,
+            state,
+            rank,
+            model_folder=folder / "model",
+            retention=Retention(None, None),
+        )
+
+    on_ranks(1, commit)
+    return Checkpoint.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("saved", [(), ("embed_tokens", "lm_head")], ids=["frozen", "trained"])
+def test_an_adapter_has_the_embeddings(base: Path, saved: tuple[str, ...], tmp_path: Path) -> None:
+    lora = {"rank": 2, "modules_to_save": saved}
+    model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "lora": lora})
+    held, trained = checkpoint(model, tmp_path / "run")
+    line = export_checkpoint(held.path, tmp_path / "adapter")
+    assert "all 261 embeddings among them" in line
+    export_checkpoint(held.path, tmp_path / "merged", merged=True)
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        expected = trained(IDS).logits
+        for found in (adapted, merged):
+            assert found.get_input_embeddings().weight.shape == (261, 16)
+            torch.testing.assert_close(found(IDS).logits, expected, rtol=0, atol=1e-5)
+    talker = load(tmp_path / "adapter", Sampling(temperature=0.0, max_new_tokens=2))
+    assert talker.model.get_input_embeddings().weight.shape == (261, 16)
+
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.model.embed_tokens.weight" in names
+    again = model.model_copy(
+        update={"lora": model.lora.model_copy(update={"path": str(tmp_path / "adapter")})}
+    )  # type: ignore[union-attr]
+    tokenizer, added = open_tokenizer(again)
+    policy = build_model(again, token_facts(tokenizer, added.first_id), 5, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(policy.causal_lm.eval()(IDS).logits, expected)
+
+
+def test_an_adapter_over_other_embeddings_is_refused(base: Path, tmp_path: Path) -> None:
+    """Frozen here, they would not be those that it was trained with."""
+    lora = {"rank": 2, "modules_to_save": ("embed_tokens", "lm_head")}
+    model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], "lora": lora})
+    held, _ = checkpoint(model, tmp_path / "run")
+    export_checkpoint(held.path, tmp_path / "adapter")
+    frozen = {"rank": 2, "path": str(tmp_path / "adapter")}
+    other = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], "lora": frozen})
+    tokenizer, added = open_tokenizer(other)
+    with pytest.raises(MissingInputError, match="has other values than this run's model"):
+        build_model(other, token_facts(tokenizer, added.first_id), 5, torch.float32)
+
+
+def test_a_part_of_the_model_is_exported_whole(base: Path, tmp_path: Path) -> None:
+    model = Model.model_validate(
+        {"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "trainable": ["*norm.weight"]}
+    )
+    held, trained = checkpoint(model, tmp_path / "run")
+    export_checkpoint(held.path, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, trained(IDS).logits)
+    assert found.config.vocab_size == 261
+
+
+def test_a_run_does_not_go_on_with_other_rows(base: Path, tmp_path: Path) -> None:
+    model = Model.model_validate(
+        {"name_or_path": str(base), "add_tokens": ["<a>"], "trainable": ["*norm.weight"]}
+    )
+    held, _ = checkpoint(model, tmp_path / "run")
+    check_same_rows(held, {"first": 259, "stop": 260, "held": 259})
+    for rows, told in (
+        ({"first": 259, "stop": 261, "held": 259}, "rows 259 to 260 new"),
+        (None, "no new rows"),
+    ):
+        with pytest.raises(CheckpointError, match=f"had rows 259 to 259 new, and now they have {told}"):
+            check_same_rows(held, rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, None),
+        ({"lora": {"rank": 2}}, "model.lora.modules_to_save: [embed_tokens, lm_head] trains them"),
+        ({"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}}, None),
+        ({"trainable": ["*norm.weight"]}, "model.trainable: [model.embed_tokens.weight"),
+        ({"trainable": ["*embed_tokens*", "*lm_head*"]}, None),
+    ],
+)
+def test_frozen_new_rows_are_warned_of(base: Path, keys: dict[str, Any], told: str | None) -> None:
+    if base.joinpath("config.json").read_text().find(
+        '"tie_word_embeddings": true'
+    ) >= 0 and "*lm_head*" in keys.get("trainable", ()):
+        keys = {"trainable": ["*embed_tokens*"]}
+    model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], **keys})
+    tokenizer, added = open_tokenizer(model)
+    known = token_facts(tokenizer, added.first_id)
+    counted = census_from(take_census(model, 1, known))
+    inputs: Any = SimpleNamespace(rows=new_rows(model, known), config=resolve_config(model, known))
+    job: Any = SimpleNamespace(spec=SimpleNamespace(model=model))
+    lines = list(untrained_rows(job, inputs, counted))
+    assert [told in line for line in lines] == [True] if told else lines == []
+    assert census_from(take_census(model, 1)) == counted
+    assert next(p for p in counted.parameters if p.embedding).shape == (260, 16)
