@@ -323,7 +323,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
     name = f"turn {number + 1}"
     start = row.prefix(number, text, prompt=True)
     content = row.messages[number].get("content")
-    if isinstance(content, str) and "tool_calls" not in row.messages[number]:
+    if isinstance(content, str) and row.messages[number].keys() == {"role", "content"}:
         # The answer as it is, and its end: nothing of it was rewritten. What follows is for all other cases.
         for answer in (content, ends.lead + content, ends.lead + content.strip()):
             if text.startswith(answer + ends.end, start):

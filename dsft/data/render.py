@@ -84,7 +84,7 @@ class Renderer:
                         talks.append((i, self._masks(bool(sample.tools)).of(sample)))
                     except BadRowError as error:
                         rendered[i] = str(error)
-        found = _texts([cast(Text, samples[i]) for i in texts], self.tokenizer, self.train_on)
+        found = _texts([cast(Text, samples[i]) for i in texts], self._tokens, self.train_on)
         made = self._tokens.conversations([marked for _, marked in talks])
         for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:
             rendered[i] = one
@@ -141,29 +141,27 @@ def _tokenizer_text(tokenizer: Any) -> Any:
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _texts(
-    samples: Sequence[Text], tokenizer: PreTrainedTokenizerBase, train_on: TrainOn
-) -> list[Rendered | str]:
+def _texts(samples: Sequence[Text], tokens: Tokens, train_on: TrainOn) -> list[Rendered | str]:
     """What the tokenizer makes of the text, and the end of text. Under `all` prompts are trained on, too. The
-    first token has nothing before it to be
-    predicted from, so it is no target whatever its mask says."""
-    if samples and tokenizer.eos_token_id is None:
+    first token has nothing before it to be predicted from, so it is no target whatever its mask says."""
+    if samples and tokens.tokenizer.eos_token_id is None:
         problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
         raise DataError("text rows cannot be made tokens of:", [problem])
-    whole = _tokenize(["".join(part for part, _ in sample.parts) for sample in samples], tokenizer)
+    whole = tokens.of_texts(["".join(part for part, _ in sample.parts) for sample in samples])
     if train_on == "all":
         samples = [Text(tuple((part, True) for part, _ in sample.parts)) for sample in samples]
-    return [_text(sample, ids, tokenizer) for sample, ids in zip(samples, whole, strict=True)]
+    return [_text(sample, ids, tokens) for sample, ids in zip(samples, whole, strict=True)]
 
 
-def _text(sample: Text, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Rendered | str:
+def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
+    tokenizer = tokens.tokenizer
     said = "".join(part for part, _ in sample.parts)
     trained = np.ones(len(ids) + 1, dtype=np.bool_)
     start = position = 0
     for i, (part, is_trained) in enumerate(sample.parts):
         start, position = position, position + len(part)
         if not is_trained:
-            first, stop = (_count(said[:end], ids, tokenizer) for end in (start, position))
+            first, stop = (_count(said[:end], ids, tokens) for end in (start, position))
             if first is None or stop is None:
                 return _PROMPT_MERGED
             trained[first if i else 0 : stop] = False
@@ -174,17 +172,10 @@ def _text(sample: Text, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> R
     return Rendered(np.array(ids, dtype=np.int32), trained[: len(ids)])
 
 
-def _count(prefix: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _count(prefix: str, ids: list[int], tokens: Tokens) -> int | None:
     """How many tokens of a row are those of its prefix, None where the row's do not begin with these."""
-    alone = _tokenize([prefix], tokenizer)[0]
-    closed = _tokenize([""], tokenizer)[0]
-    while alone and closed and alone[-1] == closed[-1] == tokenizer.eos_token_id:  # it ends every text
+    alone, closed = tokens.of_texts([prefix, ""])
+    eos = tokens.tokenizer.eos_token_id
+    while alone and closed and alone[-1] == closed[-1] == eos:  # it ends every text
         alone, closed = alone[:-1], closed[:-1]
     return len(alone) if ids[: len(alone)] == alone else None
-
-
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not texts:
-        return []
-    encoded = tokenizer(texts, return_attention_mask=False, verbose=False)
-    return [list(ids) for ids in encoded["input_ids"]]

@@ -214,7 +214,8 @@ def time_limit() -> Iterator[Callable[[], None]]:
 
     def stop(*_: object) -> None:
         raise BadRowError(
-            f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template"
+            f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template "
+            "or shorten the row"
         )
 
     def restart() -> None:

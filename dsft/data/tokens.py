@@ -42,33 +42,28 @@ class Tokens:
     """A tokenizer. special: the names of its special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content}
         special = {token.content for token in added.values() if token.special}
         self.special = frozenset(filter(str.strip, special | set(tokenizer.all_special_tokens)))
         self._twins: dict[frozenset[tuple[str, str]], Reader | None] = {}
-        if not tokenizer.is_fast:
-            self._reader = Reader(self._slowly, {}, self.special)
-            return
-        backend: Any = tokenizer.backend_tokenizer
-        backend.no_padding()
-        backend.no_truncation()
+        self._encode = _quickly(tokenizer.backend_tokenizer) if tokenizer.is_fast else _slowly(tokenizer)
         # These are looked for in the text as it is, before it is normalised.
         raw = {
             token.content: index
             for index, token in added.items()
-            if not token.normalized and not token.single_word
+            if tokenizer.is_fast and not token.normalized and not token.single_word
         }
-        self._reader = Reader(_quickly(backend), raw, self.special)
+        self._reader = Reader(self._encode, raw, self.special)
+
+    def of_texts(self, texts: list[str]) -> list[list[int]]:
+        """With the tokens that the tokenizer itself puts around a text."""
+        return self._encode(texts, True) if texts else []
 
     def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
         """A template writes the beginning-of-text token itself, so none is added."""
         made = iter(self._reader.read([row for row in rows if not row.stand_ins]))
         return [self._as_text(row) if row.stand_ins else next(made) for row in rows]
-
-    def _slowly(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._tokenizer(texts, add_special_tokens=False, verbose=False)
-        return [list(ids) for ids in encoded["input_ids"]]
 
     # --- contents that spell a token of the template --------------------------------------------------------
 
@@ -99,7 +94,7 @@ class Tokens:
         """Reads texts in which tokens go by stand-ins; None where the tokenizer cannot be changed so."""
         key = frozenset(stand_ins.items())
         if key not in self._twins:
-            self._twins[key] = self._made_twin(stand_ins) if self._tokenizer.is_fast else None
+            self._twins[key] = self._made_twin(stand_ins) if self.tokenizer.is_fast else None
         return self._twins[key]
 
     def _made_twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
@@ -108,7 +103,7 @@ class Tokens:
         def renamed(name: Any) -> Any:
             return stand_ins.get(name, name)
 
-        backend: Any = self._tokenizer.backend_tokenizer
+        backend: Any = self.tokenizer.backend_tokenizer
         said = json.loads(backend.to_str())
         said["added_tokens"] = [{**one, "content": renamed(one["content"])} for one in said["added_tokens"]]
         said["post_processor"] = None  # it adds tokens by name; nothing is added here
@@ -126,15 +121,31 @@ class Tokens:
             return None
         if any(twin.token_to_id(new) != backend.token_to_id(name) for name, new in stand_ins.items()):
             return None
-        twin.no_padding()
-        twin.no_truncation()
         added = {renamed(name): index for name, index in self._reader.added.items()}
         return Reader(_quickly(twin), added, map(renamed, self.special))
 
 
-def _quickly(backend: Any) -> Callable[[list[str]], list[list[int]]]:
+Encode = Callable[[list[str], bool], list[list[int]]]
+"""Texts, and whether the tokens that begin and end every text are put around them -> ids of each."""
+
+
+def _quickly(backend: Any) -> Encode:
     """Without offsets, which nothing here needs."""
-    return lambda texts: [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode(texts: list[str], around: bool) -> list[list[int]]:
+        backend.no_padding()  # both may have been set by a file, or by another user of the tokenizer
+        backend.no_truncation()
+        return [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=around)]
+
+    return encode
+
+
+def _slowly(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    def encode(texts: list[str], around: bool) -> list[list[int]]:
+        encoded = tokenizer(texts, add_special_tokens=around, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    return encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +163,7 @@ class Reader:
 
     def __init__(
         self,
-        encode: Callable[[list[str]], list[list[int]]],
+        encode: Encode,
         added: Mapping[str, int],
         ends: Iterable[str],
     ) -> None:
@@ -165,7 +176,7 @@ class Reader:
         self._remembered: dict[str, list[int]] = {}
 
     def read(self, rows: Sequence[Marked]) -> list[Rendered | str]:
-        whole = self._encode([row.text for row in rows]) if rows else []
+        whole = self._encode([row.text for row in rows], False) if rows else []
         return [self._row(row, ids) for row, ids in zip(rows, whole, strict=True)]
 
     def _row(self, row: Marked, ids: list[int]) -> Rendered | str:
@@ -206,7 +217,7 @@ class Reader:
         piece = text[start:end]
         alone = self._remembered.get(piece)
         if alone is None:
-            alone = self._encode([piece])[0] if piece else []
+            alone = self._encode([piece], False)[0] if piece else []
             if len(piece) < _SHORT and len(self._remembered) < _REMEMBERED:
                 self._remembered[piece] = alone
         stop = first + len(alone)

@@ -128,7 +128,8 @@ def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered(monkeypatch
     text = "{% if messages[0]['content'] == 'loop' %}" + NESTED + "{% endif %}" + named_template("chatml")
     rows = [Conversation(({"role": "user", "content": said}, ANSWER)) for said in ("loop", "a")]
     said, made = Renderer(byte_level_tokenizer(), text).render(rows)
-    assert said == "the chat template was not done with the row after 0.2 seconds; mend the template"
+    assert isinstance(said, str)
+    assert said.startswith("the chat template was not done with the row after 0.2 seconds; mend the template")
     assert isinstance(made, Rendered)
     assert time.monotonic() - begun < 4
 

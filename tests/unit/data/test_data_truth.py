@@ -78,6 +78,12 @@ def conversation(case: str, end: str) -> tuple[Conversation, TrainOn]:
         "calls": talk(*TOOLS),
         "thoughts": THOUGHTS,
         "last": THOUGHTS,
+        "reasoning": talk(
+            ASKED,
+            {"role": "assistant", "content": "Twelve.", "reasoning_content": "I count."},
+            ("user", "Why?"),
+            ("assistant", "So."),
+        ),
     }
     return given[case], "last" if case == "last" else "assistant"
 
