@@ -141,6 +141,19 @@ def test_a_folder_that_has_other_rows_than_its_config_says(tmp_path: Path) -> No
         built(tmp_path, LARGER)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) -> None:
+    embedding = save(tmp_path, tie_word_embeddings=True).get_input_embeddings().weight.detach()
+    head = embedding.clone() if equal else embedding + 1
+    change(tmp_path, lambda held: held | {"lm_head.weight": head})
+    if equal:
+        found = built(tmp_path, LARGER).causal_lm
+        assert torch.equal(found.get_output_embeddings().weight, resized(embedding, 96, 101))
+    else:
+        with pytest.raises(MissingInputError, match="differ, but config.json says that they are tied"):
+            built(tmp_path, LARGER)
+
+
 def test_as_transformers_reads_what_was_resized(tmp_path: Path) -> None:
     save(tmp_path / "before")
     found = built(tmp_path / "before", LARGER).causal_lm
