@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsft.data.masks import TrainOn
 from dsft.data.render import Renderer
@@ -203,33 +205,60 @@ def test_published_templates(name: str, case: str) -> None:
     check(case, truth, ENDS.get(PUBLISHED[name], "<|im_end|>"), template, tokenizer)
 
 
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟦⟧"), max_size=10)
+SPELLED = st.sampled_from(["x</s>", "<|im_end|>", "\n\n", " y "])
+SAID = st.lists(st.tuples(WORDS | SPELLED, WORDS | SPELLED), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@given(SAID)
+@settings(max_examples=20, deadline=None)
+def test_any_talk_with_a_published_template(name: str, turns: list[tuple[str, str]]) -> None:
+    """The text is the tokenizer's own rendering, and a part per answer is trained on; or a token lies across
+    the border of an answer, which is told."""
+    template, tokenizer = published(name)
+    messages = [
+        {"role": role, "content": said}
+        for turn in turns
+        for role, said in zip(("user", "assistant"), turn, strict=True)
+    ]
+    rendered = renderer(name).render([Conversation(tuple(messages))])[0]
+    if isinstance(rendered, str):
+        assert re.match(r"turn \d+: the tokenizer makes one token of its first or last characters", rendered)
+        return
+    own = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert tokenizer.decode(rendered.input_ids) == own
+    parts = re.findall("⟦(.*?)⟧", shown(rendered, tokenizer), flags=re.DOTALL)
+    for part, (_, answer) in zip(parts, turns, strict=True):
+        ending = part.rstrip("\n")
+        assert ending.endswith(ENDS.get(PUBLISHED[name], "<|im_end|>"))
+        assert answer.strip() in part
+
+
+@cache
+def renderer(name: str) -> Renderer:
+    template, tokenizer = published(name)
+    return Renderer(tokenizer, template)
+
+
+WRITES = "the chat template writes"
+NO_END = "writes nothing after an assistant's turn, so a model trained on it would not know how to stop"
 REFUSED = {
     ("gemma", "system"): "the chat template refuses the row: System role not supported",
-    ("llama-2-chat", "tools"): "the chat template writes no tools, and the row has some",
-    ("phi3", "calls"): "the chat template writes no calls of tools, and the row has some",
-    (
-        "qwen3",
-        "thoughts",
-    ): r"turn 2: the chat template writes '<think>\\nI count.* where the row ends with this "
-    r"answer and 'Twelve.* in the row; train on the last turn alone \(data.train_on: last\), or",
-    (
-        "deepseekv3",
-        "single",
-    ): r"turn 2: the chat template writes '<think>\\n' when this answer is asked for and "
-    r"'Twelve.*, so the model would learn from what it is never given; give data.chat_template",
-    ("deepseekv3", "talk"): r"turn 2: the chat template writes '<think>\\n' when this answer is asked for",
-    ("deepseekv3", "last"): r"turn 4: the chat template writes '<think>\\n' when this answer is asked for",
-    ("deepseekv3", "calls"): r"turn 2: the chat template writes 'think>\\n' when this answer is asked for",
-    ("deepseekv3", "tools"): "the chat template writes no tools, and the row has some",
-    (
-        "tokenizer",
-        "thoughts",
-    ): r"turn 2: the chat template writes '\\n</think>.*' when this answer is asked for",
-    (
-        "glm4moe",
-        "single",
-    ): "writes nothing after an assistant's turn, so a model trained on it would not",
-    ("glm4moe", "last"): "writes nothing after an assistant's turn, so a model trained on it would not",
+    ("llama-2-chat", "tools"): f"{WRITES} no tools, and the row has some",
+    ("phi3", "calls"): f"{WRITES} no calls of tools, and the row has some",
+    ("qwen3", "thoughts"): rf"turn 2: {WRITES} '<think>\\nI count.* where the row ends with this answer and "
+    r"'Twelve.* in the row; train on the last turn alone \(data.train_on: last\), or give data.chat_template",
+    ("qwen3", "reasoning"): rf"turn 2: {WRITES} '<think>\\nI count.* where the row ends with this answer",
+    ("deepseekv3", "single"): rf"turn 2: {WRITES} '<think>\\n' when this answer is asked for and 'Twelve.*, "
+    "so the model would learn from what it is never given; give data.chat_template",
+    ("deepseekv3", "talk"): rf"turn 2: {WRITES} '<think>\\n' when this answer is asked for",
+    ("deepseekv3", "last"): rf"turn 4: {WRITES} '<think>\\n' when this answer is asked for",
+    ("deepseekv3", "calls"): rf"turn 2: {WRITES} 'think>\\n' when this answer is asked for",
+    ("deepseekv3", "tools"): f"{WRITES} no tools, and the row has some",
+    ("tokenizer", "thoughts"): rf"turn 2: {WRITES} '\\n</think>.*' when this answer is asked for",
+    ("glm4moe", "single"): NO_END,
+    ("glm4moe", "last"): NO_END,
 }
 
 
