@@ -18,7 +18,7 @@ from dsft.data.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, kinds_of, problems_of, row_of
+from dsft.preview.problems import Problems, Source, kinds_of, problems_of, row_of
 from dsft.preview.tokens import Token, tokens_of
 from dsft.preview.units import Units, units_of
 from dsft.preview.worst import worst_of
@@ -188,7 +188,7 @@ class Shower:
                 if _is_named(place, name):
                     whole = source.rows.read(row)
                     tokens = tuple(tokens_of(whole.input_ids, whole.trained, self.found.tokenizer))
-                    why = ", ".join(["left out", *kinds_of(source, row, self.found.spec)])
+                    why = ", ".join([_fate(source, row), *kinds_of(source, row, self.found.spec)])
                     yield ShownRow(None, place, tokens, (len(tokens),), why)
 
     def _answer(self, index: int) -> tuple[str, int]:
@@ -217,6 +217,13 @@ class Shower:
         if pieces.headed is not None and pieces.headed[mine]:
             return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
         return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
+
+
+def _fate(source: Source, row: int) -> str:
+    """Of a row that is in no example of the run."""
+    if any(row in part.pieces.rows for part in source.parts):
+        return "held out"
+    return "left out" if source.rows.desirable[row] else "labelled undesirable, left out"
 
 
 def _is_named(source: str, row: str) -> bool:

@@ -52,8 +52,18 @@ def test_a_row_that_is_not_there(preview: Preview, row: str) -> None:
 
 
 def test_a_row_that_is_left_out(preview: Preview) -> None:
+    Path("other.jsonl").write_text(json.dumps(talk("?", "!")), encoding="utf-8")
     code, out, err = preview("--row", "rows.jsonl:4", rows=MIXED)
     assert code == 65 and "rows.jsonl:4, 83 tokens, 61 trained on, left out, too long: a run stops\n" in out
+    labelled = [{"prompt": "a?", "completion": "b", "label": label} for label in (True, False)]
+    _, out, _ = preview(
+        "--row", "rows.jsonl:2", "data.train=[{path: rows.jsonl, format: kto}]", rows=labelled
+    )
+    assert "trained on, labelled undesirable, left out\n" in out
+    _, out, _ = preview(
+        "--row", "rows.jsonl:1", "data.train=[{path: other.jsonl}]", "data.eval=[{path: rows.jsonl}]"
+    )
+    assert "trained on, held out\n" in out
     code, out, err = preview("--row", "rows.jsonl:2", rows=MIXED)
     assert (code, out) == (
         2,
@@ -189,8 +199,6 @@ def test_no_torch() -> None:
 
 def test_what_is_not_there(preview: Preview) -> None:
     assert preview("data.train=[{path: none.jsonl}]")[0] == 66
-    code, _, err = preview("model.tokenizer=./none")
-    assert code == 66 and "there is no such folder" in err
     code, _, err = preview("--html", "none/page.html")
     assert (
         code == 74
