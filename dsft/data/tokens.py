@@ -30,7 +30,8 @@ _REMEMBERED = 10_000  # pieces and their tokens
 _SHORT = 200  # characters of a piece worth remembering: a generation prompt
 _MERGED = (
     "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
-    "beside them, which the model would never be given; let the content not begin with white space"
+    "beside them, which the model would never be given; let the content not begin with white space, or take "
+    "a template whose prompt the tokenizer does not join with what follows"
 )
 _NOT_AS_TEXT = (
     "its contents spell {names}, which the chat template writes, and which this tokenizer cannot read as "
