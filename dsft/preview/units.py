@@ -25,8 +25,10 @@ def units_of(data: Dataset, task: str) -> Units:
     if task != "dpo":
         return Units(np.arange(len(data))[:, None], data.sizes, data.weights)
     first = [_pairs(part) for part in data.parts if isinstance(part, RowPart)]
-    starts = np.concatenate([[0], data.ends[:-1]]).astype(np.int64)
-    numbers = np.concatenate([start + mine for start, mine in zip(starts, first, strict=True)])
+    starts = np.cumsum([0, *data.sizes])
+    numbers = np.concatenate(
+        [np.zeros(0, np.int64), *(at + mine for at, mine in zip(starts, first, strict=False))]
+    )
     sizes = tuple(len(mine) for mine in first)
     return Units(np.stack([numbers, numbers + 1], axis=1), sizes, data.weights)
 

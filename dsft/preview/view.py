@@ -6,7 +6,7 @@ Takes what was collected and what is asked for. Decodes the rows that are shown,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -148,7 +148,10 @@ class Shower:
         )
 
     def micro_batch(self) -> ShownBatch:
+        """Of pairs always padded: how they are packed is not built."""
         batch, units = self.found.batch, self.units.examples
+        if units.shape[1] > 1:
+            batch = replace(batch, tokens_per_micro_batch=None)
         ids = Order(self.units, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
         lengths = self.data.lengths.astype(np.int64)[units[ids]].sum(axis=1)
         hand = micro_batches_of(lengths, batch, data_rank=0)[0]

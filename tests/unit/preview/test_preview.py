@@ -92,6 +92,14 @@ def test_pairs_are_read_though_dpo_is_not_trained_yet(preview: Preview) -> None:
     for answer in ("12 tokens, 5 trained on, chosen", "15 tokens, 8 trained on, rejected"):
         assert f"rows.jsonl:1, {answer}, after a shared prompt of 7 tokens\n" in out
     assert "padded: 4 rows of" in out
+    one = {
+        "task": "dpo",
+        "data": "max_length: 22, packing: true",
+        "train": "micro_batch_size: 1, accumulation_steps: 1",
+    }
+    assert "padded: 2 rows of" in preview(rows=PAIRS, **one)[1]
+    code, out, _ = preview(rows=ROWS, task="dpo")
+    assert code == 65 and out.startswith("small: dpo, 0 examples\n")
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
     assert " 1 row says what an earlier row says." in out
     assert "1 row too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
