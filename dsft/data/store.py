@@ -455,6 +455,7 @@ def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]
     try:
         with suppress(OSError):  # a full disk: then it is held without a name
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="ascii")
+        os.listdir(folder)  # NFS remembers for a minute what was not there, but for folders that are listed
         yield
     finally:
         lock.release()

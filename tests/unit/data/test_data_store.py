@@ -179,6 +179,23 @@ def test_the_code_that_makes_rows_is_part_of_the_name() -> None:
     assert len(imported) > 10
 
 
+def test_cores_are_those_that_may_be_used(tmp_path: Path) -> None:
+    affinity = len(os.sched_getaffinity(0))
+    own, root = tmp_path / "own", tmp_path / "root"
+    inner = root / "a" / "b"
+    inner.mkdir(parents=True)
+    assert store.cores(own, root) == affinity
+    own.write_text("0::/a/b\n", encoding="ascii")
+    assert store.cores(own, root) == affinity
+    (inner / "cpu.max").write_text("max 100000\n", encoding="ascii")
+    assert store.cores(own, root) == affinity
+    (tmp_path / "cpu.max").write_text("50000 100000\n", encoding="ascii")
+    (root / "a" / "cpu.max").write_text(f"{(affinity + 1) * 100000} 100000\n", encoding="ascii")
+    assert store.cores(own, root) == affinity
+    (root / "a" / "cpu.max").write_text("150000 100000\n", encoding="ascii")
+    assert store.cores(own, root) == 1
+
+
 # --- another makes them ------------------------------------------------------------------------------------
 
 
