@@ -532,8 +532,8 @@ def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
     where = ", ".join(map(str, lines[:3])) + (", …" if count > 3 else "")
     rows = "row spells" if count == 1 else "rows spell"
     return [
-        f"{name}: {count:,} {rows} a token of the chat template in its "
-        f"words (line {where}); it is read as plain text there, and ends no turn"
+        f"{name}: {count:,} {rows} tokens of the chat template (line {where}); what is said is read as plain "
+        "text, and ends no turn"
     ]
 
 
