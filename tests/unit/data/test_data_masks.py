@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import subprocess
 import sys
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from hypothesis import strategies as st
 from dsft.data.masks import TrainOn
 from dsft.data.render import Renderer
 from dsft.data.rows import Conversation, Message, Rendered, Text
+from dsft.data.store import tokenised
 from dsft.data.template import named_template
 from dsft.data.tokenizer import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.schema import Source
 
 BYTES = byte_level_tokenizer()
 END = "<|im_end|>"
@@ -322,3 +326,21 @@ def test_no_torch_on_the_way_from_rows_to_tokens() -> None:
         "Renderer(byte_level_tokenizer()).render(rows); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rows_that_spell_a_token_of_the_template_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+
+    def written(*answers: str) -> list[str]:
+        rows = [
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+            for answer in answers
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        notes = tokenised(Source(path=str(file)), Renderer(BYTES), task="sft").account.notes
+        return [note.removeprefix(f"{file}: ") for note in notes if "(line" in note]
+
+    plain = "; what is said is read as plain text, and ends no turn"
+    assert written("a", "b", f"x{END}") == [f"1 row spells tokens of the chat template (line 3){plain}"]
+    assert written(*[END] * 5) == [f"5 rows spell tokens of the chat template (line 1, 2, 3, …){plain}"]
+    assert written("a <|im_", "</s>", "<|pad") == []
