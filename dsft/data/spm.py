@@ -1,9 +1,10 @@
 """Tokenizers of a bare sentencepiece model: takes a `tokenizer.model`, gives a transformers tokenizer with
 the same ids as sentencepiece's own encode.
 
-A BPE model is converted into a fast tokenizer. A unigram model is not: sentencepiece adds up scores in
-float32, the tokenizers library in float64, so that of two cuts that are equally likely ("--------") each
-takes another; sentencepiece itself cuts there, and only what is exported for transformers is converted.
+A BPE model that leaves text as it is is converted into a fast tokenizer. Of others sentencepiece itself cuts
+the text, and only what is exported for transformers is converted: of unigram models, since sentencepiece adds
+up scores in float32 and the tokenizers library in float64, so that of two cuts that are equally likely
+("--------") each takes another; of those that normalise, since the library does so grapheme by grapheme.
 Special tokens are those that the model names. What stands between two of them is encoded like a text of its
 own.
 """
@@ -60,8 +61,8 @@ def bare_model(name: str | Path) -> Path | None:
 
 
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    """Raises MissingInputError for a file that is no sentencepiece model, and for a model of a kind whose ids
-    would not be sentencepiece's own."""
+    """Raises MissingInputError for a file that is no sentencepiece model, and for a model of a kind that
+    cannot be exported."""
     model = _read(path)
     reason = _not_built(model)
     if reason is not None:
@@ -69,16 +70,11 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
             f"tokenizer {path}: {reason}, which is not built; give a folder with the tokenizer.json that "
             "transformers makes of it"
         )
-    if model.kind == UNIGRAM:
-        return _kept(path)
-    tokenizer = as_fast(path)
-    text = _differing(path, tokenizer)
-    if text is not None:
-        raise MissingInputError(
-            f"tokenizer {path}: the text {text[:40]!r} gets other ids when it is converted than from "
-            "sentencepiece; give a folder with the tokenizer.json that transformers makes of it"
-        )
-    return tokenizer
+    if model.kind == BPE and not model.charsmap and not model.remove_extra_whitespaces:
+        tokenizer = as_fast(path)
+        if _differing(path, tokenizer) is None:
+            return tokenizer
+    return _kept(path)
 
 
 def as_fast(path: Path) -> PreTrainedTokenizerBase:

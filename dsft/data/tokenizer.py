@@ -64,8 +64,8 @@ def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
         yield f"model.add_tokens: {added}"
     if type(tokenizer).__name__ == "SentencePieceTokenizer":
         yield (
-            "tokenizer: sentencepiece itself cuts the text of this unigram model; exports hold a converted "
-            "one, which cuts otherwise where two cuts are equally likely"
+            "tokenizer: sentencepiece itself cuts the text, since a tokenizer made of such a model cuts some "
+            "texts otherwise; exports hold one that is made of it"
         )
 
 

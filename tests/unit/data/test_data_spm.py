@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dsft.data import spm
 from dsft.data.builtin import QUICKSTART, builtin_rows
 from dsft.data.spm_model import BPE, USER_DEFINED, parse
-from dsft.data.tokenizer import add_tokens, load_tokenizer
+from dsft.data.tokenizer import Added, add_tokens, load_tokenizer, notes
 from dsft.errors import MissingInputError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -107,6 +107,7 @@ TEXT = st.one_of(
 @example("--------" * 5)
 @example("<0x41><ud><0x41>")
 @example(" \u2581 a")
+@example("\u3000\u0308 x \u2581")
 @settings(max_examples=150, deadline=None)
 def test_ids_are_sentencepieces_own(model_type: str, kind: str, load: Load, text: str) -> None:
     own, tokenizer = load(model_type, kind)
@@ -129,7 +130,7 @@ def test_special_tokens_are_the_models_own(model_type: str, load: Load) -> None:
     assert ids == (own.unk_id(), own.bos_id(), own.eos_id(), own.pad_id()) == (0, 1, 2, 3)
     assert tokenizer("<s>dog</s>")["input_ids"] == [1, *own.encode("dog"), 2]
     assert load(model_type, "llama")[1].pad_token is None
-    assert tokenizer.is_fast == (model_type == "bpe")
+    assert load(model_type, "llama")[1].is_fast == (model_type == "bpe") and not tokenizer.is_fast
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -172,10 +173,16 @@ def test_models_of_other_kinds(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "w.model")
 
 
-def test_a_conversion_that_differs_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_conversion_differs_sentencepiece_itself_cuts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "bpe-llama.model"
+    assert load_tokenizer(path).is_fast
     monkeypatch.setattr(spm, "_normalizers", lambda model: [])
-    with pytest.raises(MissingInputError, match="gets other ids when it is converted"):
-        load_tokenizer(folder / "bpe-llama.model")
+    tokenizer = load_tokenizer(path)
+    assert not tokenizer.is_fast
+    (said,) = notes(tokenizer, Added((), (), None))
+    assert said.startswith("tokenizer: sentencepiece itself cuts the text")
 
 
 def test_the_model_file_as_sentencepiece_reads_it(folder: Path) -> None:
