@@ -353,7 +353,8 @@ class _Store:
         if self._cache.folder is None:
             return [self._in_memory(job) for job in jobs]
         found = {job.path: _opened(job) for job in jobs}
-        missing = [job for job in jobs if not isinstance(found[job.path], _Index)]
+        of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
+        missing = [job for path, job in of_path.items() if not isinstance(found[path], _Index)]
         if missing:
             names = {job.path.parent: job.block.file.name for job in missing}
             with ExitStack() as held:

@@ -162,6 +162,17 @@ def test_the_name_of_what_is_kept_is_its_content(data: Path, tmp_path: Path) -> 
     assert len({path.parent for path in block_files(tmp_path / "cache")}) == 3
 
 
+def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> None:
+    folder, kept = tmp_path / "both", list[Kept]()
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        shutil.copy(data, folder / name)
+    rows = made(folder, Cache(tmp_path / "cache", kept=kept.append))
+    assert said(rows) == said(made(folder, Cache()))
+    assert kept[0].blocks == 2 * kept[0].made == 2 * len(block_files(tmp_path / "cache"))
+    assert rows.source(118).endswith("b.jsonl:1")
+
+
 def test_the_code_that_makes_rows_is_part_of_the_name() -> None:
     """All that a worker imports of dsft.data, in a fresh interpreter; and no torch."""
     code = (
