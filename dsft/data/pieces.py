@@ -70,8 +70,7 @@ class Pieces:
         if self.headed is not None and self.headed[example]:
             body = slice(begin, begin + length - 1)
             ids = np.concatenate([row.input_ids[:1], row.input_ids[body]])
-            trained = np.concatenate([[False], row.trained[body]])
-            trained[1] = False  # what stood before it is cut off
+            trained = np.concatenate([[False], row.trained[body]])  # a best window begins with none trained
         else:
             ids = row.input_ids[begin : begin + length]
             trained = row.trained[begin : begin + length].copy()

@@ -110,12 +110,12 @@ def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:
     """(k,), (k,): where the best `size` tokens from `low` on begin, the earliest of equals, and their
     targets.
 
-    The number of targets is linear between the begins at which an end of the window meets an end of a run.
-    So the earliest best begin is one of these, or `low`."""
+    One place further on, a window has more targets until its end meets the end of a run, or its second token
+    the start of one. So the earliest best begin is one of these, or `low`."""
     starts, stops = stream.runs
     per_run = np.repeat(np.arange(len(stream.rows)), stream.counts)
     first, high = stream.firsts[per_run], (stream.lengths - size)[per_run]
-    ends = np.stack([starts - 1, stops - 1, starts - size, stops - size], axis=1) - first[:, None]
+    ends = np.stack([starts - 1, stops - size], axis=1) - first[:, None]
     begins = np.clip(ends, low, high[:, None])
     places = (begins + first[:, None]).ravel()
     found = stream.between(places, places + size).reshape(begins.shape)

@@ -192,13 +192,31 @@ def test_a_window_keeps_the_answer_and_the_beginning_of_text() -> None:
     assert made.truncated.tolist() == [0] and made.unended.tolist() == [] and made.truncated_tokens == 7
 
 
+@given(given=rows_of_a_source, size=st.integers(2, 20), unended=st.frozensets(st.integers(0, 11)))
+@settings(max_examples=150, deadline=None)
+def test_windows_that_end_inside_a_turn_are_told(
+    given: list[Given], size: int, unended: frozenset[int]
+) -> None:
+    given = [([0, *ids[1:]], trained) for ids, trained in given]  # no beginning of text
+    wanted = []
+    for row, (ids, trained) in enumerate(given):
+        (tokens, _, _, _) = (
+            naive([(ids, trained)], size, "truncate")[0] if len(ids) > size else (ids, [], 0, ())
+        )
+        last = ids.index(tokens[-1])
+        is_cut = last + 1 < len(ids) and trained[last] and trained[last + 1] and last > 0
+        wanted += [row] if is_cut or row in unended else []
+    assert cut_of(FakeRows(given, unended), size, "truncate").unended.tolist() == wanted
+
+
 def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
     ids = list(range(20))
     answered = [False] * 4 + [True] * 16
     two_turns = [False, False, True, True, True, False, False, False, False] + [True] * 2 + [False] * 9
-    source = FakeRows([(ids, answered), (ids, two_turns), (ids[:5], answered[:5])], unended=frozenset({2}))
-    made = cut_of(source, 10, "truncate")
-    assert made.unended.tolist() == [0, 2]  # of the second row a whole turn is kept, or both
+    cut_between = [1 <= i < 4 or 10 <= i < 13 for i in range(20)]
+    rows = [(ids, answered), (ids, two_turns), (ids[:5], answered[:5]), (ids, cut_between)]
+    made = cut_of(FakeRows(rows, unended=frozenset({2})), 10, "truncate")
+    assert made.unended.tolist() == [0, 2]  # of the others a whole turn is kept, or both
 
 
 def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
