@@ -29,8 +29,6 @@ _EXCERPT = 30  # characters shown of a rendered row
 _MARKS = "a template with {% generation %} marks around the assistant's turns, one of dsft's or a file"
 _WAY_OUT = f"give data.chat_template {_MARKS}"
 _OR_LAST = f"train on the last turn alone (data.train_on: last), or {_WAY_OUT}"
-
-
 _KEYS = {"tools": "tools", "tool_calls": "calls of tools", "reasoning_content": "reasoning"}
 """What would be left out in silence by a template that does not look at it."""
 
@@ -225,11 +223,11 @@ class Masks:
         found = any_of(self.special_tokens).search(tail)
         if found is not None:
             return found.end()
-        reason = "writes nothing after an assistant's turn"
-        if tail:
-            reason = f"ends an assistant's turn with {tail!r}, which holds no special token of this tokenizer"
+        stop = "so a model trained on it would not know how to stop"
+        if not tail:
+            raise template_error(f"writes nothing after an assistant's turn, {stop}", _WAY_OUT)
         raise template_error(
-            f"{reason}, so a model trained on it would not know how to stop",
+            f"ends an assistant's turn with {tail!r}, which holds no special token of this tokenizer, {stop}",
             "take the tokenizer that the template was made for, add the token that ends a turn with "
             f"model.add_tokens, or {_WAY_OUT}",
         )
