@@ -421,14 +421,12 @@ def held_out_evaluation(
 ) -> Callable[[], Record] | None:
     if not inputs.held_out:
         return None
-    names, pad = [held_out.name for held_out in inputs.held_out], inputs.pad_id
+    names = [held_out.name for held_out in inputs.held_out]
+    dealt = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
+    counts = [count for _, count in dealt]
 
     def evaluate() -> Record:
-        sums, counts = [], []
-        for held_out in inputs.held_out:  # dealt anew each time: in memory while it is evaluated
-            micro_batches, count = evaluation(held_out.data, job.batch, world.data_rank, pad)
-            sums.append(engine.evaluate(micro_batches))
-            counts.append(count)
+        sums = [engine.evaluate(micro_batches) for micro_batches, _ in dealt]
         return evaluation_record(OBJECTIVE, world.sum(torch.stack(sums)), counts, names)
 
     return evaluate
