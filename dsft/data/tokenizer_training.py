@@ -190,7 +190,7 @@ def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None])
             told = time.monotonic()
             say(f"{lines:,} lines of {num_bytes:,} bytes are read")
     if problems:
-        raise data_error(problems, "a mistake in the data:", "{} mistakes in the data:", mistakes)
+        raise data_error(problems, "mistake in the data", "mistakes in the data", mistakes)
     if not lines:
         raise DataError(
             "There is no text to learn from.",

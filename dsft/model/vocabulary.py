@@ -107,11 +107,8 @@ class WithNewRows:
     def _mean(self, name: str, width: int) -> Tensor:
         """(width,) float32, of the old rows, added up in float64."""
         if name not in self._means:
-            total, first, step = (
-                torch.zeros(width, dtype=torch.float64),
-                self._rows.first,
-                max(PIECE // width, 1),
-            )
+            total = torch.zeros(width, dtype=torch.float64)
+            first, step = self._rows.first, max(PIECE // width, 1)
             for row in range(0, first, step):
                 piece = torch.empty((min(row + step, first) - row) * width)
                 self._values.read(name, row * width, piece)
