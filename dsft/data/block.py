@@ -121,6 +121,14 @@ class TokenBlock:
             trained[start:stop] = True
         return Rendered(ids, trained, bool(self.arrays["ended"][row]))
 
+    def read_part(self, row: int, start: int, stop: int) -> Rendered:
+        """Tokens `start` to `stop`, not checked."""
+        ids = self._of("ends", "tokens", row)[start:stop].astype(np.int32)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for first, last in self._of("span_ends", "spans", row):
+            trained[max(0, first - start) : max(0, last - start)] = True
+        return Rendered(ids, trained, bool(self.arrays["ended"][row]))
+
     def _of(self, ends: str, what: str, row: int) -> NDArray[Any]:
         stops = self.arrays[ends]
         return self.arrays[what][int(stops[row - 1]) if row else 0 : int(stops[row])]

@@ -66,15 +66,13 @@ class Pieces:
         if self.at is not None:
             return self._over_ends(source, int(self.at[example]), begin, length)
         which = int(self.rows[example])
-        row = source.read(which)
         if self.headed is not None and self.headed[example]:
-            body = slice(begin, begin + length - 1)
+            row, body = source.read(which), slice(begin, begin + length - 1)
             ids = np.concatenate([row.input_ids[:1], row.input_ids[body]])
             trained = np.concatenate([[False], row.trained[body]])  # a best window begins with none trained
         else:
-            ids = row.input_ids[begin : begin + length]
-            trained = row.trained[begin : begin + length].copy()
-            trained[:1] = False
+            row = _part(source, which, begin, length)
+            ids, trained = row.input_ids, row.trained
         return Rendered(ids, trained, row.ended), which, None
 
     def _over_ends(
@@ -82,14 +80,20 @@ class Pieces:
     ) -> tuple[Rendered, int, tuple[int, ...]]:
         parts, which, left = [], int(self.rows[at]), length
         while left:
-            row = source.read(int(self.rows[at]))
-            ids = row.input_ids[begin : begin + left]
-            trained = row.trained[begin : begin + left].copy()
-            trained[:1] = False
-            parts.append((ids, trained))
-            at, begin, left = at + 1, 0, left - len(ids)
+            row = _part(source, int(self.rows[at]), begin, left)
+            parts.append((row.input_ids, row.trained))
+            at, begin, left = at + 1, 0, left - len(row.input_ids)
         ids, trained = (np.concatenate(part) for part in zip(*parts, strict=True))
         return Rendered(ids, trained), which, tuple(len(part) for part, _ in parts)
+
+
+def _part(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
+    """Up to `length` tokens of the row; the first one is not trained."""
+    stop = min(begin + length, int(source.lengths[row]))
+    part = source.read_part(row, begin, stop) if stop - begin < source.lengths[row] else source.read(row)
+    trained = part.trained.copy()
+    trained[:1] = False
+    return Rendered(part.input_ids, trained, part.ended)
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,6 +125,8 @@ class TokenRows(Protocol):
         """(k,): of rows (k,), ascending, each with a token; not checked against the disk's errors."""
 
     def read(self, row: int) -> Rendered: ...
+    def read_part(self, row: int, start: int, stop: int) -> Rendered:
+        """Its tokens from `start` to `stop`, without a copy of the others."""
 
 
 def printable(text: str) -> str:

@@ -51,6 +51,7 @@ _SMALL = 8 << 20  # bytes of data that are not worth a worker's start
 _FILES_AT_ONCE = 64  # whose locks are held together: each takes a descriptor
 _MAPPED = 16  # blocks of about 16 MB whose tokens are mapped at a time
 _WAIT_SECONDS = 10.0
+_LONG = 1 << 16  # tokens of a row
 _DIGESTS = "digests"
 
 
@@ -131,6 +132,7 @@ class StoredRows:
     names: tuple[str, ...]
     first_lines: tuple[int, ...]
     places: tuple[Path | TokenBlock, ...]
+    _proven: set[int] = field(default_factory=set, init=False)  # long rows that this process has checked
 
     def source(self, row: int) -> str:
         which, block, inside = self._find(row)
@@ -165,6 +167,18 @@ class StoredRows:
             return block.read(inside)
         except DamagedBlockError as error:
             raise self._damaged(which, error) from None
+
+    def read_part(self, row: int, start: int, stop: int) -> Rendered:
+        """As `read`. A row of more than _LONG tokens is checked at its first part: each of them would read it
+        whole."""
+        if self.lengths[row] <= _LONG:
+            whole = self.read(row)
+            return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
+        if row not in self._proven:
+            self.read(row)
+            self._proven.add(row)
+        _, block, inside = self._find(row)
+        return block.read_part(inside, start, stop)
 
     def _find(self, row: int) -> tuple[int, TokenBlock, int]:
         which = int(np.searchsorted(self.starts, row, side="right")) - 1

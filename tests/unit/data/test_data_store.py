@@ -82,6 +82,20 @@ def block_files(folder: Path) -> list[Path]:
 # --- what is kept is what was made ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("long", [0, 10**6])
+def test_a_part_of_a_row_is_that_of_the_whole(
+    data: Path, tmp_path: Path, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_LONG", long)
+    rows = made(data, Cache(tmp_path / "cache"))
+    for row in range(0, len(rows.lengths), 7):
+        whole = rows.read(row)
+        for start, stop in ((0, 3), (2, 9), (5, 400), (0, 400)):
+            part = rows.read_part(row, start, stop)
+            assert part.input_ids.tolist() == whole.input_ids[start:stop].tolist()
+            assert part.trained.tolist() == whole.trained[start:stop].tolist()
+
+
 def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
     expected, kept = made(data, Cache()), list[Kept]()
     paces: list[Pace] = []
@@ -237,6 +251,25 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
 
 
 # --- damage -----------------------------------------------------------------------------------------------
+
+
+def test_damage_of_a_long_row_is_found_at_its_first_part(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the row it is: the part itself may be sound."""
+    monkeypatch.setattr(store, "_LONG", 0)
+    made(data, Cache(tmp_path / "cache"))
+    path = block_files(tmp_path / "cache")[0]
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    first = header + json.loads(content[8:header])["tokens"]["data_offsets"][0]
+    content[first + 2 * 4] ^= 1  # the first row's fifth token of two bytes
+    path.write_bytes(content)
+    store._reopened.cache_clear()
+    rows = made(data, Cache(tmp_path / "cache"))
+    assert rows.read_part(1, 0, 2).input_ids.tolist() == rows.read(1).input_ids[:2].tolist()
+    with pytest.raises(DamagedDataError, match="made anew"):
+        rows.read_part(0, 0, 2)
 
 
 def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:

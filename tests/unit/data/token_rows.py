@@ -69,3 +69,7 @@ class FakeRows:
         self.reads.append(row)
         ids, trained = self.given[row]
         return Rendered(np.array(ids, np.int32), np.array(trained, np.bool_), row not in self.unended)
+
+    def read_part(self, row: int, start: int, stop: int) -> Rendered:
+        whole = self.read(row)
+        return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
