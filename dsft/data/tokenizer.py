@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.spm import bare_model, load_sentencepiece
+from dsft.data.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.data.template import named_template
 from dsft.errors import MissingInputError
 from dsft.spec.schema import Model
@@ -168,9 +168,11 @@ def _no_tokenizer(name: str, error: Exception) -> str:
         return f"tokenizer {name}: this is a file, and no sentencepiece .model; give the folder that holds it"
     if folder.is_dir():
         reason = str(error).strip().split("\n")[0]
+        file = folder / MODEL_FILE
+        bare = f", or {file}, which sentencepiece reads" if file.is_file() else ""
         return (
             f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); "
-            "name another with model.tokenizer"
+            f"name another with model.tokenizer{bare}"
         )
     if folder.is_absolute() or name.startswith((".", "~")):
         return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"

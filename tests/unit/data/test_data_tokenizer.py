@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,11 @@ def test_pad_id_without_special_tokens() -> None:
         ("./nowhere", "there is no such folder"),
         ("folder", "no tokenizer that"),
         ("a.json", "this is a file"),
-        ("torn", "no tokenizer that"),
+        ("torn", "no tokenizer that .*model.tokenizer$"),
+        (
+            "torn model",
+            "no tokenizer that .*model.tokenizer, or torn model/tokenizer.model, which sentencepiece",
+        ),
         ("some/where", "not to be had from the hub"),
     ],
 )
@@ -83,6 +88,8 @@ def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch:
     Path("a.json").write_text("{}")
     byte_level_tokenizer().save_pretrained("torn")
     Path("torn/tokenizer.json").write_bytes(Path("torn/tokenizer.json").read_bytes()[:500])
+    shutil.copytree("torn", "torn model")
+    Path("torn model/tokenizer.model").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingInputError, match=said):
         load_tokenizer(name)
