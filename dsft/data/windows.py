@@ -47,8 +47,11 @@ class Stream:
         if (self.source.trained[self.rows] == self.lengths - 1).all():
             return np.ones(len(self.rows), np.int64), self.firsts + 1, self.firsts + self.lengths
         counts, spans = self.source.spans_of(self.rows)
-        spans = np.maximum(spans, 1) + np.repeat(self.firsts, counts)[:, None]
-        return counts, spans[:, 0], spans[:, 1]
+        of_row = np.repeat(np.arange(len(self.rows)), counts)
+        spans = np.maximum(spans, 1)
+        of_row, spans = of_row[spans[:, 1] > 1], spans[spans[:, 1] > 1]
+        spans = spans + self.firsts[of_row][:, None]
+        return np.bincount(of_row, minlength=len(self.rows)), spans[:, 0], spans[:, 1]
 
     @cached_property
     def _done(self) -> Places:
@@ -87,15 +90,17 @@ class Windows:
 
 
 def windows(source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | None) -> Windows:
-    """The `size` tokens of each of these longer rows that have the most targets, the earliest of equals;
-    where a row begins with `bos`, this and `size` - 1 more. What stands first, or behind a beginning that it
-    did not stand behind, is no target. Each row has a target."""
+    """`size` tokens of each of these longer rows; where a row begins with `bos`, this and `size` - 1 more.
+
+    A window begins with the row, or before a run of targets: with all that stands between the run and the
+    one before it, or as much of it as fills a quarter of the window, so that no answer stands without a
+    question. Of these the one with the most targets, the earliest of equals. What stands first, or behind a
+    beginning that it did not stand behind, is no target. Each row has a target."""
     stream = Stream(source, rows)
     begin, targets = _best(stream, size, 0)
     headed = np.zeros(len(rows), np.bool_)
-    late = np.flatnonzero(begin > 0)
-    if bos is not None and len(late):
-        late = late[source.first_tokens(rows[late]) == bos]
+    late = np.zeros(0, np.int64) if bos is None else np.flatnonzero(source.first_tokens(rows) == bos)
+    if len(late):
         of_late = Stream(source, rows[late])
         begin[late], targets[late] = _best(of_late, size - 1, 1)
         at_start = of_late.between(of_late.firsts, of_late.firsts + size)
@@ -110,16 +115,23 @@ def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:
     """(k,), (k,): where the best `size` tokens from `low` on begin, the earliest of equals, and their
     targets.
 
-    One place further on, a window has more targets until its end meets the end of a run, or its second token
-    the start of one. So the earliest best begin is one of these, or `low`."""
+    Before a run the number of targets grows with the begin, so the best is the latest that leaves the run its
+    context, and the earliest as good as that is where the window ends with a run, or the gap's first place.
+    """
     starts, stops = stream.runs
+    of_row = np.cumsum(stream.counts) - stream.counts
     per_run = np.repeat(np.arange(len(stream.rows)), stream.counts)
     first, high = stream.firsts[per_run], (stream.lengths - size)[per_run]
-    ends = np.stack([starts - 1, stops - size], axis=1) - first[:, None]
-    begins = np.clip(ends, low, high[:, None])
-    places = (begins + first[:, None]).ravel()
-    found = stream.between(places, places + size).reshape(begins.shape)
-    of_row = np.cumsum(stream.counts) - stream.counts
+    gaps = np.concatenate([starts[:1], stops[:-1]])
+    gaps[of_row] = stream.firsts + low
+    latest = starts - np.minimum(starts - gaps, max(1, size // 4))
+    begins = np.stack([gaps, latest, stops - size], axis=1) - first[:, None]
+    begins = np.clip(begins, low, high[:, None])
+    places = begins + first[:, None]
+    following = np.minimum(np.searchsorted(starts, places), len(starts) - 1)
+    is_allowed = (gaps[following] <= places) & (places <= latest[following])
+    targets = stream.between(places.ravel(), places.ravel() + size).reshape(begins.shape)
+    found = np.where(is_allowed, targets, -1)
     at_low = stream.between(stream.firsts + low, stream.firsts + low + size)
     best = np.maximum(np.maximum.reduceat(found.max(axis=1), of_row), at_low)
     is_best = found == best[per_run][:, None]

@@ -57,6 +57,8 @@ def naive(given: list[Given], size: int, how: OnTooLong) -> list[Piece]:
 def naive_window(ids: list[int], targets: list[bool], size: int, row: int) -> Piece:
     windows = [(ids[:size], targets[:size])]
     for start in range(1, len(ids)):
+        if not has_context(targets, start, size - (ids[0] == BOS), low=int(ids[0] == BOS)):
+            continue
         if ids[0] == BOS and len(ids[start:]) >= size - 1:
             body = slice(start, start + size - 1)
             windows.append(([ids[0], *ids[body]], [False, False, *targets[body][1:]]))
@@ -65,6 +67,15 @@ def naive_window(ids: list[int], targets: list[bool], size: int, row: int) -> Pi
             windows.append((list(ids[body]), [False, *targets[body][1:]]))
     best = max(windows, key=lambda window: sum(window[1]))  # the first of equals
     return list(best[0]), list(best[1]), row, None
+
+
+def has_context(targets: list[bool], start: int, size: int, low: int) -> bool:
+    """Whether what is trained on next has before it all that stood there, or a quarter of the window."""
+    if not any(targets[start:]) or (start > low and targets[start - 1] and targets[start]):
+        return False
+    following = targets.index(True, start)
+    gap = next(i for i in range(following, -1, -1) if i == low or targets[i - 1])
+    return following - start >= min(following - gap, max(1, size // 4))
 
 
 def naive_fill(given: list[Given], size: int) -> list[Piece]:
@@ -209,10 +220,21 @@ def test_windows_that_end_inside_a_turn_are_told(
     assert cut_of(FakeRows(given, unended), size, "truncate").unended.tolist() == wanted
 
 
+@pytest.mark.parametrize(
+    ("question", "answer", "begin", "targets"),
+    [(500, 100, 88, 100), (100, 600, 0, 412), (400, 500, 272, 384), (50, 500, 0, 462), (600, 500, 472, 384)],
+)
+def test_no_answer_is_kept_without_its_question(question: int, answer: int, begin: int, targets: int) -> None:
+    """Of 512 tokens, 128 are of the question, or all of a shorter one."""
+    row = (list(range(100, 100 + question + answer)), [False] * question + [True] * answer)
+    made = cut_of(FakeRows([row]), 512, "truncate").pieces
+    assert (int(made.begin[0]), int(made.target_counts[0])) == (begin, targets)
+
+
 def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
     ids = list(range(20))
     answered = [False] * 4 + [True] * 16
-    two_turns = [False, False, True, True, True, False, False, False, False] + [True] * 2 + [False] * 9
+    two_turns = [False] * 4 + [True] * 2 + [False] * 3 + [True] * 2 + [False] * 9
     cut_between = [1 <= i < 4 or 10 <= i < 13 for i in range(20)]
     rows = [(ids, answered), (ids, two_turns), (ids[:5], answered[:5]), (ids, cut_between)]
     made = cut_of(FakeRows(rows, unended=frozenset({2})), 10, "truncate")
