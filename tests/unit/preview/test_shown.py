@@ -206,7 +206,8 @@ def test_nothing_of_a_row_is_an_element_or_an_attribute(tmp_path: Path, plain: R
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> None:
-    seen = view(collected(tmp_path, [talk(text, text), {"messages": text}]), SEEN)
+    rows = [talk(text, text), {"messages": text}]
+    seen = view(collected(tmp_path, rows, max_length=512), SEEN)  # whole
     sent = as_text(seen, Style(width=80)) + as_text(seen, Style(width=80), whole=True)
     assert "\x1b[" in sent
     rest = re.sub(r"\x1b\[[0-9;]*m", "", sent)
