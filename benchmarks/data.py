@@ -106,7 +106,7 @@ class Words:
 
 
 class WordRenderer:
-    """In the place of `dsft.data.render.Renderer`: each word a token, all of them trained."""
+    """In the place of `dsft.data.render.renderer.Renderer`: each word a token, all of them trained."""
 
     digest = "words"
     tokenizer = Words()
@@ -130,7 +130,7 @@ class WordRenderer:
 def load_tokenizer(folder: Path, template: str | None = None) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    from dsft.data.template import choose_template
+    from dsft.data.render.template import choose_template
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     choose_template(tokenizer, template)
@@ -151,9 +151,9 @@ def sample(variant: str, tokenizer: Path, path: Path) -> dict[str, float]:
 
 
 def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float, float]:
+    from dsft.data.cache.store import Cache, tokenised
     from dsft.data.read import files
-    from dsft.data.render import Renderer
-    from dsft.data.store import Cache, tokenised
+    from dsft.data.render.renderer import Renderer
 
     workers = int(variant.split()[0]) if variant.endswith("processes") else 0
     files.cuts = partial(files.cuts, every=BLOCK_BYTES)
@@ -320,9 +320,9 @@ def read_in_turn(path: Path, folder: Path, workers: int) -> dict[str, float]:
 def read(options: argparse.Namespace) -> dict[str, float]:
     """The start of a run, and 20,000 of its rows in the order of a run."""
     from benchmarks.data import WordRenderer as Stand  # not of __main__, for the workers
-    from dsft.data import load
-    from dsft.data.order import epoch_order
-    from dsft.data.store import Cache
+    from dsft.data.cache.store import Cache
+    from dsft.data.sets import load
+    from dsft.data.sets.order import epoch_order
     from dsft.spec.schema import Data
 
     told = time.monotonic()
@@ -364,9 +364,9 @@ def read(options: argparse.Namespace) -> dict[str, float]:
 def dealing(options: argparse.Namespace) -> list[str]:
     """Of the tokens' places that 2 ranks compute in an epoch, the share that holds no token: padding, and the
     places for which one rank waits for the other, micro-batch by micro-batch."""
-    from dsft.data.order import Order
-    from dsft.data.render import Renderer
-    from dsft.data.store import tokenised
+    from dsft.data.cache.store import tokenised
+    from dsft.data.render.renderer import Renderer
+    from dsft.data.sets.order import Order
 
     tokenizer = load_tokenizer(options.tokenizer)
     lengths = tokenised(Source(str(options.file)), Renderer(tokenizer), task="sft").lengths
@@ -383,8 +383,8 @@ def dealing(options: argparse.Namespace) -> list[str]:
 
 def lost(steps: list[Any], micro: int, budget: int | None) -> tuple[float, float]:
     """Shares of padding, and of padding with imbalance."""
-    from dsft.data.lay import EMPTY_ROW_LENGTH
-    from dsft.data.pack import micro_batches_of
+    from dsft.data.steps.lay import EMPTY_ROW_LENGTH
+    from dsft.data.steps.pack import micro_batches_of
 
     sizes = argparse.Namespace(micro_batch_size=micro, data_parallel=2, tokens_per_micro_batch=budget)
     tokens = places = computed = 0

@@ -135,10 +135,10 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     WORK/spec.yaml and WORK/rows.json: dsft's own input, from which all of the former is made."""
     import torch
 
-    from dsft.data.load import load_data
-    from dsft.data.pack import pack
-    from dsft.data.steps import TrainSteps
-    from dsft.data.tokenizer import pad_id, tokenizer_of
+    from dsft.data.sets.load import load_data
+    from dsft.data.steps.pack import pack
+    from dsft.data.steps.steps import TrainSteps
+    from dsft.data.tokenizer.load import pad_id, tokenizer_of
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
     from dsft.plan.batch import batch_sizes

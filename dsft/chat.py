@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
-from dsft.data.tokenizer import num_ids
+from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError
 
 Message = dict[str, str]

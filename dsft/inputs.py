@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset
-from dsft.data.load import HeldOut, Loaded, load_data
-from dsft.data.longest import longest_micro_batch
-from dsft.data.store import Cache, cache_folder
-from dsft.data.template import choose_template
-from dsft.data.tokenizer import notes, open_tokenizer, pad_id
+from dsft.data.cache.store import Cache, cache_folder
+from dsft.data.render.template import choose_template
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.load import HeldOut, Loaded, load_data
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.longest import longest_micro_batch
+from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint

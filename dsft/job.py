@@ -25,9 +25,9 @@ from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
-from dsft.data.ahead import ahead
-from dsft.data.load import Loaded
-from dsft.data.steps import TrainSteps, evaluation
+from dsft.data.sets.load import Loaded
+from dsft.data.steps.ahead import ahead
+from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.ending import finish
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine

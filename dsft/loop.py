@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsft.data.batch import GlobalStep
+from dsft.data.steps.batch import GlobalStep
 from dsft.engine.api import Engine, StepResult
 from dsft.errors import NonFiniteError
 from dsft.objective.api import Objective

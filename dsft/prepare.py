@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dsft.data.load import load_data
-from dsft.data.store import Cache, Kept, cache_folder
-from dsft.data.template import choose_template
-from dsft.data.tokenizer import open_tokenizer
+from dsft.data.cache.store import Cache, Kept, cache_folder
+from dsft.data.render.template import choose_template
+from dsft.data.sets.load import load_data
+from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
 from dsft.report.making import shown
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.report.memory import GIB, MemoryMeter, room

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsft.data.builtin import QUICKSTART_HELDOUT, builtin_rows
+from dsft.data.read.builtin import QUICKSTART_HELDOUT, builtin_rows
 
 QUESTIONS = 2
 

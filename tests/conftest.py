@@ -3,11 +3,8 @@ where there is none. Variables that are set already are left alone, but for thos
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,12 +44,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
-
-
-@pytest.fixture
-def settled_memory() -> None:
-    """What earlier tests freed goes back to the system now, not while a test measures what is resident."""
-    gc.collect()
-    if "pyarrow" in sys.modules:
-        sys.modules["pyarrow"].default_memory_pool().release_unused()
-    ctypes.CDLL(None).malloc_trim(0)

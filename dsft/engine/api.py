@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 

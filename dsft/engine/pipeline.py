@@ -11,7 +11,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
 from dsft.engine.partition import full_shape

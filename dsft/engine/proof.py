@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsft.data.batch import NO_TARGET
-from dsft.data.dataset import Dataset, Example
-from dsft.data.lay import collate, lay
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.lay import collate, lay
 from dsft.engine.api import Engine
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError

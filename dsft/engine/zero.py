@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
 from dsft.engine.partition import full_shape, place_buffers

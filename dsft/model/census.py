@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dsft.data.tokenizer import open_tokenizer
+from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from dsft.data.tokenizer import num_ids
+from dsft.data.tokenizer.load import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.vocabulary import NewRows
 from dsft.spec.schema import Model

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET
 from dsft.plan.head import BYTES_PER_LOGIT, chunk_limit, in_chunks
 
 PRODUCT_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a product that is then added to a wider sum

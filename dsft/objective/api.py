@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 
 
 @dataclass(frozen=True)

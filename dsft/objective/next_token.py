@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.objective.api import Objective, Term
 
 

@@ -152,9 +152,19 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
         pass
 
 
+_COUNTING = (  # the code that decides how many parameters there are
+    "model/census", "model/config", "model/lora", "model/adapter_names", "model/trainable",
+    "data/tokenizer/load", "data/tokenizer/spm",
+)  # fmt: skip
+
+
 def _digest(model: Model, stages: int) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    sources = "census config lora adapter_names trainable ../data/tokenizer ../data/spm".split()
+    sources = [
+        *"census config lora adapter_names trainable".split(),
+        "../data/tokenizer/load",
+        "../data/tokenizer/spm",
+    ]
     code = [(ROOT / "dsft/model" / f"{source}.py").read_text(encoding="utf-8") for source in sources]
     facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

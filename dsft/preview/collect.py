@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.dataset import Dataset, RowPart
-from dsft.data.load import Loaded, load_data
-from dsft.data.render import Renderer
+from dsft.data.cache.store import Cache, Pace, cache_folder, tokenised
+from dsft.data.render.renderer import Renderer
+from dsft.data.render.template import choose_template
 from dsft.data.rows import TokenRows
-from dsft.data.store import Cache, Pace, cache_folder, tokenised
-from dsft.data.template import choose_template
-from dsft.data.tokenizer import notes, open_tokenizer
+from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.load import Loaded, load_data
+from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.order import Order
-from dsft.data.pack import micro_batches_of
+from dsft.data.sets.order import Order
+from dsft.data.steps.pack import micro_batches_of
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import total_steps
 from dsft.preview.units import Units

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.dataset import RowPart
-from dsft.data.held_out import is_duplicate
-from dsft.data.load import on_too_long
-from dsft.data.pairs import rejected_answers
 from dsft.data.rows import TokenRows
+from dsft.data.sets.dataset import RowPart
+from dsft.data.sets.held_out import is_duplicate
+from dsft.data.sets.load import on_too_long
+from dsft.data.sets.pairs import rejected_answers
 from dsft.spec.schema import Data, Spec
 
 KINDS: Mapping[str, str] = {

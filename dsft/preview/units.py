@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.dataset import Dataset, RowPart
-from dsft.data.pairs import rejected_answers
+from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.pairs import rejected_answers
 
 
 @dataclass(frozen=True, eq=False)

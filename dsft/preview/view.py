@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dsft.data.dataset import Dataset, RowPart
-from dsft.data.order import Order
-from dsft.data.pack import micro_batches_of
+from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.order import Order
+from dsft.data.steps.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.dataset import Dataset, RowPart
+from dsft.data.sets.dataset import Dataset, RowPart
 from dsft.preview.problems import row_of
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """How far the making of tokens is, as it is shown: a bar on a terminal, else a line now and then.
 
-Takes the paces of `dsft.data.store`. Writes to the terminal, or gives lines to `say`.
+Takes the paces of `dsft.data.cache.store`. Writes to the terminal, or gives lines to `say`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dsft.data.store import Pace
+from dsft.data.cache.store import Pace
 
 EVERY_SECONDS = 10.0
 

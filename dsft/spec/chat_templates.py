@@ -1,4 +1,4 @@
-"""Names of the chat templates that dsft has (dsft/data/templates/NAME.jinja). Pure."""
+"""Names of the chat templates that dsft has (dsft/data/render/templates/NAME.jinja). Pure."""
 
 from __future__ import annotations
 

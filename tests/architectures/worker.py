@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dsft.checkpoint.export import export_checkpoint, write_beside
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dsft.data import store
+from dsft.data.cache import store
+from dsft.data.cache.store import Cache, Pace, StoredRows, tokenised
 from dsft.data.read import files
-from dsft.data.render import Renderer
-from dsft.data.store import Cache, Pace, StoredRows, tokenised
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.render.renderer import Renderer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 
 BLOCK_BYTES = 1000
 

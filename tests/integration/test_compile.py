@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET
 from dsft.model import compiled
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts

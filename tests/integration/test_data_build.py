@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsft.data import store
+from dsft.data.cache import store
+from dsft.data.cache.store import Cache, Kept, Pace, StoredRows
 from dsft.data.read import files
-from dsft.data.store import Cache, Kept, Pace, StoredRows
 from dsft.errors import StorageError, WorldError
 from tests.integration.builder import made, small_blocks
 

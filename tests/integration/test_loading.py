@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.load import TINY, make_folder
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from tests.integration.runs import trained, write_spec
 from tests.launching import ROOT, torchrun
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.read import Checkpoint
-from dsft.data.tokenizer import tokenizer_of
+from dsft.data.tokenizer.load import tokenizer_of
 from dsft.errors import CheckpointError
 from dsft.model.build import build_model
 from dsft.model.config import token_facts

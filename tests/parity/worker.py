@@ -39,8 +39,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.dataset import Dataset, Example
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.chat import Sampling, Talker, converse, load
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import MissingInputError
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)

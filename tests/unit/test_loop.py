@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.batch import GlobalStep, MicroBatch, OfSource
+from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
 from dsft.engine.api import Fragment, ReadRange, StepResult
 from dsft.errors import NonFiniteError
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit, seed_step

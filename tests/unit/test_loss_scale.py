@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsft.data.batch import GlobalStep
+from dsft.data.steps.batch import GlobalStep
 from dsft.engine.api import GROWTH_STEPS, INITIAL_SCALE, LOWEST_SCALE, LossScale, StepResult
 from dsft.engine.scaler import Scaler
 from dsft.loop import Progress, loss_scale_record

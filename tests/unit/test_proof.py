@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset, Example
-from dsft.data.lay import lay
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.lay import lay
 from dsft.engine import proof
 from dsft.engine.proof import every_second_changed, prove_head, prove_packing, real_rows
 from dsft.errors import SpecError

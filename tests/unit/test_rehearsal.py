@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit
 
 GIB = 2**30
@@ -68,7 +68,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
 WORKER = """
 import resource, sys
 import torch
-from dsft.data.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch
 from dsft.errors import OutOfMemoryError
 from dsft.rehearsal import rehearse
 from dsft.report.memory import MemoryMeter

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dsft.data import builtin
+from dsft.data.read import builtin
 from dsft.data.read.files import DataFile, readable
 from dsft.data.read.lines import BLOCK_BYTES
 from dsft.errors import DataError, Problem

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dsft.data import builtin
+from dsft.data.read import builtin
 from dsft.data.read.columns import arrow_rows, arrow_starts, parquet_rows, parquet_starts
 from dsft.data.read.csv_rows import csv_rows
 from dsft.data.read.hub import hub_files

@@ -20,7 +20,7 @@ from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
-from dsft.data.tokenizer import byte_level_tokenizer, open_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError
 from dsft.job import untrained_rows

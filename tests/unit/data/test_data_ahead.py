@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from dsft.data.ahead import ahead
-from dsft.data.batch import GlobalStep, MicroBatch
+from dsft.data.steps.ahead import ahead
+from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.errors import DataError
 
 CPU = torch.device("cpu")

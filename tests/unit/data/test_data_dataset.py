@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.builtin import builtin_rows
-from dsft.data.dataset import Dataset, Example, ExamplePart
-from dsft.data.ledger import Ledger
-from dsft.data.load import Loaded, load_data
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.read.builtin import builtin_rows
+from dsft.data.sets.dataset import Dataset, Example, ExamplePart
+from dsft.data.sets.ledger import Ledger
+from dsft.data.sets.load import Loaded, load_data
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
 

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.checkpoint.compare import other_rows
-from dsft.data import build, store
-from dsft.data.booking import Booked, Cutting, book
-from dsft.data.division import Read, divide
-from dsft.data.held_out import also_in, held_out_below, is_below, is_duplicate
-from dsft.data.ledger import Ledger, table, total
-from dsft.data.load import Loaded, load_data
-from dsft.data.order import Order
-from dsft.data.pieces import OnTooLong
+from dsft.data.cache import build, store
+from dsft.data.cache.store import IN_MEMORY, Cache
 from dsft.data.rows import Account
-from dsft.data.store import IN_MEMORY, Cache
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.sets.booking import Booked, Cutting, book
+from dsft.data.sets.division import Read, divide
+from dsft.data.sets.held_out import also_in, held_out_below, is_below, is_duplicate
+from dsft.data.sets.ledger import Ledger, table, total
+from dsft.data.sets.load import Loaded, load_data
+from dsft.data.sets.order import Order
+from dsft.data.sets.pieces import OnTooLong
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
 from tests.unit.data.token_rows import FakeRows

@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 
 from dsft.cli import main
-from dsft.data.load import Loaded, load_data
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.sets.load import Loaded, load_data
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.formats import Format, choose, content_hash, convert
-from dsft.data.render import Renderer
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Conversation, Line, Rendered, Row, Text
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.spec.formats import TASK_FORMATS
 from dsft.spec.schema import Spec
 

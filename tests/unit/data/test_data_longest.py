@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsft.data.dataset import Dataset, Example
-from dsft.data.longest import longest_micro_batch
-from dsft.data.steps import TrainSteps
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.longest import longest_micro_batch
+from dsft.data.steps.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
 
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.masks import TrainOn
-from dsft.data.render import Renderer
+from dsft.data.cache.store import tokenised
+from dsft.data.render.masks import TrainOn
+from dsft.data.render.renderer import Renderer
+from dsft.data.render.template import named_template
 from dsft.data.rows import Conversation, Message, Rendered, Text
-from dsft.data.store import tokenised
-from dsft.data.template import named_template
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 from dsft.spec.schema import Source
@@ -320,8 +320,9 @@ def test_it_goes_to_another_process_after_use() -> None:
 
 def test_no_torch_on_the_way_from_rows_to_tokens() -> None:
     code = (
-        "import sys; from dsft.data.render import Renderer; from dsft.data.rows import Conversation\n"
-        "from dsft.data.tokenizer import byte_level_tokenizer\n"
+        "import sys; from dsft.data.render.renderer import Renderer\n"
+        "from dsft.data.rows import Conversation\n"
+        "from dsft.data.tokenizer.load import byte_level_tokenizer\n"
         "rows = [Conversation(({'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}))]\n"
         "Renderer(byte_level_tokenizer()).render(rows); assert 'torch' not in sys.modules"
     )

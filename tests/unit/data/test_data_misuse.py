@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dsft.data.load import load_data
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.sets.load import load_data
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, DsftError, MissingInputError
 from dsft.spec.schema import Data, Source
 

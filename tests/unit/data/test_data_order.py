@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.batch import GlobalStep
-from dsft.data.dataset import Dataset, Example, ExamplePart, RowPart
-from dsft.data.longest import longest_micro_batch
-from dsft.data.mixture import shares_text
-from dsft.data.order import Order, quotas
-from dsft.data.pieces import cut
-from dsft.data.steps import TrainSteps, evaluation
+from dsft.data.sets.dataset import Dataset, Example, ExamplePart, RowPart
+from dsft.data.sets.mixture import shares_text
+from dsft.data.sets.order import Order, quotas
+from dsft.data.sets.pieces import cut
+from dsft.data.steps.batch import GlobalStep
+from dsft.data.steps.longest import longest_micro_batch
+from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 from tests.unit.data.token_rows import FakeRows
 

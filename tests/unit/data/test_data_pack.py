@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data import pack as packing
-from dsft.data.batch import NO_TARGET
-from dsft.data.dataset import Dataset, Example
-from dsft.data.lay import lay
-from dsft.data.longest import LAID, longest_micro_batch
-from dsft.data.pack import pack
-from dsft.data.steps import TrainSteps, evaluation
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps import pack as packing
+from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.lay import lay
+from dsft.data.steps.longest import LAID, longest_micro_batch
+from dsft.data.steps.pack import pack
+from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 
 PAD = 7

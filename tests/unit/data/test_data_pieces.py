@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.dataset import Dataset, RowPart
-from dsft.data.pieces import Cut, OnTooLong, cut
-from dsft.data.steps import TrainSteps
+from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.pieces import Cut, OnTooLong, cut
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
 from tests.unit.data.token_rows import FakeRows, Given
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.render import Renderer
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Conversation, Message, Rendered, Text
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:

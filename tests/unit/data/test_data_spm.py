@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from dsft.data import spm
-from dsft.data.builtin import QUICKSTART, builtin_rows
-from dsft.data.spm_model import BPE, USER_DEFINED, parse
-from dsft.data.tokenizer import Added, add_tokens, load_tokenizer, notes
+from dsft.data.read.builtin import QUICKSTART, builtin_rows
+from dsft.data.tokenizer import spm
+from dsft.data.tokenizer.load import Added, add_tokens, load_tokenizer, notes
+from dsft.data.tokenizer.spm_model import BPE, USER_DEFINED, parse
 from dsft.errors import MissingInputError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

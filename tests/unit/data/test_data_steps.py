@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.batch import NO_TARGET, GlobalStep, MicroBatch
-from dsft.data.dataset import Dataset, Example
-from dsft.data.lay import collate, lay
-from dsft.data.order import epoch_order
-from dsft.data.pack import deal
-from dsft.data.steps import TrainSteps, evaluation
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.order import epoch_order
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.data.steps.lay import collate, lay
+from dsft.data.steps.pack import deal
+from dsft.data.steps.steps import TrainSteps, evaluation
 
 PAD = 7
 

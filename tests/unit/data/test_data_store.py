@@ -22,13 +22,13 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data import store
-from dsft.data.block import Found, Gathered, parse
+from dsft.data.cache import store
+from dsft.data.cache.block import Found, Gathered, parse
+from dsft.data.cache.store import Cache, Kept, Pace, StoredRows, code_files, tokenised
 from dsft.data.read import files
-from dsft.data.render import Renderer
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Rendered
-from dsft.data.store import Cache, Kept, Pace, StoredRows, code_files, tokenised
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DamagedDataError, DataError, StorageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,7 +190,7 @@ def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> 
 def test_the_code_that_makes_rows_is_part_of_the_name() -> None:
     """All that a worker imports of dsft.data, in a fresh interpreter; and no torch."""
     code = (
-        "import sys, dsft.data.build\n"
+        "import sys, dsft.data.cache.build\n"
         "found = [m for name, m in sys.modules.items() if name.startswith('dsft.data')]\n"
         "print(*(m.__file__ for m in found), 'torch' in sys.modules, 'transformers' in sys.modules)"
     )

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from dsft.data import template as module
-from dsft.data.render import Renderer
-from dsft.data.rows import BadRowError, Conversation, Rendered
-from dsft.data.template import (
+from dsft.data.render import template as module
+from dsft.data.render.renderer import Renderer
+from dsft.data.render.template import (
     ChatTemplate,
     choose_template,
     named_template,
@@ -21,7 +20,8 @@ from dsft.data.template import (
     template_of,
     time_limit,
 )
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.rows import BadRowError, Conversation, Rendered
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, MissingInputError
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

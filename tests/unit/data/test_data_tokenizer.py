@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.tokenizer import (
+from dsft.data.tokenizer.load import (
     BYTE_LEVEL_VOCAB_SIZE,
     NOT_PLAIN,
     OWN_CLASS,
@@ -97,7 +97,7 @@ def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch:
 
 def test_the_vocabulary_size_costs_no_import() -> None:
     code = (
-        "import sys; from dsft.data.tokenizer import BYTE_LEVEL_VOCAB_SIZE as n; "
+        "import sys; from dsft.data.tokenizer.load import BYTE_LEVEL_VOCAB_SIZE as n; "
         "print(n, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -173,7 +173,7 @@ def test_code_that_comes_with_it_is_never_run(tmp_path: Path) -> None:
 def test_a_plain_folder_is_read_without_torch(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     code = (
-        "import sys; from dsft.data.tokenizer import load_tokenizer; "
+        "import sys; from dsft.data.tokenizer.load import load_tokenizer; "
         f"load_tokenizer({str(tmp_path)!r}); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

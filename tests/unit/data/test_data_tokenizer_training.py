@@ -12,12 +12,12 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data import tokenizer_training
-from dsft.data.builtin import QUICKSTART, builtin_rows
-from dsft.data.render import Renderer
+from dsft.data.read.builtin import QUICKSTART, builtin_rows
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Conversation
-from dsft.data.tokenizer import load_tokenizer
-from dsft.data.tokenizer_training import KINDS, Kind, Wanted, kind_named, train_tokenizer
+from dsft.data.tokenizer import training as tokenizer_training
+from dsft.data.tokenizer.load import load_tokenizer
+from dsft.data.tokenizer.training import KINDS, Kind, Wanted, kind_named, train_tokenizer
 from dsft.errors import DataError, LockedError, MissingInputError, SpecError
 
 SIZE = 450

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.masks import Marked, Part
+from dsft.data.render.masks import Marked, Part
+from dsft.data.render.tokens import Tokens
 from dsft.data.rows import Rendered
-from dsft.data.tokenizer import byte_level_tokenizer
-from dsft.data.tokens import Tokens
+from dsft.data.tokenizer.load import byte_level_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.masks import TrainOn
-from dsft.data.render import Renderer
+from dsft.data.render.masks import TrainOn
+from dsft.data.render.renderer import Renderer
+from dsft.data.render.template import named_template
 from dsft.data.rows import Conversation, Message, Rendered
-from dsft.data.template import named_template
-from dsft.data.tokenizer import byte_level_tokenizer, load_tokenizer
+from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 

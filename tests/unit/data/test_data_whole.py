@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.load import load_data
-from dsft.data.pieces import OnTooLong
-from dsft.data.steps import TrainSteps
-from dsft.data.store import Cache
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.cache.store import Cache
+from dsft.data.sets.load import load_data
+from dsft.data.sets.pieces import OnTooLong
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.steps import TrainSteps
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.plan.batch import BatchSizes
 from dsft.spec.schema import Data, Source
 from tests.unit.data.test_data_formats import alpaca, forms, talks

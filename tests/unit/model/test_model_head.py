@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsft.data.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET
 from dsft.model.head import (
     Chunks,
     Head,

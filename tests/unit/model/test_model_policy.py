@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsft.data.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET
 from dsft.model.build import build_model
 from dsft.model.policy import Policy, add_noise, target_logps
 from dsft.spec.schema import Model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dsft.data.tokenizer import add_tokens, byte_level_tokenizer, num_ids
+from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer, num_ids
 from dsft.errors import MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, new_rows, resolve_config
@@ -179,7 +179,7 @@ def test_tokens_are_added_once() -> None:
 
 
 def test_a_tokenizer_with_added_tokens_is_saved_and_read(tmp_path: Path) -> None:
-    from dsft.data.tokenizer import load_tokenizer
+    from dsft.data.tokenizer.load import load_tokenizer
 
     tokenizer = byte_level_tokenizer()
     add_tokens(tokenizer, ("<a>", "<b>"))

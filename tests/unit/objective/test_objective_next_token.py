@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsft.data.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.policy import target_logps
 from dsft.objective.next_token import next_token
 

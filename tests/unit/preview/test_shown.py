@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.load import load_data
-from dsft.data.tokenizer import byte_level_tokenizer
+from dsft.data.sets.load import load_data
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.preview.collect import Collected, collect
 from dsft.preview.mapping import as_mapping
 from dsft.preview.page import page

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console as Terminal
 
-from dsft.data.store import Pace
+from dsft.data.cache.store import Pace
 from dsft.report import making
 from dsft.report.making import shown
 

@@ -4,7 +4,7 @@ Takes the blocks of files with what their rows become. Writes a file per block, 
 is a fresh interpreter that gets the renderer once and then block after block over a socket; it dies with its
 parent, however that dies.
 
-    python -m dsft.data.build DESCRIPTOR PARENT      a worker: the socket it inherited, and who started it
+    python -m dsft.data.cache.build DESCRIPTOR PARENT    a worker: the socket it inherited, who started it
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import cast
 
 from dsft.data import formats
-from dsft.data.block import Found, Gathered, whole_file
+from dsft.data.cache.block import Found, Gathered, whole_file
 from dsft.data.read.files import Block, read_block
-from dsft.data.render import Renderer
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
 from dsft.errors import DsftError, StorageError, WorldError
 
@@ -249,7 +249,7 @@ class _Worker:
         with ours, theirs:
             words = [str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dsft.data.build", *words],
+                [sys.executable, "-P", "-m", "dsft.data.cache.build", *words],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -301,7 +301,7 @@ class _Worker:
 
 def _environment() -> dict[str, str]:
     """A worker is one thread, and imports the dsft that runs here."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     path = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -360,6 +360,6 @@ def _die_with(parent: int) -> None:
 
 if __name__ == "__main__":
     # Not this copy of the module, which is named __main__: what is sent belongs to the other.
-    from dsft.data.build import work as work_there
+    from dsft.data.cache.build import work as work_there
 
     work_there(int(sys.argv[1]), int(sys.argv[2]))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.spm import MODEL_FILE, bare_model, load_sentencepiece
-from dsft.data.template import named_template
+from dsft.data.render.template import named_template
+from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
 from dsft.spec.schema import Model
 

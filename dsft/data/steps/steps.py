@@ -12,11 +12,11 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.batch import GlobalStep, MicroBatch, OfSource
-from dsft.data.dataset import Dataset
-from dsft.data.lay import collate, lay
-from dsft.data.order import Drawn, Order
-from dsft.data.pack import BatchSizes, micro_batches_of
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.order import Drawn, Order
+from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
+from dsft.data.steps.lay import collate, lay
+from dsft.data.steps.pack import BatchSizes, micro_batches_of
 
 
 class TrainSteps:

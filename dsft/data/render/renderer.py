@@ -10,16 +10,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from dsft.data.masks import Marked, Masks, TrainOn
+from dsft.data.render.masks import Marked, Masks, TrainOn
+from dsft.data.render.template import template_of, time_limit
+from dsft.data.render.tokens import Tokens
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
-from dsft.data.template import template_of, time_limit
-from dsft.data.tokens import Tokens
 from dsft.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class Renderer:
             tokenizers.__version__,
             transformers.__version__,
             jinja2.__version__,
-            _code(),
         ]
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -117,17 +115,6 @@ class Renderer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that makes tokens of rows: another version of it may make others."""
-    folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in ("masks", "render", "template", "tokens")]
-    digest = hashlib.sha256()
-    for file in [*files, *sorted((folder / "formats").glob("*.py"))]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _tokenizer_text(tokenizer: Any) -> Any:

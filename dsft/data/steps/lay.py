@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsft.data.batch import NO_TARGET, MicroBatch
-from dsft.data.dataset import Example
+from dsft.data.sets.dataset import Example
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 
 EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
 

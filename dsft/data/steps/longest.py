@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.batch import MicroBatch
-from dsft.data.dataset import Dataset
-from dsft.data.lay import collate, lay
-from dsft.data.order import Order
-from dsft.data.pack import BatchSizes, pack
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.order import Order
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.lay import collate, lay
+from dsft.data.steps.pack import BatchSizes, pack
 
 LAID = 1_000_000  # examples of all steps that are laid to find the largest pack: seconds
 

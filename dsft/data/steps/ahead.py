@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from dsft.data.batch import GlobalStep
+from dsft.data.steps.batch import GlobalStep
 
 
 class Steps(Protocol):

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.pieces import Pieces
 from dsft.data.rows import TokenRows
+from dsft.data.sets.pieces import Pieces
 
 
 @dataclass(frozen=True, eq=False)

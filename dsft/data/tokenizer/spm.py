@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.spm_model import (
+from dsft.data.tokenizer.spm_model import (
     BPE,
     CONTROL,
     NORMAL,
@@ -171,7 +171,7 @@ def _special_tokens(model: SpmModel) -> dict[str, str]:
 
 def _kept(path: Path) -> PreTrainedTokenizerBase:
     """A tokenizer that asks sentencepiece itself."""
-    from dsft.data.spm_tokenizer import SentencePieceTokenizer
+    from dsft.data.tokenizer.spm_tokenizer import SentencePieceTokenizer
 
     made: Any = SentencePieceTokenizer
     special = {name: None for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

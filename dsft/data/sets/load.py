@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dsft.data.booking import Booked, Cutting, book, refuse_loss, refuse_too_long
-from dsft.data.dataset import Dataset
-from dsft.data.division import Read, divide
-from dsft.data.mixture import shares_text
-from dsft.data.pieces import OnTooLong
-from dsft.data.render import Renderer
+from dsft.data.cache.store import IN_MEMORY, Cache, tokenised
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import data_error
-from dsft.data.store import IN_MEMORY, Cache, tokenised
+from dsft.data.sets.booking import Booked, Cutting, book, refuse_loss, refuse_too_long
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.division import Read, divide
+from dsft.data.sets.mixture import shares_text
+from dsft.data.sets.pieces import OnTooLong
 from dsft.errors import Problem
 from dsft.spec.held_out import set_names, train_names
 from dsft.spec.schema import Data, Source

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.masks import Marked, Part, any_of
+from dsft.data.render.masks import Marked, Part, any_of
 from dsft.data.rows import Rendered
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from dsft.data.dataset import Dataset, RowPart
-from dsft.data.division import FEW, TRAIN, Chosen, RowSet, places_of
-from dsft.data.ledger import Ledger, table, total
-from dsft.data.pieces import Cut, Ids, OnTooLong, cut
 from dsft.data.rows import MAX_SHOWN, Account, data_error
+from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.division import FEW, TRAIN, Chosen, RowSet, places_of
+from dsft.data.sets.ledger import Ledger, table, total
+from dsft.data.sets.pieces import Cut, Ids, OnTooLong, cut
 from dsft.errors import DataError, Problem
 from dsft.spec.schema import Data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsft.data.order import Mixed, quotas
+from dsft.data.sets.order import Mixed, quotas
 
 
 def shares_text(names: Sequence[str], data: Mixed) -> Iterator[str]:

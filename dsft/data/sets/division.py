@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.held_out import also_in, held_out_below, is_below, is_duplicate
-from dsft.data.ledger import Ledger
-from dsft.data.pairs import rejected_answers
-from dsft.data.pieces import NONE, Ids
 from dsft.data.rows import TokenRows
+from dsft.data.sets.held_out import also_in, held_out_below, is_below, is_duplicate
+from dsft.data.sets.ledger import Ledger
+from dsft.data.sets.pairs import rejected_answers
+from dsft.data.sets.pieces import NONE, Ids
 from dsft.spec.held_out import split_sets
 from dsft.spec.schema import Data, Source
 

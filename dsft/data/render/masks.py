@@ -19,8 +19,8 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
+from dsft.data.render.template import ChatTemplate, prepared, template_error
 from dsft.data.rows import BadRowError, Conversation, Message
-from dsft.data.template import ChatTemplate, prepared, template_error
 
 TrainOn = Literal["assistant", "last", "all"]
 

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from dsft.data import formats
-from dsft.data.block import (
+from dsft.data.cache.block import (
     LAYOUT,
     TEMPORARY,
     DamagedBlockError,
@@ -36,13 +36,13 @@ from dsft.data.block import (
     parse,
     reopen_block,
 )
-from dsft.data.build import MAX_BAD, Job, Makers, cores, make_bytes
+from dsft.data.cache.build import MAX_BAD, Job, Makers, cores, make_bytes
 from dsft.data.read import files
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
-from dsft.data.render import Renderer
+from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Account, BadRowError, Line, Rendered, printable
-from dsft.data.tokenizer import num_ids
+from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DamagedDataError, DataError, Problem, StorageError
 from dsft.spec.schema import Spec
 
@@ -301,13 +301,13 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
     ]
 
 
+_PARTS = ("read", "formats", "render", "cache")
+
+
 def code_files() -> list[Path]:
     """The code that makes rows of lines, and tokens of rows: other code may make others."""
-    here = Path(__file__).parent
-    names = ("block", "build", "builtin", "masks", "render", "rows", "template", "tokens")
-    return sorted(
-        [here / f"{name}.py" for name in names] + [*here.glob("formats/*.py"), *here.glob("read/*.py")]
-    )
+    data = Path(__file__).parents[1]
+    return [data / "rows.py", *sorted(file for part in _PARTS for file in data.glob(f"{part}/*.py"))]
 
 
 @lru_cache(maxsize=1)

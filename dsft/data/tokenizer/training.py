@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsft.data.formats import Format, choose, convert
 from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
+from dsft.data.render.template import named_template
 from dsft.data.rows import BadRowError, Line, Text, data_error
-from dsft.data.spm import MODEL_FILE, converted
-from dsft.data.spm_model import parse
-from dsft.data.template import named_template
-from dsft.data.tokenizer import PAD_TOKEN, TURN_END_TOKEN, TURN_START_TOKEN, num_ids
+from dsft.data.tokenizer.load import PAD_TOKEN, TURN_END_TOKEN, TURN_START_TOKEN, num_ids
+from dsft.data.tokenizer.spm import MODEL_FILE, converted
+from dsft.data.tokenizer.spm_model import parse
 from dsft.errors import DataError, LockedError, Problem, SpecError, StorageError
 from dsft.spec.schema import Source
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import SentencePieceBackend
 
-from dsft.data.spm import save_converted
+from dsft.data.tokenizer.spm import save_converted
 
 
 class SentencePieceTokenizer(SentencePieceBackend):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered, TokenRows
-from dsft.data.windows import Stream, windows
+from dsft.data.sets.windows import Stream, windows
 
 OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
 """What becomes of rows over max_length. fill, for packed pretraining: no row is too long, all are laid one
