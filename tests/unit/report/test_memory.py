@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def take(mebibytes: int) -> np.ndarray:
-    """Pages of their own, which go back when the array does: malloc may give and keep what was freed before."""
+    """Pages of their own, which go back when the array does: malloc may keep what is freed."""
     pages = np.frombuffer(mmap.mmap(-1, mebibytes * MIB))
     pages[:] = 1
     return pages
