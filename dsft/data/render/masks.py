@@ -100,7 +100,14 @@ class Masks:
             raise BadRowError(
                 f"the chat template writes nothing of a {role} turn; leave it out, or {_WAY_OUT}"
             )
-        return _readable(row) if "tool_calls" in keys else row
+        if "tool_calls" not in keys:
+            return row
+        if any(map(_speaks_beside_calls, row.messages)) and self._hears_calls_alone:
+            raise BadRowError(
+                "the chat template writes nothing of what the assistant says beside its calls, and the row "
+                f"has such words; leave them out, or {_WAY_OUT}"
+            )
+        return _readable(row)
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
@@ -122,6 +129,22 @@ class Masks:
             if texts[0] == texts[1]:
                 found.add(role)
         return frozenset(found)
+
+    @cached_property
+    def _hears_calls_alone(self) -> bool:
+        """Of an assistant's turn with calls it passes over the content in silence, as Llama 3.1's does."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        texts = set()
+        for content in "12":
+            talk: list[Message] = [
+                {"role": "user", "content": "0"},
+                {**_answer(content), "tool_calls": [call]},
+            ]
+            try:
+                texts.add(_readable(_Row(talk, (), self.template)).render(len(talk))[0])
+            except BadRowError:
+                return False  # as above
+        return len(texts) == 1
 
     def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
@@ -265,6 +288,10 @@ class _Row(NamedTuple):
             f"turn {number}: the chat template writes {asked!r} when {when} and {stands!r} "
             f"in the row, so the model would learn from what it is never given; {way_out}"
         )
+
+
+def _speaks_beside_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and bool((message.get("content") or "").strip())
 
 
 def _readable(row: _Row) -> _Row:

@@ -195,6 +195,17 @@ def test_what_a_template_would_leave_out_in_silence() -> None:
     assert parts(made(talk(*FOUR[1:]), deaf)) == [f"one{END}", f"two{END}"]
 
 
+def test_words_beside_a_call_that_a_template_passes_over() -> None:
+    written = "(m['content'] if not m.get('tool_calls') else m['tool_calls'][0]['function']['name'])"
+    template, spoken = UNMARKED.replace("m['content']", written), {**CALL, "content": "I look it up."}
+    refused = refusal(Conversation((QUESTION, spoken)), template)
+    assert refused.startswith("the chat template writes nothing of what the assistant says beside its calls")
+    assert parts(made(Conversation((QUESTION, {**CALL, "content": "\n"})), template)) == [f"f{END}"]
+    both = template.replace("tool_calls'][0]['function']['name']", "content'] + m['tool_calls'][0]['id']")
+    called = {**spoken, "tool_calls": [{**CALL["tool_calls"][0], "id": "7"}]}
+    assert parts(made(Conversation((QUESTION, called)), both)) == [f"I look it up.7{END}"]
+
+
 def test_arguments_as_text_for_templates_that_want_them_so() -> None:
     """DeepSeek's join them to other text."""
     name, arguments = "c['function']['name']", "c['function']['arguments']"
