@@ -26,7 +26,7 @@ _RACY_NS = 2_000_000_000  # a file changed so shortly before may change again wi
 def file_digest(file: DataFile, memory: Path | None = None) -> str:
     """sha256 of the content, of the way it is read, and of the size of blocks: equal ones have equal blocks.
 
-    In the folder `memory` it is found again by path, size, time of change and inode, without reading the
+    In the folder `memory` it is found again by path, size, times of change and inode, without reading the
     file. Raises MissingInputError where the file cannot be read, DataError where it changes meanwhile.
     """
     read_as = json.dumps([file.kind, file.is_compressed, READING, BLOCK_BYTES])
@@ -61,9 +61,10 @@ def _remembered(file: DataFile, memory: Path | None) -> str:
 
 
 def _state(path: Path) -> list[object]:
-    """What changes when the content does, but for a change within one tick of the clock."""
+    """What changes when the content does, but for a change within one tick of the clock. The time of content
+    can be put back, as `cp -p` and archives do; that of the inode cannot."""
     found = path.stat()
-    return [str(path), found.st_size, found.st_mtime_ns, found.st_ino]
+    return [str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _load(path: Path) -> dict[str, object]:

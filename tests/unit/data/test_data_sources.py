@@ -329,6 +329,21 @@ def test_an_old_file_is_hashed_once_and_again_when_it_changed(hashed: list[str])
     assert digest_of("a.jsonl") == first and len(hashed) == 3
 
 
+def test_a_file_whose_time_was_put_back_is_hashed_again(hashed: list[str]) -> None:
+    """As `cp -p` over it does, or an archive whose files all have one time."""
+    write("a.jsonl")
+    os.utime("a.jsonl", ns=(0, 0))
+    first = digest_of("a.jsonl")
+    before = Path("a.jsonl").stat()
+    time.sleep(0.02)  # more than a tick of the kernel's clock
+    with Path("a.jsonl").open("r+b") as file:
+        file.write(ROW.replace(b"a", b"b"))
+    os.utime("a.jsonl", ns=(0, 0))
+    after = Path("a.jsonl").stat()
+    assert (before.st_size, before.st_mtime_ns, before.st_ino) == (after.st_size, 0, after.st_ino)
+    assert digest_of("a.jsonl") != first and len(hashed) == 2
+
+
 def test_a_file_of_the_last_two_seconds_is_not_remembered(hashed: list[str]) -> None:
     write("a.jsonl")
     for seconds_ago in (0, 1.5, -5):
