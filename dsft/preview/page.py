@@ -18,6 +18,7 @@ from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
 from dsft.preview.view import ShownBatch, ShownRow, ShownWorst, View
 
 SHOWN_TOKENS = 4096  # of a row
+_BEGIN = "<!doctype html>"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --faint: #667; --line: #d5d9de;
@@ -55,6 +56,20 @@ def check_writable(path: Path) -> None:
         raise StorageError(f"--html {path}: this is a folder; name a file, such as {path / 'preview.html'}")
     if not path.parent.is_dir():
         raise StorageError(f"--html {path}: the folder {path.parent} does not exist; make it or name another")
+    if path.is_file() and not _is_page(path):
+        raise StorageError(
+            f"--html {path}: a file that is no page is there, and is left as it is; name another"
+        )
+
+
+def _is_page(path: Path) -> bool:
+    """Whether the file is empty or begins as a page does: what `--html` may write over."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_BEGIN))
+    except OSError:
+        return True  # told when it is written
+    return begin in {b"", _BEGIN.encode()}
 
 
 def write_page(view: View, path: Path) -> None:
@@ -79,7 +94,7 @@ def page(view: View) -> str:
             body += [f'<h2 id="{_anchor(name)}">{_escaped(name)}</h2>', *lines]
     return "\n".join(
         [
-            "<!doctype html>",
+            _BEGIN,
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',

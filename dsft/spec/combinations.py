@@ -318,7 +318,8 @@ def _data(spec: Spec) -> Iterator[Finding]:
         yield Finding(("data", "eval_count"), f"{message} are held out; give one of them", reads)
     if spec.train.eval_every is not None and not evaluates(spec.data):
         message = (
-            f"{spec.train.eval_every} needs rows to evaluate, data.eval has none; name them or leave it out"
+            f"{spec.train.eval_every} needs rows to evaluate; give data.eval or data.eval_fraction, "
+            "or leave it out"
         )
         yield Finding(("train", "eval_every"), message, ("train.eval_every", "data.eval"))
 
@@ -340,7 +341,7 @@ def _sources(spec: Spec) -> Iterator[Finding]:
 def _best(spec: Spec) -> Iterator[Finding]:
     best, path = spec.checkpoint.keep_best, ("checkpoint", "keep_best")
     if best is not None and not evaluates(spec.data):
-        message = f"{best} needs rows to evaluate, data.eval has none; name them or leave it out"
+        message = f"{best} needs rows to evaluate; give data.eval or data.eval_fraction, or leave it out"
         yield Finding(path, message, ("checkpoint.keep_best", "data.eval"))
     if best is not None and spec.checkpoint.every is None:
         message = (

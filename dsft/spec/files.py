@@ -40,6 +40,9 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
             yield from _data(path, source.path)
     if spec.data.chat_template is not None:
         yield from _chat_template(spec.data.chat_template, spec)
+    if spec.data.cache_dir is not None and _is_file(FilePath(spec.data.cache_dir)):
+        message = f"{shown(spec.data.cache_dir)} is a file, a folder is needed; name another"
+        yield Finding(("data", "cache_dir"), message)
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:

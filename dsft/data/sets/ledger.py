@@ -74,7 +74,8 @@ class Ledger:
 
     def text(self) -> str:
         """One paragraph; what did not happen is left out."""
-        said = [f"{self.rows:,} rows gave {self.examples:,} examples of {self.example_tokens:,} tokens,"]
+        rows, examples = _counted(self.rows, "row"), _counted(self.examples, "example")
+        said = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
         said.append(f"{self.trained_tokens:,} of them trained on.")
         happened = (
             (self.held_out, "held out"),
@@ -133,6 +134,10 @@ _COLUMNS = (
     ("blank_lines", "blank lines"),
 )
 _ALWAYS = ("rows", "examples", "example_tokens", "trained_tokens")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _rows(count: int) -> str:

@@ -110,7 +110,7 @@ def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
     say(f"learning {wanted.vocab_size:,} tokens ({wanted.model})")
     began = time.monotonic()
     texts = _learned(files, wanted, counted, share)
-    aside = Path(mkdtemp(prefix=f"{wanted.out.name}.tmp-", dir=_parent(wanted.out)))
+    aside = _aside(wanted.out)
     try:
         tokenizer = (
             _byte_bpe(texts, wanted) if wanted.model == "byte_bpe" else _sentencepiece(texts, wanted, aside)
@@ -144,6 +144,8 @@ def _check(wanted: Wanted) -> None:
     if not 0.9 <= wanted.character_coverage <= 1:
         message = f"{wanted.character_coverage} is no share of characters; give 0.98 to 1"
         raise SpecError("No tokenizer can be made.", [Problem("--character_coverage", message)])
+    if "" in wanted.special:
+        raise SpecError("No tokenizer can be made.", [Problem("--special", "the name is empty; give one")])
     least = 256 + len(wanted.special_tokens) + (wanted.model != "byte_bpe")
     if wanted.vocab_size < least:
         raise _wrong_size(wanted, f"less than the 256 bytes and the special tokens; give {least:,} or more")
@@ -154,12 +156,13 @@ def _wrong_size(wanted: Wanted, why: str) -> SpecError:
     return SpecError("No tokenizer of this size can be made.", [Problem("--vocab_size", message)])
 
 
-def _parent(out: Path) -> Path:
+def _aside(out: Path) -> Path:
+    """A new folder beside `out`. Raises StorageError where none can be made."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        return Path(mkdtemp(prefix=f"{out.name}.tmp-", dir=out.parent))
     except OSError as error:
         raise StorageError(f"--out {out} cannot be made ({error.strerror}); give another folder.") from None
-    return out.parent
 
 
 # --- reading ------------------------------------------------------------------------------------------------

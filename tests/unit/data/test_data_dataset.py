@@ -167,6 +167,8 @@ def test_a_text_of_nothing_is_left_out(tmp_path: Path) -> None:
 def test_the_account_in_words(tmp_path: Path) -> None:
     plain = load(tmp_path, texts("abc", "de"))
     assert ledger_of(plain).text() == "2 rows gave 2 examples of 7 tokens, 5 of them trained on."
+    one = load(tmp_path, texts("abc"))
+    assert ledger_of(one).text() == "1 row gave 1 example of 4 tokens, 3 of them trained on."
     cut = load(tmp_path, texts("abc", "d" * 9, "", "e" * 9) + b"\n", max_length=4, on_too_long="truncate")
     assert ledger_of(cut).text() == (
         "4 rows gave 3 examples of 12 tokens, 9 of them trained on. 1 row was empty and left out. "

@@ -18,7 +18,7 @@ from dsft.data.rows import Conversation
 from dsft.data.tokenizer import training as tokenizer_training
 from dsft.data.tokenizer.load import load_tokenizer
 from dsft.data.tokenizer.training import KINDS, Kind, Wanted, kind_named, train_tokenizer
-from dsft.errors import DataError, LockedError, MissingInputError, SpecError
+from dsft.errors import DataError, LockedError, MissingInputError, SpecError, StorageError
 
 SIZE = 450
 
@@ -184,9 +184,17 @@ def test_what_cannot_be_learned_from(tmp_path: Path) -> None:
         of("nothing.txt")
     with pytest.raises(SpecError, match="'wordpiece' is none; give unigram, bpe, byte_bpe"):
         kind_named("wordpiece")
+    with pytest.raises(SpecError, match="--special: the name is empty"):
+        train_tokenizer(wanted(tmp_path, "byte_bpe", special=("",)), lambda _: None)
     (tmp_path / "byte_bpe").mkdir()
     with pytest.raises(LockedError, match="is there already"):
         of("bad.txt")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    for out in (tmp_path / "a.txt" / "tok", Path("/proc/tok")):
+        with pytest.raises(StorageError, match=r"^--out .*tok cannot be made \(.*\); give another folder"):
+            train_tokenizer(wanted(tmp_path, "byte_bpe", out=out), lambda _: None)
 
 
 def test_text_that_does_not_come_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

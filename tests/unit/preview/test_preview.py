@@ -215,6 +215,16 @@ def test_what_is_not_there(preview: Preview) -> None:
     assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()
 
 
+def test_a_file_that_is_no_page_is_not_written_over(preview: Preview) -> None:
+    Path("precious.jsonl").write_text('{"text": "a"}\n')
+    code, _, err = preview("--html", "precious.jsonl")
+    assert (code, err.split(": ")[1]) == (74, "--html precious.jsonl")
+    assert Path("precious.jsonl").read_text() == '{"text": "a"}\n'
+    Path("page.html").touch()
+    for _ in range(2):  # over an empty file, and over its own page
+        assert preview("--html", "page.html")[0] == 0
+
+
 # --- docs -------------------------------------------------------------------------------------------------
 
 

@@ -144,7 +144,9 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "environment": GOOD
     + 'cluster: {hosts: {a: 1}, env: {HF_TOKEN: x, "A B": c, NCCL: "a\\nb", N: 1}, interface: "-x"}\n',
     # files
-    "files": GOOD.replace("rows.jsonl", "nowhere.jsonl").replace("max_length: 128", "chat_template: no.jinja")
+    "files": GOOD.replace("rows.jsonl", "nowhere.jsonl").replace(
+        "max_length: 128", "chat_template: no.jinja, cache_dir: rows.jsonl"
+    )
     + "checkpoint: {resume: runs/none}\n",
     "builtin": GOOD.replace("rows.jsonl", '"builtin:quikstart"'),
     "patterns_and_formats": GOOD.replace(
