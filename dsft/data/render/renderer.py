@@ -152,16 +152,20 @@ def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
             if first is None or stop is None:
                 return _PROMPT_MERGED
             trained[first if i else 0 : stop] = False
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-        ids, trained = ids[1:], trained[1:]  # the text brought its own
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, cast(int, tokenizer.eos_token_id)]
+    bos, eos = tokenizer.bos_token_id, cast(int, tokenizer.eos_token_id)
+    # What the tokenizer puts there stands twice where the text brought its own.
+    if bos is not None and tokens.around[:1] == [bos] and ids[:2] == [bos] * 2:
+        ids, trained = ids[1:], trained[1:]
+    if tokens.around != [bos] and tokens.around[-1:] == [eos] and ids[-2:] == [eos] * 2:
+        ids = ids[:-1]
+    if ids[-1:] != [eos]:
+        ids = [*ids, eos]
     return Rendered(np.array(ids, dtype=np.int32), trained[: len(ids)])
 
 
 def _count(prefix: str, ids: list[int], tokens: Tokens) -> int | None:
     """How many tokens of a row are those of its prefix, None where the row's do not begin with these."""
-    alone, closed = tokens.of_texts([prefix, ""])
+    (alone,), closed = tokens.of_texts([prefix]), tokens.around
     eos = tokens.tokenizer.eos_token_id
     while alone and closed and alone[-1] == closed[-1] == eos:  # it ends every text
         alone, closed = alone[:-1], closed[:-1]

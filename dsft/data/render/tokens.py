@@ -15,6 +15,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,11 @@ class Tokens:
     def of_texts(self, texts: list[str]) -> list[list[int]]:
         """With the tokens that the tokenizer itself puts around a text."""
         return self._encode(texts, True) if texts else []
+
+    @cached_property
+    def around(self) -> list[int]:
+        """The tokens that the tokenizer itself puts around a text."""
+        return self.of_texts([""])[0]
 
     def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
         """A template writes the beginning-of-text token itself, so none is added."""
@@ -120,7 +126,8 @@ class Tokens:
             twin: Any = Tokenizer.from_str(json.dumps(said))
         except Exception:  # the library raises nothing more special, as for a name that merges make
             return None
-        if any(twin.token_to_id(new) != backend.token_to_id(name) for name, new in stand_ins.items()):
+        ids = [(backend.token_to_id(name), twin.token_to_id(new)) for name, new in stand_ins.items()]
+        if any(known is None or known != found for known, found in ids):
             return None
         added = {renamed(name): index for name, index in self._reader.added.items()}
         return Reader(_quickly(twin), added, map(renamed, self.special))

@@ -141,6 +141,33 @@ def test_a_beginning_of_text_is_not_doubled() -> None:
     assert render(ONE_TURN, tokenizer).input_ids.tolist() == render(ONE_TURN, BYTES).input_ids.tolist()
 
 
+def test_an_end_of_text_is_not_doubled() -> None:
+    """By a tokenizer that ends every text itself; what a text says twice stays."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", 258)]
+    )
+    asked = Text((("q", False), ("x<|im_end|>", True)))
+    texts = [text("x"), text("x<|im_end|>"), asked, text("x<|im_end|><|im_end|>")]
+    found = [r for r in Renderer(tokenizer).render(texts) if isinstance(r, Rendered)]
+    assert [r.input_ids.tolist() for r in found] == [
+        *([[120, 258]] * 2), [113, 120, 258], [120, 258, 258],
+    ]  # fmt: skip
+    assert found[2].trained.tolist() == [False, True, True]
+
+
+def test_a_special_token_that_is_not_in_the_vocabulary_is_not_written_as_another_sign() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.bos_token = "<begin>"
+    assert tokenizer.convert_tokens_to_ids("<begin>") is None
+    template = "{{ bos_token }}" + UNMARKED
+    row = Conversation(chat(("user", "<|im_end|>"), ("assistant", "one")))
+    (made,) = Renderer(tokenizer, template).render([row])
+    assert isinstance(made, str) and "cannot read as plain text" in made
+
+
 def test_a_text_without_an_end_is_refused() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.eos_token = None
