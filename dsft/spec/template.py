@@ -16,7 +16,7 @@ from dsft.spec.schema import NAME_PATTERN, Spec
 SCHEMA_FILE = "dsft.schema.json"
 
 _SFT_DATA = """\
-  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}], messages or alpaca
+  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}]; docs/formats.md
   eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
   max_length: 256                    # tokens
   on_too_long: error                 # error | drop | truncate
@@ -24,7 +24,7 @@ _SFT_DATA = """\
 """
 
 _PRETRAIN_DATA = """\
-  train: [{{path: {text_file}}}]     # yours: a JSONL or JSON file of {{"text": ...}} rows
+  train: [{{path: {text_file}}}]     # yours: .txt, or rows of {{"text": ...}}
   max_length: 256                    # tokens
   packing: true                      # rows of exactly max_length; false: a row per document
 """
@@ -32,6 +32,7 @@ _PRETRAIN_DATA = """\
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
 # dsft validate {path}    checks it; values can be replaced here and in training: train.max_steps=10
+# dsft preview {path}     shows the rows as the model will see them
 name: {name}
 task: {task}
 

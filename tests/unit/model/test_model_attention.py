@@ -186,6 +186,26 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_other_neighbours_change_nothing(kind: str) -> None:
+    """Row 28 of the fault matrix: all rows of a pack but one are replaced, token by token."""
+    model = small(kind)
+    attend_per_segment(model, "auto", max_length=64)
+    policy = Policy(model)
+    rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+    def scored(rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        targets = torch.cat([row.roll(-1, 1) for row in rows], 1)
+        return policy(torch.cat(rows, 1), positions, targets, LENGTHS).split(LENGTHS, 1)
+
+    with torch.no_grad():
+        before = scored(rows)
+        for kept in range(len(rows)):
+            others = [row if at == kept else (row - 2) % 94 + 3 for at, row in enumerate(rows)]
+            assert torch.equal(scored(others)[kept], before[kept])
+
+
 def test_eager_keeps_the_models_own_masks() -> None:
     model = small("gemma2", attn_implementation="eager")
     attend_per_segment(model, "eager", max_length=64)
