@@ -131,6 +131,16 @@ class Masks:
         return frozenset(found)
 
     @cached_property
+    def _joins_system(self) -> bool:
+        """A system turn alone is not written: its words stand in the next one (Gemma's, Llama 2's)."""
+        turns: list[Message] = [{"role": "system", "content": content} for content in "12"]
+        try:
+            texts = {self.template.render([turn])[0] for turn in turns}
+        except BadRowError:
+            return False  # then it refuses what such a turn would be found by
+        return len(texts) == 1
+
+    @cached_property
     def _hears_calls_alone(self) -> bool:
         """Of an assistant's turn with calls it passes over the content in silence, as Llama 3.1's does."""
         call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -148,6 +158,12 @@ class Masks:
 
     def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
+        roles = [message["role"] for message in row.messages[:2]]
+        if roles == ["system", "user"] and trained[0] != trained[1] and self._joins_system:
+            raise BadRowError(
+                "the chat template writes the system turn into the user's, and one of them alone is to be "
+                f"trained on; give both the same flag, or {_WAY_OUT}"
+            )
         text, marks = row.render(len(trained))
         if self.train_on == "all":
             others = [number for number, is_trained in enumerate(trained) if not is_trained]

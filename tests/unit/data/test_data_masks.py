@@ -195,6 +195,25 @@ def test_what_a_template_would_leave_out_in_silence() -> None:
     assert parts(made(talk(*FOUR[1:]), deaf)) == [f"one{END}", f"two{END}"]
 
 
+def test_a_system_turn_that_stands_in_the_users_is_not_told_from_it() -> None:
+    """Gemma 3's and Llama 2's way; else the mask would be of both, whatever the flags say."""
+    joined = (
+        "{%- set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
+        "{%- for m in messages if m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ (s if loop.first else '') + m['content'] + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    cases: list[tuple[tuple[bool | None, ...], TrainOn]] = [
+        ((False, None), "all"), ((None, True), "last"), ((True, None), "assistant"),
+    ]  # fmt: skip
+    for flags, train_on in cases:
+        row = talk("s:S", "u:q", "a:one", trained=(*flags, None))
+        assert "writes the system turn into the user's" in refusal(row, joined, train_on)
+    both = made(talk("s:S", "u:q", "a:one", trained=(True, True, None)), joined)
+    assert parts(both) == [f"<|im_start|>user\nSq{END}\n", f"one{END}"]
+    assert parts(made(talk("s:S", "u:q", "a:one"), joined)) == [f"one{END}"]
+
+
 def test_words_beside_a_call_that_a_template_passes_over() -> None:
     written = "(m['content'] if not m.get('tool_calls') else m['tool_calls'][0]['function']['name'])"
     template, spoken = UNMARKED.replace("m['content']", written), {**CALL, "content": "I look it up."}
