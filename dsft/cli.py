@@ -5,6 +5,8 @@ Each command imports its own part when it runs, so that help and validation are 
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Annotated
 import typer
 
 from dsft import __version__
-from dsft.errors import DsftError
+from dsft.errors import DsftError, StorageError
 
 app = typer.Typer(
     name="dsft",
@@ -47,6 +49,12 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("error: the output cannot be written (no space left on device); free some", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
+        sys.exit(StorageError.exit_code)
 
 
 def _version(wanted: bool) -> None:

@@ -179,3 +179,19 @@ def test_shipped_specs_are_valid() -> None:
     assert found
     for path in found:
         assert load_spec(path).name == yaml.safe_load(path.read_text(encoding="utf-8"))["name"]
+
+
+def test_output_to_a_full_disk_is_told() -> None:
+    code = "from dsft.cli import main; main()"
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "schema"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        74,
+        "error: the output cannot be written (no space left on device); free some\n",
+    )
