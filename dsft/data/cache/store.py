@@ -301,13 +301,14 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
     ]
 
 
-_PARTS = ("read", "formats", "render", "cache")
+_PARTS = ("read", "formats", "tokenizer", "render", "cache")
 
 
 def code_files() -> list[Path]:
     """The code that makes rows of lines, and tokens of rows: other code may make others."""
     data = Path(__file__).parents[1]
-    return [data / "rows.py", *sorted(file for part in _PARTS for file in data.glob(f"{part}/*.py"))]
+    alone = [data / "rows.py", data.parent / "spec" / "formats.py"]
+    return [*alone, *sorted(file for part in _PARTS for file in data.glob(f"{part}/*.py"))]
 
 
 @lru_cache(maxsize=1)

@@ -11,19 +11,19 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=T
 
 
 def content_hash(row: Row) -> int:
-    """64 bits, 0 to 2^64 - 1, of the texts or messages, tools, what is trained on, and the label.
+    """64 bits, 0 to 2^64 - 1, of the texts or messages, tools and the label; what of them is trained on is no
+    part of it, so that the same words never stand on both sides of a held-out split.
 
     The same on every machine, for any order of the keys of messages, tools and arguments.
     """
     pieces = [f"label {row.label}"]
     for sample in row.samples:
         if isinstance(sample, Conversation):
-            pieces.append(f"{len(sample.messages)} messages {sample.trained}")
+            pieces.append(f"{len(sample.messages)} messages")
             pieces.append(_encode(sample.tools) if sample.tools else "")
             pieces += [_piece(message) for message in sample.messages]
         else:
-            pieces.append(f"texts {[trained for _, trained in sample.parts]}")
-            pieces += [text for text, _ in sample.parts]
+            pieces.append("".join([text for text, _ in sample.parts]))
     lengths = ",".join([str(len(piece)) for piece in pieces])
     said = f"{lengths}:{''.join(pieces)}".encode()
     return int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
