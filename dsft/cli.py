@@ -216,7 +216,9 @@ def chat(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this probability.")
     ] = 0.9,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
+    ] = 512,
     seed: Annotated[
         int | None, typer.Option(min=0, help="The same answers each time.", show_default=False)
     ] = None,

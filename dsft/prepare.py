@@ -34,8 +34,12 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
         num_bytes += kept.num_bytes
         say(str(kept))
 
-    with shown(say) as progress:
-        loaded = load_data(spec, tokenizer, Cache(folder, spec.data.num_workers, say, progress, tell))
+    try:
+        with shown(say) as progress:
+            loaded = load_data(spec, tokenizer, Cache(folder, spec.data.num_workers, say, progress, tell))
+    except KeyboardInterrupt:
+        say(f"stopped: what is made stays in {folder}, and the same command goes on from there")
+        raise
     for line in loaded.lines:
         say(line)
     say(

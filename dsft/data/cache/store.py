@@ -317,10 +317,11 @@ def _code() -> str:
 
 
 def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
-    """`size` blocks at a time, or else the blocks of _FILES_AT_ONCE files."""
+    """The first block, then `size` at a time; or else the blocks of _FILES_AT_ONCE files."""
     of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
     if size is not None:
-        yield from (jobs[i : i + max(1, size)] for i in range(0, len(jobs), max(1, size)))
+        yield jobs[:1]  # often enough
+        yield from (jobs[i : i + max(1, size)] for i in range(1, len(jobs), max(1, size)))
         return
     for i in range(0, len(of_file), _FILES_AT_ONCE):
         yield [job for group in of_file[i : i + _FILES_AT_ONCE] for job in group]
