@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
+import sys
 from typing import Any
 
 import deepspeed
@@ -94,3 +96,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # As train.py: threads of engines that are gone can abort the interpreter's own end.
+    sys.stdout.flush()
+    os._exit(0)
