@@ -82,7 +82,8 @@ class Kept:
     num_bytes: int
 
     def __str__(self) -> str:
-        rows = f"{self.name}: {self.rows:,} rows, {self.num_bytes / 1e6:,.1f} MB of tokens"
+        count = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
+        rows = f"{self.name}: {count}, {self.num_bytes / 1e6:,.1f} MB of tokens"
         if not self.made:
             return f"{rows}, there before"
         pace = f"{self.made} of {self.blocks} blocks made in {self.seconds:.1f} s"
