@@ -15,7 +15,7 @@ WORKER = """
 import os, sys, time
 from pathlib import Path
 Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
-os.write(1, f"rank {os.environ['RANK']}\n".encode())  # one write: the ranks share the pipe
+os.write(1, b"rank %d\\n" % int(os.environ["RANK"]))  # one write: the ranks share the pipe
 if sys.argv[2] == "hang":
     time.sleep(600)
 sys.exit(3 * int(os.environ["RANK"]))
