@@ -57,6 +57,14 @@ class LossScale:
         return self.scale > LOWEST_SCALE
 
 
+Kept = Callable[[Tensor, MicroBatch], Tensor]
+"""What is kept of a micro-batch that was scored, from the log-probabilities (B, T) of its targets."""
+
+
+def log_probabilities(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
+    return logps
+
+
 @dataclass(frozen=True)
 class StepResult:
     """sums (n_terms,) float64 on the device, this rank's share, detached and not divided by any count:
@@ -87,9 +95,12 @@ class Engine(Protocol):
         """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
         ...
 
-    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
-        """The targets' log-probabilities (B, T) float32 of each micro-batch, without gradients and without
-        dropout; none where this rank has no last stage. A collective: every rank gives as many."""
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        """What `kept` makes of each micro-batch, on the device, from its targets' log-probabilities (B, T)
+        float32: by default these. Without gradients, and without dropout unless `training`; none where this
+        rank has no last stage. A collective: every rank gives as many micro-batches."""
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
-from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
+from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
@@ -34,8 +34,9 @@ class PipelineEngine:
         self._trained = policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
         self._scales, self._total = self._zeros(), self._zeros()
-        self._scored: list[Tensor] | None = None  # kept while scoring alone
-        self._started = start(_pipeline(policy, world, self._loss), self._trained, spec, config)
+        self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # while scoring alone
+        self._stage = _Stage(policy)
+        self._started = start(_pipeline(self._stage, world, self._loss), self._trained, spec, config)
         self._engine = self._started.engine
 
     def step(
@@ -61,24 +62,35 @@ class PipelineEngine:
         rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
         self._engine.set_train_batch_size(size)
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self._total = self._zeros()
-        if micro_batches:
+        self._evaluate(micro_batches)
+        return self._total
+
+    @torch.no_grad()
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], training: bool = False) -> None:
+        if not micro_batches:
+            return
+        self._stage.as_in_training = training
+        try:
             self._engine.eval_batch(
                 self._feed(micro_batches),
                 num_micro_batches=len(micro_batches),
                 reduce_output=None,
                 bcast_loss=False,
             )
-        return self._total
-
-    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
-        scored = self._scored = []
-        try:
-            self.evaluate(micro_batches)
         finally:
-            self._scored = None
+            self._stage.as_in_training = False
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        scored: list[Tensor] = []
+        self._keep = lambda logps, micro_batch: scored.append(kept(logps, micro_batch))
+        try:
+            self._evaluate(micro_batches, training)
+        finally:
+            self._keep = None
         return tuple(scored)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -98,8 +110,9 @@ class PipelineEngine:
     def _loss(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to
         float32."""
-        if self._scored is not None:
-            self._scored.append(logps.detach())
+        if self._keep is not None:
+            self._keep(logps.detach(), micro_batch)
+            return logps.new_zeros(())
         sums = torch.stack(self._objective.sums(logps, micro_batch))
         self._total += sums.detach()
         return sums.dot(self._scales)
@@ -122,18 +135,21 @@ class _Stage(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
+        self.as_in_training = False  # with dropout, though DeepSpeed evaluates
 
     def forward(self, inputs: Inputs) -> Tensor | Inputs:
+        if self.as_in_training:
+            self.policy.train()
         tokens, position_ids, targets, *noise = inputs
         scale = noise[0].detach() if noise else None  # DeepSpeed asks for its gradient, as a floating input
         output: Tensor | Inputs = self.policy(tokens, position_ids, targets, noise_scale=scale)
         return output
 
 
-def _pipeline(policy: Policy, world: World, loss: Any) -> nn.Module:
+def _pipeline(own: _Stage, world: World, loss: Any) -> nn.Module:
     """One layer per stage, of which this rank has its own and nothing in the others' places."""
     stages = world.layout.pipeline_stages
-    layers = [_Stage(policy) if stage == world.stage else nn.Identity() for stage in range(stages)]
+    layers = [own if stage == world.stage else nn.Identity() for stage in range(stages)]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed, past any log level
         module: nn.Module = PipelineModule(
             layers, num_stages=stages, loss_fn=loss, partition_method="uniform", dynamic_shape=True

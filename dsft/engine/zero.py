@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
-from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
+from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.start import start
@@ -65,9 +65,12 @@ class ZeroEngine:
         return total
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
-        self._engine.eval()
-        return tuple(self._logps(micro_batch.to(self._world.device)) for micro_batch in micro_batches)
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        self._engine.train(training)
+        batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
+        return tuple(kept(self._logps(batch), batch) for batch in batches)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

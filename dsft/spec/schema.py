@@ -217,6 +217,26 @@ class Dpo(Section):
     reference_model: str | None = Field(
         default=None, min_length=1, description="Hub id or folder of the reference; by default the model."
     )
+    reference_zero_stage: Literal[0, 3] | None = Field(
+        default=None,
+        description="0: the reference is whole on every GPU, 3: sharded; by default 3 where the model is.",
+    )
+    reference_offload: Literal["none", "cpu"] = Field(
+        default="none", description="Where the reference's parameters are kept between their uses (ZeRO 3)."
+    )
+    reference_store: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of precomputed log-probabilities; by default OUTPUT_DIR/.cache/reference.",
+    )
+    recheck_rows: int = Field(
+        default=4, ge=0, description="Random pairs of a store that are scored again at the start; 0: none."
+    )
+    share_prompts: bool | None = Field(
+        default=None,
+        description="Compute a pair's prompt once for both answers; by default where rows are packed and "
+        "model.attention is auto or sdpa.",
+    )
     sft_weight: float = Field(
         default=0.0,
         ge=0,

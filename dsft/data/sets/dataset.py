@@ -23,12 +23,14 @@ from dsft.data.sets.pieces import Pieces
 class Example:
     """input_ids (T,) int32; trained (T,) bool: token t is to be predicted (never so for t = 0, which has
     nothing before it); source "file:line"; segments: tokens of each piece that sees only itself, in a row of
-    several documents (whose first tokens are not trained either)."""
+    several documents (whose first tokens are not trained either), or of a preference pair (chosen, rejected);
+    starts: the position at which each segment begins, None: 0, as in MicroBatch."""
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
     source: str
     segments: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
 
     @property
     def target_count(self) -> int:

@@ -12,6 +12,21 @@ NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """The n preference pairs of a micro-batch: its segments, or where it is padded its rows, are chosen,
+    rejected, chosen, rejected, …
+
+    ids         (n,) int64: their numbers in their dataset; on the host
+    num_tokens  (n, 2) int64: targets of the chosen and of the rejected answer
+    reference   (n, 2) float64: the reference's log-probabilities, summed over them; None: not known
+    """
+
+    ids: Tensor
+    num_tokens: Tensor
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass on one data-parallel rank. B rows of T tokens, right-padded.
 
@@ -26,6 +41,9 @@ class MicroBatch:
     lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
     noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
     num_targets: int | None = None  # counted by `to`, while the targets are still on the host
+    starts: tuple[int, ...] | None = None  # the position at which each segment begins; None: 0. One that
+    # begins later follows the first tokens, up to there, of the last segment that begins at 0
+    pairs: Pairs | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
@@ -44,6 +62,12 @@ class MicroBatch:
             num_targets=self.num_targets
             if self.num_targets is not None
             else int((self.targets != NO_TARGET).sum()),
+            pairs=self.pairs
+            and replace(
+                self.pairs,
+                num_tokens=moved(self.pairs.num_tokens),
+                reference=None if self.pairs.reference is None else moved(self.pairs.reference),
+            ),
         )
 
 
