@@ -400,6 +400,7 @@ def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
         max_nonfinite_in_a_row=spec.train.max_consecutive_nonfinite,
         seed=spec.train.seed,
         evaluate_saved=spec.checkpoint.keep_best is not None,
+        evaluate_first=spec.train.eval_on_start,
     )
 
 

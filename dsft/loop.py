@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import GlobalStep
+from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.engine.api import Engine, StepResult
 from dsft.errors import NonFiniteError
 from dsft.objective.api import Objective
@@ -77,6 +77,7 @@ class Schedule:
     max_nonfinite_in_a_row: int
     seed: int
     evaluate_saved: bool = False  # each checkpoint's step is evaluated, whatever eval_every
+    evaluate_first: bool = False  # before step 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Run:
     """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate:
     held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's eval/loss
     (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from seconds,
-    where the devices' peak is known; trace: step -> a context around it."""
+    where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches of pairs
+    what an engine of the reference says of them, a collective."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[], Record] | None
@@ -94,6 +96,7 @@ class Run:
     rank: int
     mfu: Callable[[int, int, float], float] | None = None
     trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
+    refer: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda micro_batches: micro_batches
 
 
 @dataclass
@@ -130,6 +133,8 @@ def fit(
 
     Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite.
     """
+    if run.evaluate and schedule.evaluate_first and progress.step == 0:
+        run.report(run.evaluate() | position(progress))
     window = Window()
     while progress.step < schedule.total_steps:
         learning_rate = schedule.learning_rate(progress.applied_steps)
@@ -138,8 +143,9 @@ def fit(
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
 
+            micro_batches = run.refer(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.rank)
-            result = engine.step(batch.micro_batches, batch.counts, learning_rate)
+            result = engine.step(micro_batches, batch.counts, learning_rate)
         progress = progress.after(batch, result)
         window.add(batch, result, waited)
 

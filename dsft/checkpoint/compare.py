@@ -33,6 +33,7 @@ MAY_DIFFER = (
     "train.num_train_epochs",
     "train.log_every",
     "train.eval_every",
+    "train.eval_on_start",
 )
 """Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""
 

@@ -305,6 +305,7 @@ class Train(Section):
         ge=1,
         description="Optimizer steps between evaluations of data.eval; by default only one, at the end.",
     )
+    eval_on_start: bool = Field(default=False, description="Evaluate data.eval before the first step, too.")
     log_every: int = Field(default=1, ge=1, description="Optimizer steps between lines of metrics.")
     precision: Literal["bf16", "fp32", "fp16"] = Field(
         default="bf16",

@@ -74,6 +74,21 @@ def schedule(**changes: object) -> Schedule:
     return Schedule(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
+    whole, resumed = Log(), Log()
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(evaluate_first=True), whole.run(), Progress())
+    assert whole.of("eval/loss")[0] == (0, 1.0)
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(evaluate_first=True), resumed.run(), whole.saved[0])
+    assert resumed.of("eval/loss")[0][0] > 0
+
+
+def test_a_step_is_trained_on_what_the_reference_said_of_it() -> None:
+    said: list[Sequence[MicroBatch]] = []
+    run = replace(Log().run(), refer=lambda micro_batches: said.append(micro_batches) or ())
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), run, Progress())
+    assert said == [()] * 5
+
+
 def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:
     log = Log()
     end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(), Progress())
