@@ -1,0 +1,148 @@
+"""Preference losses: takes the log-probabilities of a chosen and a rejected answer, gives a loss per pair.
+
+Notation, for a prompt x with its chosen answer c and its rejected answer r, all logarithms natural:
+
+    π(y) = log π(y | x)         the policy's log-probability of the answer, summed over its |y| tokens
+    ρ(y) = π(y) - log π_ref(y)  its log-ratio to the frozen reference
+    h    = β (ρ(c) - ρ(r))      the margin of the implicit rewards β ρ(y) of DPO
+    σ, ε                        the logistic function; dpo.label_smoothing
+
+All of it in float64. What is minimised is the mean over the pairs of the global batch, and with an SFT term
+`dpo.sft_weight` × the mean of -log π(token) over the tokens of the chosen answers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.objective.answers import answer_logps
+from dsft.objective.api import Objective, Term
+from dsft.spec.schema import Dpo
+
+METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
+    "logps/rejected",
+)  # fmt: skip
+"""As TRL names them: rewards with β; accuracies, the fraction of pairs whose chosen answer has the greater
+reward; log-probabilities are sums, of simpo and orpo means per token, of which their rewards are made."""
+
+REFERENCE_FREE = frozenset({"simpo", "orpo"})
+NLL = "nll_loss"  # TRL's name of the mean over the chosen answers' tokens, before its weight
+CERTAIN = -1e-12  # nats per token: an answer that is as good as certain, where its odds are still a number
+
+
+def sigmoid(scores: Tensor, dpo: Dpo) -> Tensor:
+    """-(1 - ε) log σ(h) - ε log σ(-h). With ε = 0 DPO: Rafailov et al. 2023 (arXiv 2305.18290), equation 7;
+    with ε > 0 conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO",
+    equation 3. scores (n, 2): ρ; as below."""
+    h, smoothing = margin(scores, dpo), dpo.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
+
+
+def robust(scores: Tensor, dpo: Dpo) -> Tensor:
+    """(-(1 - ε) log σ(h) + ε log σ(-h)) ÷ (1 - 2 ε): unbiased where a fraction ε of the pairs is labelled the
+    wrong way round. Chowdhury et al. 2024 (arXiv 2403.00409). Can be negative."""
+    h, smoothing = margin(scores, dpo), dpo.label_smoothing
+    return (smoothing * F.logsigmoid(-h) - (1 - smoothing) * F.logsigmoid(h)) / (1 - 2 * smoothing)
+
+
+def hinge(scores: Tensor, dpo: Dpo) -> Tensor:
+    """max(0, 1 - h). SLiC-HF's loss (Zhao et al. 2023, arXiv 2305.10425) on the log-ratios, as in RSO (Liu et
+    al. 2023, arXiv 2309.06657)."""
+    return torch.relu(1 - margin(scores, dpo))
+
+
+def apo_zero(scores: Tensor, dpo: Dpo) -> Tensor:
+    """1 - σ(β ρ(c)) + σ(β ρ(r)): raises the chosen answer and lowers the rejected one, each from the
+    reference. D'Oosterlinck et al. 2024 (arXiv 2408.06266), equation 7."""
+    rewards = torch.sigmoid(dpo.beta * scores * scores.new_tensor([-1.0, 1.0]))
+    return rewards.sum(1)
+
+
+def ipo(scores: Tensor, dpo: Dpo) -> Tensor:
+    """(ρ(c) ÷ |c| - ρ(r) ÷ |r| - 1 ÷ (2 β))². Azar et al. 2023 (arXiv 2310.12036), equation 17 with τ = β, on
+    log-ratios averaged over the answer's tokens, as its authors do it. scores (n, 2): ρ(y) ÷ |y|."""
+    return torch.square(scores[:, 0] - scores[:, 1] - 1 / (2 * dpo.beta))
+
+
+def simpo(scores: Tensor, dpo: Dpo) -> Tensor:
+    """-log σ(β (π(c) ÷ |c| - π(r) ÷ |r|) - γ), γ = dpo.simpo_gamma in units of the reward. Meng et al. 2024
+    (arXiv 2405.14734), equation 6. scores (n, 2): π(y) ÷ |y|."""
+    return -F.logsigmoid(margin(scores, dpo) - dpo.simpo_gamma)
+
+
+def orpo(scores: Tensor, dpo: Dpo) -> Tensor:
+    """β × -log σ(log odds(c) - log odds(r)), odds(y) = p ÷ (1 - p) with log p = π(y) ÷ |y|. Hong et al. 2024
+    (arXiv 2403.07691), equations 4 and 7; its next-token loss on the chosen answer is a term of its own
+    (equation 6, whose λ is β). scores (n, 2): π(y) ÷ |y|."""
+    log_odds = scores - torch.log(-torch.expm1(scores.clamp(max=CERTAIN)))
+    return -dpo.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Dpo], Tensor]] = {
+    "sigmoid": sigmoid, "robust": robust, "hinge": hinge, "apo_zero": apo_zero, "ipo": ipo, "simpo": simpo,
+    "orpo": orpo,
+}  # fmt: skip
+AVERAGED = frozenset({"ipo", "simpo", "orpo"})  # their scores are per token
+
+
+def preference(dpo: Dpo) -> Objective:
+    """The terms: the loss, in `pairs`; with an SFT term, and for orpo always, the negative log-likelihood of
+    the chosen answers, in `chosen_tokens`; then the metrics, which weigh nothing."""
+    weight = 1.0 if dpo.loss_type == "orpo" else dpo.sft_weight
+    likelihood = (Term("chosen_tokens", weight, NLL),) if weight else ()
+    terms = (Term("pairs"), *likelihood, *(Term("pairs", 0.0, name) for name in METRICS))
+
+    def of_answers(logps: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
+        loss = LOSSES[dpo.loss_type](scores(logps, pairs, dpo), dpo).sum()
+        likelihood = (-logps[:, 0].sum(),) if weight else ()
+        return loss, *likelihood, *_metrics(logps.detach(), pairs, dpo)
+
+    def sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        assert micro_batch.pairs is not None, "a micro-batch of preference pairs"
+        return of_answers(answer_logps(logps, micro_batch), micro_batch.pairs)
+
+    return Objective(terms, sums, of_answers=of_answers, needs_reference=dpo.loss_type not in REFERENCE_FREE)
+
+
+def margin(scores: Tensor, dpo: Dpo) -> Tensor:
+    """β × (that of the chosen answer - that of the rejected one), (n,)."""
+    return dpo.beta * (scores[:, 0] - scores[:, 1])
+
+
+def scores(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+    """(n, 2) what the loss compares: ρ or π of each answer, summed, or of `AVERAGED` losses per token."""
+    found = _against_reference(logps, pairs, dpo)
+    return found / _num_tokens(logps, pairs) if dpo.loss_type in AVERAGED else found
+
+
+def rewards(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+    """(n, 2): β ρ(y), of simpo and orpo β π(y) ÷ |y|."""
+    if dpo.loss_type in REFERENCE_FREE:
+        return dpo.beta * scores(logps, pairs, dpo)
+    return dpo.beta * _against_reference(logps, pairs, dpo)
+
+
+def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
+    """Sums over the pairs, in the order of METRICS."""
+    chosen, rejected = rewards(logps, pairs, dpo).unbind(1)
+    shown = logps / _num_tokens(logps, pairs) if dpo.loss_type in REFERENCE_FREE else logps
+    figures = (chosen, rejected, chosen - rejected, (chosen > rejected).double(), *shown.unbind(1))
+    return tuple(figure.sum() for figure in figures)
+
+
+def _against_reference(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+    if dpo.loss_type in REFERENCE_FREE:
+        return logps
+    if pairs.reference is None:
+        raise ValueError(f"{dpo.loss_type} needs the reference's log-probabilities of its pairs")
+    return logps - pairs.reference[: len(logps)]
+
+
+def _num_tokens(logps: Tensor, pairs: Pairs) -> Tensor:
+    return pairs.num_tokens[: len(logps)].double().clamp(min=1)
