@@ -90,7 +90,8 @@ def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
         labels = torch.cat([F.pad(shifted(row), (0, 1), value=-100) for row in rows])
         lengths = tuple(len(row["input_ids"]) for row in rows)
         positions = torch.cat([torch.arange(length) for length in lengths])
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], KEYWORD: lengths}
+        segments = tuple((length, 0) for length in lengths)
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], KEYWORD: segments}
         batches.append({"given": inputs, "labels": labels[None]})
     return batches
 

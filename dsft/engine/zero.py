@@ -99,6 +99,7 @@ class ZeroEngine:
             batch.lengths,
             batch.noise_scale,
             batch.num_targets,
+            batch.starts,
         )
         return logps
 

@@ -1,18 +1,21 @@
 """Attention over a packed row: each segment sees itself alone, exactly, without a mask of the whole row.
 
-Takes a transformers model and makes its attention ask for the segments' lengths, which Policy passes as a
-keyword through the model's forward. transformers' own masks for packed rows are dense, T × T for a row of T
-tokens; here torch's kernel runs on each segment, and the cost is the sum of the squares of their lengths.
+Takes a transformers model and makes its attention ask for the segments, which Policy passes as a keyword
+through the model's forward. transformers' own masks for packed rows are dense, T × T for a row of T tokens;
+here torch's kernel runs on each segment, and the cost is the sum of the squares of their lengths.
+
+A segment that begins at position p > 0 goes on from the first p tokens of the last one that began at 0: it
+sees them and itself, as if it were one row with them. Two answers to one prompt are laid so, the prompt once.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +31,8 @@ from transformers import (
 from dsft.errors import DsftError, Problem, SpecError
 
 SEGMENTS = "dsft_segments"
-KEYWORD = "segment_lengths"
+KEYWORD = "segments"
+Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of each segment of a row
 SEEN_BY_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types of a config that are exact
 # What models hand to their attention that changes nothing in it here; is_causal is looked at.
 HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict"})
@@ -85,16 +89,28 @@ def _one_rope_up_to(config: PreTrainedConfig) -> float:
 
 
 def packed_keywords(
-    implementation: str, position_ids: Tensor, lengths: tuple[int, ...] | None
+    implementation: str,
+    position_ids: Tensor,
+    lengths: tuple[int, ...] | None,
+    starts: tuple[int, ...] | None = None,
 ) -> Mapping[str, Any]:
     """What tells the model's attention the segments of its one row; nothing for padded rows. Without lengths
-    (in a pipeline, between whose stages only tensors travel) they are read from position_ids, (B, T)."""
+    (in a pipeline, between whose stages only tensors travel) they are read from position_ids, (B, T).
+
+    Raises DsftError where segments share a prompt and the attention is not `segment_attention`."""
     is_flash = implementation.startswith("flash")
     if len(position_ids) > 1 or not (is_flash or implementation == SEGMENTS):
+        _refuse_shared(implementation, starts or ())
         return {}
-    lengths = lengths or lengths_of(position_ids)
+    segments = (
+        segments_of(position_ids)
+        if lengths is None
+        else tuple(zip(lengths, starts or (0,) * len(lengths), strict=True))
+    )
     if not is_flash:
-        return {KEYWORD: lengths}
+        return {KEYWORD: segments}
+    _refuse_shared(implementation, [start for _, start in segments])
+    lengths = tuple(length for length, _ in segments)
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends = ends.to(position_ids.device, non_blocking=True)
     return {
@@ -105,10 +121,21 @@ def packed_keywords(
     }
 
 
-def lengths_of(position_ids: Tensor) -> tuple[int, ...]:
-    """(1, T), beginning again at 0 with each segment -> tokens of each segment. Waits for the device."""
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    return tuple(end - start for start, end in zip(starts, (*starts[1:], position_ids.shape[1]), strict=True))
+def _refuse_shared(implementation: str, starts: Iterable[int]) -> None:
+    if any(starts):
+        raise DsftError(
+            f"Answers that share their prompt need model.attention auto or sdpa, and this model's is "
+            f"{implementation}; set dpo.share_prompts to false."
+        )
+
+
+def segments_of(position_ids: Tensor) -> Segments:
+    """(1, T) -> where a position is not the one before plus 1, a segment begins. Waits for the device."""
+    positions = position_ids[0]
+    begins = F.pad(positions.diff() != 1, (1, 0), value=True).nonzero().flatten()
+    at, starts = torch.stack((begins, positions[begins])).tolist()
+    ends = (*at[1:], len(positions))
+    return tuple((end - begin, start) for begin, end, start in zip(at, ends, starts, strict=True))
 
 
 @contextmanager
@@ -139,43 +166,98 @@ def segment_attention(
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """(B, heads, T, D) each, key and value with as many heads or a divisor -> (B, T, heads, D), None: causal
-    within each segment of a packed row (B = 1), over its last `sliding_window` tokens, the scores bent by
-    `softcap` as in Gemma 2. The signature is transformers' AttentionInterface's.
+    within each segment of a packed row (B = 1) and what it goes on from, over the last `sliding_window`
+    tokens, the scores bent by `softcap` as in Gemma 2. The signature is transformers' AttentionInterface's.
 
     Raises DsftError for anything else that the model asks of its attention.
     """
-    lengths, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", NOT_SAID)
+    segments, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", NOT_SAID)
     softcap = asked.pop("softcap", None)
-    _refuse_unknown(module, attention_mask, lengths, window, asked)
-    longest = max(lengths)
+    _refuse_unknown(module, attention_mask, segments, window, asked)
+    longest = max(length + start for length, start in segments)
     reach = min(window, longest) if window not in (None, NOT_SAID) else longest
     band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        length = q.shape[2]
+    for part in _parts(segments, reach, query, key, value):
         if softcap is not None:
             assert band is not None
-            output = _attend_bent((q, k, v), band[:length, :length], scale, dropout, softcap)
+            output = _attend_bent(part, part.seen(band), scale, dropout, softcap)
         else:
-            mask = band[:length, :length] if band is not None and length > reach else None
-            output = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            output = _attend(part, None if part.is_square(reach) else part.seen(band), scale, dropout)
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
-def _attend_bent(
-    parts: tuple[Tensor, Tensor, Tensor], mask: Tensor, scale: float, dropout: float, softcap: float
-) -> Tensor:
+class _Part(NamedTuple):
+    """A segment's queries (1, heads, n, D) from position `start` on, and the keys and values (1, heads, m, D)
+    of positions start + n - m to start + n."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: int
+
+    def is_square(self, reach: int) -> bool:
+        """Plainly causal: no keys before the segment's own, and all of them within reach."""
+        return self.start == 0 and self.query.shape[2] <= reach
+
+    def seen(self, band: Tensor | None) -> Tensor:
+        """(n, m) bool: which keys each query sees."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if band is None:
+            device = self.query.device
+            return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+        end = self.start + length
+        return band[self.start : end, end - keys : end]
+
+
+def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
+    """Splits, whose backward is one concatenation; only the part of a shared prompt that is within reach is
+    copied."""
+    lengths = [length for length, _ in segments]
+    split = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    prompt: tuple[Tensor, Tensor] | None = None
+    for (q, k, v), (_, start) in zip(split, segments, strict=True):
+        if start == 0:
+            prompt = k, v
+        elif prompt is None or prompt[0].shape[2] < start:
+            raise DsftError(f"A segment begins at position {start} without so many tokens before it.")
+        else:
+            first = max(0, start + 1 - reach)
+            k, v = (
+                torch.cat((before.narrow(2, first, start - first), own), dim=2)
+                for before, own in zip(prompt, (k, v), strict=True)
+            )
+        yield _Part(q, k, v, start)
+
+
+def _attend(part: _Part, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """Causal where there is no mask."""
+    query, key, value, _ = part
+    is_grouped = query.shape[1] != key.shape[1]
+    if is_grouped and mask is not None and query.device.type != "cpu":
+        # torch's fused kernels on a GPU take groups or a mask, not both
+        key, value, is_grouped = *_ungrouped(part), False
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def _ungrouped(part: _Part) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each head of the query."""
+    groups = part.query.shape[1] // part.key.shape[1]
+    return part.key.repeat_interleave(groups, dim=1), part.value.repeat_interleave(groups, dim=1)
+
+
+def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softcap: float) -> Tensor:
     """softcap × tanh(score ÷ softcap), which torch's kernel has not: by hand, as transformers' Gemma 2 does,
     with the softmax in float32."""
-    query, key, value = parts
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
-    shares = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    key, value = _ungrouped(part)
+    scores = softcap * torch.tanh(part.query @ key.transpose(2, 3) * scale / softcap)
+    shares = (
+        scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(part.query.dtype)
+    )
     return F.dropout(shares, dropout) @ value
 
 
@@ -188,14 +270,14 @@ def _band(length: int, reach: int, device: torch.device) -> Tensor:
 def _refuse_unknown(
     module: nn.Module,
     attention_mask: Tensor | None,
-    lengths: tuple[int, ...] | None,
+    segments: Segments | None,
     window: int | None,
     asked: Mapping[str, Any],
 ) -> None:
     unknown = [name for name, value in asked.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
-    if lengths is None:
-        reason = "hands no lengths of segments down to its attention"
+    if segments is None:
+        reason = "hands no segments down to its attention"
     elif attention_mask is not None:
         reason = "makes a mask of its own for its attention"
     elif unknown:

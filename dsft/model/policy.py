@@ -47,13 +47,15 @@ class Policy(nn.Module):
         lengths: tuple[int, ...] | None = None,
         noise_scale: Tensor | None = None,
         num_targets: int | None = None,
+        starts: tuple[int, ...] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
-        (B, T) int64; lengths: of a packed row's segments; noise_scale (B, T): of the first stage's embeddings
-        in training; num_targets: how many there are, where that is known. Gives (B, T) float32
-        log-probabilities, 0 where there is no target; or, before the last stage, what the next one takes."""
+        (B, T) int64; lengths, starts: of a packed row's segments, as in MicroBatch; noise_scale (B, T): of
+        the first stage's embeddings in training; num_targets: how many there are, where that is known. Gives
+        (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, what the next
+        one takes."""
         given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
-        given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths)
+        given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths, starts)
         given |= {"position_ids": position_ids, "use_cache": False}
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)

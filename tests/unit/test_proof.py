@@ -97,7 +97,7 @@ def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, preci
     monkeypatch.setattr(
         policies,
         "packed_keywords",
-        lambda kind, at, _: of(kind, at, (at.shape[1],) if len(at) == 1 else None),
+        lambda kind, at, *_: of(kind, at, (at.shape[1],) if len(at) == 1 else None),
     )
     with pytest.raises(SpecError, match="data.packing: a packed row's neighbour changes its loss"):
         prove(scores(precision), rows(20, 30, 17, 25, 60), precision)
@@ -107,7 +107,7 @@ def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
     """Only the last two segments are one."""
     of = policies.packed_keywords
 
-    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None) -> Any:
+    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None, _: None) -> Any:
         return of(kind, at, (*lengths[:-2], sum(lengths[-2:])) if lengths and len(lengths) > 2 else lengths)
 
     monkeypatch.setattr(policies, "packed_keywords", joined)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,55 +10,75 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from dsft.data.steps.batch import NO_TARGET
 from dsft.errors import DsftError, SpecError
 from dsft.model.attention import (
+    KEYWORD,
     SEGMENTS,
+    Segments,
     attend_per_segment,
-    lengths_of,
     own_attention,
     packed_keywords,
     segment_attention,
+    segments_of,
 )
 from dsft.model.policy import Policy
 
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
+ALONE = tuple((length, 0) for length in LENGTHS)
+SHARED = ((9, 0), (4, 5), (2, 0), (3, 1), (10, 0), (5, 9), (8, 2))  # the last two go on from the same one
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    row: Sequence[Tensor], segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """By the definition: one mask for the whole row, in float64."""
+    """By the definition: one mask for the whole row (query, key, value), in float64."""
+    query, key, value = row
     groups = query.shape[1] // key.shape[1]
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    back = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
-    seen = (of[:, None] == of[None]) & (back >= 0) & (back < (window or TOKENS))
+    of = torch.cat([torch.full((length,), number) for number, (length, _) in enumerate(segments)])
+    at = positions_of(segments)[0]
+    seen = of[:, None] == of[None]
+    for number, (_, start) in enumerate(segments):
+        prompt = max(n for n, (_, begin) in enumerate(segments[: number + 1]) if begin == 0)
+        seen |= (of == number)[:, None] & ((of == prompt) & (at < start))[None]
+    back = at[:, None] - at[None]
+    seen &= (back >= 0) & (back < (window or TOKENS))
     scores = query @ key.transpose(2, 3) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
+def positions_of(segments: Segments) -> Tensor:
+    return torch.cat([torch.arange(start, start + length) for length, start in segments])[None]
+
+
+@pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_equals_a_dense_mask(window: int | None, softcap: float | None, key_heads: int) -> None:
+def test_equals_a_dense_mask(
+    window: int | None, softcap: float | None, key_heads: int, segments: Segments
+) -> None:
     """The output and the gradients of query, key and value."""
     torch.manual_seed(3)
-    row = [torch.randn(1, heads, TOKENS, SIZE) * 2 for heads in (HEADS, key_heads, key_heads)]
+    tokens = sum(length for length, _ in segments)
+    row = [torch.randn(1, heads, tokens, SIZE) * 2 for heads in (HEADS, key_heads, key_heads)]
     ours, theirs = ([x.clone().requires_grad_() for x in row] for _ in range(2))
-    asked = {"sliding_window": window, "softcap": softcap, "segment_lengths": LENGTHS}
+    asked = {"sliding_window": window, "softcap": softcap, KEYWORD: segments}
     found, weights = segment_attention(nn.Module(), *ours, None, scaling=0.3, **asked)
-    expected = dense(*theirs, 0.3, window, softcap)
-    assert weights is None and found.shape == (1, TOKENS, HEADS, SIZE) and found.is_contiguous()
+    expected = dense(theirs, segments, 0.3, window, softcap)
+    assert weights is None and found.shape == (1, tokens, HEADS, SIZE) and found.is_contiguous()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
     pull = torch.randn_like(found)
     found.backward(pull)
     expected.backward(pull.double())
+    bound = 5e-6 if segments == ALONE else 1e-5  # a shared prompt's keys are seen by up to three segments
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None and other.grad is not None
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=5e-6)
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound)
 
 
 def test_attention_dropout_drops() -> None:
@@ -65,7 +86,7 @@ def test_attention_dropout_drops() -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     for softcap in (None, 3.0):
         whole, half = (
-            segment_attention(nn.Module(), *row, None, p, segment_lengths=LENGTHS, softcap=softcap)[0]
+            segment_attention(nn.Module(), *row, None, p, segments=ALONE, softcap=softcap)[0]
             for p in (0.0, 0.5)
         )
         assert (whole - half).abs().max() > 0.1
@@ -74,10 +95,10 @@ def test_attention_dropout_drops() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "hands no lengths of segments down"),
-        ({"segment_lengths": LENGTHS, "s_aux": torch.ones(4)}, "asks s_aux of its attention"),
-        ({"segment_lengths": LENGTHS, "is_causal": False}, "looks ahead"),
-        ({"segment_lengths": LENGTHS, "attention_mask": torch.ones(1)}, "makes a mask of its own"),
+        ({}, "hands no segments down"),
+        ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "asks s_aux of its attention"),
+        ({KEYWORD: ALONE, "is_causal": False}, "looks ahead"),
+        ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "makes a mask of its own"),
     ],
 )
 def test_what_is_unknown_is_refused(asked: dict[str, Any], said: str) -> None:
@@ -92,13 +113,32 @@ def test_a_model_that_keeps_its_window_to_itself_is_refused() -> None:
     module = nn.Module()
     module.config = CONFIG_MAPPING["mistral"](sliding_window=4)  # type: ignore[assignment]
     with pytest.raises(DsftError, match="does not tell its attention which layers have a sliding window"):
-        segment_attention(module, *row, None, segment_lengths=LENGTHS)
+        segment_attention(module, *row, None, segments=ALONE)
 
 
-def test_lengths_from_positions() -> None:
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    assert lengths_of(positions) == LENGTHS
-    assert lengths_of(torch.arange(5)[None]) == (5,)
+def test_a_prompt_that_is_not_there_is_an_error() -> None:
+    row = [torch.randn(1, HEADS, 8, SIZE) for _ in range(3)]
+    for segments in (((8, 2),), ((3, 0), (5, 4))):
+        with pytest.raises(DsftError, match="without so many tokens before it"):
+            segment_attention(nn.Module(), *row, None, segments=segments)
+
+
+@pytest.mark.parametrize("segments", [ALONE, SHARED, ((5, 0),), ((2, 0), (1, 1), (2, 0))])
+def test_segments_from_positions(segments: Segments) -> None:
+    assert segments_of(positions_of(segments)) == segments
+    given = packed_keywords(SEGMENTS, positions_of(segments), None)
+    lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
+    assert given == packed_keywords(SEGMENTS, positions_of(segments), lengths, starts) == {KEYWORD: segments}
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "eager", "sdpa"])
+def test_other_attention_refuses_shared_prompts(implementation: str) -> None:
+    lengths, starts = zip(*SHARED, strict=True)
+    with pytest.raises(DsftError, match=f"is {implementation}; set dpo.share_prompts to false"):
+        packed_keywords(implementation, positions_of(SHARED), lengths, starts)
+    if implementation.startswith("flash"):
+        with pytest.raises(DsftError, match="share_prompts"):
+            packed_keywords(implementation, positions_of(SHARED), None)
 
 
 def test_what_flash_attention_is_given() -> None:
@@ -141,6 +181,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 4},
     "starcoder2": {"sliding_window": 5},
 }
+LEARNED: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+LEARNED |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def small(kind: str, **keys: Any) -> PreTrainedModel:
@@ -204,6 +246,98 @@ def test_other_neighbours_change_nothing(kind: str) -> None:
         for kept in range(len(rows)):
             others = [row if at == kept else (row - 2) % 94 + 3 for at, row in enumerate(rows)]
             assert torch.equal(scored(others)[kept], before[kept])
+
+
+PAIRS = ((6, 5, 3), (1, 4, 7), (12, 1, 6), (3, 9, 1))  # tokens of a prompt and of its two answers
+
+
+def pairs(draw: Callable[[int], Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Segments]:
+    """Both rows of each pair, (1, T) each; and all of them in one row with each prompt once: its tokens, the
+    targets, and its segments. Only answers have targets."""
+    rows, ids, targets = [], [], []
+    segments: list[tuple[int, int]] = []
+    for prompt, *answers in PAIRS:
+        asked = draw(prompt)
+        chosen, rejected = (torch.cat((asked, draw(answer)), 1) for answer in answers)
+        rows.append((chosen, rejected))
+        ids += [chosen, rejected[:, prompt - 1 :]]
+        segments += [(chosen.shape[1], 0), (1 + answers[1], prompt - 1)]
+        targets += [aimed(chosen, prompt), aimed(rejected, prompt)[:, prompt - 1 :]]
+    return rows, torch.cat(ids, 1), torch.cat(targets, 1), tuple(segments)
+
+
+def aimed(row: Tensor, prompt: int) -> Tensor:
+    targets = row.roll(-1, 1)
+    targets[:, -1] = NO_TARGET
+    targets[:, : prompt - 1] = NO_TARGET
+    return targets
+
+
+def shared_model(kind: str) -> PreTrainedModel:
+    return small(kind, **(LEARNED if kind == "gpt2" else {}))
+
+
+def draw_tokens(tokens: int) -> Tensor:
+    return torch.randint(3, 97, (1, tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_pipeline", "checkpointing"),
+    [*((kind, False, False) for kind in (*MODELS, "gpt2")), ("llama", True, False), ("gemma2", False, True)],
+)
+def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpointing: bool) -> None:
+    """Log-probabilities of each answer and all gradients, against transformers' own attention on each row by
+    itself, to the bound of packing; also where the segments are read from the positions."""
+    model = shared_model(kind)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    attend_per_segment(model, "auto", max_length=64)
+    policy, parameters = Policy(model), list(model.parameters())
+    rows, ids, targets, segments = pairs(draw_tokens)
+    lengths, starts = (None, None) if in_pipeline else zip(*segments, strict=True)
+    found = policy(ids, positions_of(segments), targets, lengths, starts=starts)
+    weights = torch.randn(len(segments))  # a weight for each answer, as an objective of pairs has
+    answers = torch.stack([part.sum() for part in found.split([n for n, _ in segments], 1)])
+    gradients = torch.autograd.grad(answers @ weights, parameters, allow_unused=True)
+    with own_attention(model):
+        alone = torch.stack(
+            [
+                policy(row, torch.arange(row.shape[1])[None], aimed(row, prompt)).sum()
+                for both, (prompt, *_) in zip(rows, PAIRS, strict=True)
+                for row in both
+            ]
+        )
+        expected = torch.autograd.grad(alone @ weights, parameters, allow_unused=True)
+    torch.testing.assert_close(answers, alone, rtol=1e-6, atol=5e-6)
+    for mine, other in zip(gradients, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt2"])
+def test_no_answer_sees_another(kind: str) -> None:
+    """All answers but one are replaced, token by token: its log-probabilities do not move at all."""
+    model = shared_model(kind)
+    attend_per_segment(model, "auto", max_length=64)
+    policy = Policy(model)
+    _, ids, targets, segments = pairs(draw_tokens)
+    lengths, starts = zip(*segments, strict=True)
+    prompts = {2 * n: prompt for n, (prompt, *_) in enumerate(PAIRS)}
+
+    def scored(ids: Tensor) -> tuple[Tensor, ...]:
+        return policy(ids, positions_of(segments), targets, lengths, starts=starts).split(lengths, 1)
+
+    with torch.no_grad():
+        before = scored(ids)
+        for kept in range(len(segments)):
+            changed = ids.split(lengths, 1)
+            others = [
+                part if at == kept else torch.cat((part[:, :n], (part[:, n:] - 2) % 94 + 3), 1)
+                for at, part in enumerate(changed)
+                for n in (prompts.get(at, 1),)
+            ]
+            assert torch.equal(scored(torch.cat(others, 1))[kept], before[kept])
 
 
 def test_eager_keeps_the_models_own_masks() -> None:
