@@ -36,7 +36,7 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
 
 
 def outcome(records: list[dict[str, float]]) -> list[str]:
-    """First and last training loss, and the last held-out loss, as far as there are any."""
+    """First and last training loss, and the last held-out figures, as far as there are any."""
     lines = []
     losses = [record for record in records if "train/loss" in record]
     held_out = [record for record in records if "eval/loss" in record]
@@ -49,9 +49,13 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
     if held_out:
         last = held_out[-1]
         named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
-        lines.append(
-            f"held-out loss {last['eval/loss']:.4f}, perplexity {last['eval/perplexity']:.4g}{named}"
-        )
+        formats = {
+            "eval/perplexity": ", perplexity {:.4g}",
+            "eval/rewards/accuracies": ", accuracy {:.3f}",
+            "eval/rewards/margins": ", margin {:.3g}",
+        }
+        more = "".join(form.format(last[name]) for name, form in formats.items() if name in last)
+        lines.append(f"held-out loss {last['eval/loss']:.4f}{more}{named}")
     return lines
 
 
@@ -68,6 +72,6 @@ def what_next(spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool 
             f"adapter: {export}, for peft's {loader}.from_pretrained over {over}; the whole model: "
             f"dsft export {checkpoint} OUT --merged"
         ]
-    if spec.task == "sft" and (lora is None or base is not None):
+    if spec.task in ("sft", "dpo") and (lora is None or base is not None):
         lines.append(f"talk to it: dsft chat {export}")
     return lines

@@ -194,9 +194,10 @@ def position(progress: Progress) -> Record:
 
 
 def training_record(window: Window, objective: Objective, run: Run, progress: Progress) -> Record:
-    """The window's loss (its sums ÷ its counts) and speed. One collective; it waits for the device."""
+    """The window's loss and metrics (its sums ÷ its counts) and speed. One collective; it waits for the
+    device."""
     assert window.sums is not None, "a record is made after a step"
-    loss = mean_loss(objective, run.sum(window.sums), window.counts)
+    figures = means(objective, run.sum(window.sums), window.counts, "train")
     seconds = time.perf_counter() - window.began
     tokens_per_second = window.num_tokens / seconds
     mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}
@@ -204,8 +205,8 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
         position(progress)
         | (mfu or {})
         | window.sources
+        | figures
         | {
-            "train/loss": loss,
             "perf/step_time": seconds / window.steps,
             "perf/tokens_per_second": tokens_per_second,
             "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
@@ -217,29 +218,34 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
 def evaluation_record(
     objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
 ) -> Record:
-    """Token-exact loss of all held-out rows, and of each set that has a name; with their exponentials.
+    """Loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens or
+    pairs; the exponential of a loss per token beside it.
 
     sums: (sets, n_terms) over all ranks; counts and names: of each set.
     """
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)
-    losses = {"eval": mean_loss(objective, sums.sum(0), total)}
+    record = means(objective, sums.sum(0), total, "eval")
     for name, mine, count in zip(names, sums, counts, strict=True):
         if name is not None:
-            losses[f"eval/{name}"] = mean_loss(objective, mine, count)
-    record: Record = {}
-    for prefix, loss in losses.items():
-        record |= {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss)}
+            record |= means(objective, mine, count, f"eval/{name}")
+    if objective.of_answers is None:
+        losses = {name: loss for name, loss in record.items() if name.endswith("/loss")}
+        record |= {name.removesuffix("loss") + "perplexity": perplexity(losses[name]) for name in losses}
     return record
+
+
+def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix: str) -> Record:
+    """PREFIX/loss, and PREFIX/NAME of each term that has a name. sums: (n_terms,) over all ranks."""
+    values = sums.tolist()
+    loss = math.fsum(s * total for s, total in zip(objective.scales(counts), values, strict=True))
+    named = {f"{prefix}/{name}": mean for name, mean in objective.metrics(values, counts).items()}
+    return {f"{prefix}/loss": loss} | named
 
 
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def mean_loss(objective: Objective, sums: Tensor, counts: Mapping[str, int]) -> float:
-    return math.fsum(s * total for s, total in zip(objective.scales(counts), sums.tolist(), strict=True))
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -75,11 +75,15 @@ def _facts(record: Mapping[str, float]) -> list[str]:
     """What a reader looks at while it runs, rounded; metrics.jsonl has the rest."""
     formats = {
         "train/loss": "loss {:.4f}",
+        "train/rewards/accuracies": "accuracy {:.3f}",
+        "train/rewards/margins": "margin {:.3g}",
         "train/grad_norm": "grad norm {:.3g}",
         "train/learning_rate": "lr {:.3g}",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
         "eval/loss": "held-out loss {:.4f}",
         "eval/perplexity": "held-out perplexity {:.4g}",
+        "eval/rewards/accuracies": "held-out accuracy {:.3f}",
+        "eval/rewards/margins": "held-out margin {:.3g}",
     }
     facts = [form.format(record[name]) for name, form in formats.items() if name in record]
     return facts + [f"{name} {loss:.4f}" for name, loss in named_losses(record).items()]

@@ -22,6 +22,7 @@ Points = tuple[list[int], list[float]]
 SMOOTHED_FROM = 60
 """Points from which on the training loss is shown smoothed too."""
 BLUE, RED = "#1f5fa8", "#c0392b"
+REWARDS = ("rewards/margins", "rewards/accuracies")
 EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 
 
@@ -59,9 +60,16 @@ def _figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[1.6, 1])
+    rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
+    heights = [1.6, 1.0]
+    if any(key.endswith(REWARDS[0]) for record in records for key in record):
+        rows, heights = [rows[0], list(REWARDS), rows[1]], [1.6, 1.0, 1.0]
+    axes = figure.subplot_mosaic(rows, height_ratios=heights)
     figure.suptitle(name, fontsize=13, fontweight="bold")
     _losses(axes["loss"], records)
+    for key in REWARDS:
+        if key in axes:
+            _rewards(axes[key], records, key)
     _line(axes["rate"], series(records, "train/learning_rate"), "learning rate")
     axes["rate"].set_ylim(bottom=0)
     _norm(axes["norm"], records)
@@ -92,8 +100,17 @@ def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
             {"linewidth": 1.6, "zorder": 3} if key == "eval/loss" else {"linewidth": 1.2, "linestyle": "--"}
         )
         axis.plot(at, losses, color=colour, marker="o", markersize=4, label=label, **whole)
-    axis.set_title("loss (nats per token)", fontsize=10, loc="left")
+    axis.set_title("loss (nats)", fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=9)
+
+
+def _rewards(axis: Any, records: Sequence[Mapping[str, float]], key: str) -> None:
+    """A figure of preference pairs, in training and held out."""
+    _line(axis, series(records, f"train/{key}"), key)
+    steps, values = series(records, f"eval/{key}")
+    if values:
+        axis.plot(steps, values, color=EVALUATIONS[0], marker="o", markersize=4, label=_last("eval", values))
+        axis.legend(frameon=False, fontsize=9)
 
 
 def _last(name: str, values: Sequence[float]) -> str:

@@ -30,6 +30,7 @@ def spec(task: str, model: dict[str, object]) -> Spec:
     [
         ("sft", {"name_or_path": "base"}, "model: runs/a/export", True),
         ("pretrain", {"name_or_path": "base"}, "model: runs/a/export", False),
+        ("dpo", {"name_or_path": "base"}, "model: runs/a/export", True),
         ("sft", {"name_or_path": "base", "lora": {}}, "step-9 OUT --merged", True),
         ("sft", {"from_config": {"model_type": "llama"}, "lora": {}}, "which no folder holds", False),
     ],
@@ -49,3 +50,5 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     records.append({step: 2, "eval/loss": 1.5, "eval/perplexity": 4.48, "eval/b/loss": 2.0})
     assert outcome(records)[1] == "held-out loss 1.5000, perplexity 4.48, b 2.0000"
     assert outcome([]) == []
+    pairs = {step: 2, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "eval/rewards/margins": 1.25}
+    assert outcome([pairs]) == ["held-out loss 0.5000, accuracy 0.750, margin 1.25"]

@@ -206,6 +206,45 @@ def test_named_sets_have_losses_of_their_own_and_count_by_their_tokens() -> None
     assert len(record) == 6
 
 
+PREFERENCES = replace(
+    OBJECTIVE,
+    terms=(Term("pairs"), Term("chosen_tokens", 0.5, "nll_loss"), Term("pairs", 0.0, "rewards/margins")),
+    of_answers=lambda logps, pairs: (),
+)
+
+
+def test_metrics_of_preference_pairs_are_means_over_pairs_and_tokens_without_a_perplexity() -> None:
+    sums = torch.tensor([[3.0, 40.0, 6.0], [1.0, 5.0, -2.0]], dtype=torch.float64)
+    counts = [{"pairs": 3, "chosen_tokens": 40}, {"pairs": 1, "chosen_tokens": 10}]
+    assert evaluation_record(PREFERENCES, sums, counts, ["a", None]) == {
+        "eval/loss": 4 / 4 + 0.5 * 45 / 50,
+        "eval/nll_loss": 45 / 50,
+        "eval/rewards/margins": 1.0,
+        "eval/a/loss": 1.5,
+        "eval/a/nll_loss": 1.0,
+        "eval/a/rewards/margins": 2.0,
+    }
+
+
+def test_training_reports_the_metrics_of_a_window() -> None:
+    @dataclass
+    class PairEngine(FakeEngine):
+        def step(
+            self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+        ) -> StepResult:
+            return StepResult(torch.tensor([2.0, 10.0, 4.0], dtype=torch.float64), 0.5, applied=True)
+
+    class PairSteps:
+        def step(self, index: int) -> GlobalStep:
+            return GlobalStep((), {"pairs": 2 + index, "chosen_tokens": 20}, 100, 0.0, (0, 1))
+
+    log = Log()
+    fit(PairEngine(), PREFERENCES, PairSteps(), schedule(total_steps=2, log_every=2), log.run(), Progress())
+    assert log.of("train/loss") == [(2, pytest.approx(4 / 5 + 0.5 * 20 / 40))]
+    assert log.of("train/nll_loss") == [(2, 0.5)]
+    assert log.of("train/rewards/margins") == [(2, pytest.approx(8 / 5))]
+
+
 def test_random_numbers_differ_by_seed_step_and_rank() -> None:
     draws = set()
     for place in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]:

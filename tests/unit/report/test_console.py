@@ -50,6 +50,18 @@ def test_plain_lines_in_a_log() -> None:
     assert lines[4] == "step 10/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
 
 
+def test_preference_pairs_show_accuracy_and_margin() -> None:
+    out = io.StringIO()
+    console = Console(total_steps=10, first_step=2, terminal=Terminal(file=out, width=100))
+    figures = {"loss": 0.5, "rewards/accuracies": 0.625, "rewards/margins": 0.03125}
+    console.metrics({STEP: 10} | {f"train/{name}": value for name, value in figures.items()})
+    console.metrics({STEP: 10} | {f"eval/{name}": value for name, value in figures.items()})
+    assert out.getvalue().splitlines() == [
+        "step 10/10  loss 0.5000  accuracy 0.625  margin 0.0312",
+        "step 10/10  held-out loss 0.5000  held-out accuracy 0.625  held-out margin 0.0312",
+    ]
+
+
 def test_a_bar_on_a_terminal() -> None:
     text = said(is_terminal=True)
     assert "\x1b[" in text and "━" in text  # it is drawn in place

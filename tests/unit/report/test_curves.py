@@ -41,6 +41,20 @@ def test_a_picture_is_drawn_of_any_number_of_steps(tmp_path: Path, steps: int) -
 
 
 @drawn
+def test_a_run_on_preference_pairs_has_its_rewards_in_the_picture(tmp_path: Path) -> None:
+    """A row more of it."""
+    plain, pairs = tmp_path / "plain.png", tmp_path / "pairs.png"
+    write_curves(plain, "run", records(10))
+    rewards = {"rewards/margins": 0.5, "rewards/accuracies": 0.75}
+    more = [
+        record | {f"{'eval' if 'eval/loss' in record else 'train'}/{name}": v for name, v in rewards.items()}
+        for record in records(10)
+    ]
+    assert write_curves(pairs, "run", more) == f"curves: {pairs}"
+    assert pairs.read_bytes() != plain.read_bytes()
+
+
+@drawn
 def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
     said = write_curves(tmp_path / "no" / "curves.png", "run", records(3))
     assert said.startswith("no curves.png: ") and "No such file" in said
