@@ -34,7 +34,7 @@ def hold(run: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         raise LockedError(
-            f"{run} is used by {_holder(path)}; wait until it ends, stop it, or choose another name."
+            f"{run} is used by {holder(run)}; wait until it ends, stop it, or choose another name."
         ) from None
     except (OSError, NotImplementedError) as error:
         raise StorageError(
@@ -48,8 +48,9 @@ def hold(run: Path) -> Iterator[None]:
         lock.release()
 
 
-def _holder(path: Path) -> str:
+def holder(run: Path) -> str:
+    """Who says to hold the folder."""
     try:
-        return path.read_text().strip() or "another job"
+        return (run / NAME).read_text().strip() or "another job"
     except OSError:
         return "another job"

@@ -52,7 +52,8 @@ _FILES_AT_ONCE = 64  # whose locks are held together: each takes a descriptor
 _MAPPED = 16  # blocks of about 16 MB whose tokens are mapped at a time
 _WAIT_SECONDS = 10.0
 _LONG = 1 << 16  # tokens of a row
-_DIGESTS = "digests"
+DIGESTS = "digests"
+"""The folder of the cache that remembers what files hold."""
 
 
 class Source(files.Source, formats.Source, Protocol):
@@ -290,7 +291,7 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
     parts = blocks(look.file)
     if cache.folder is None:
         return [Job(part, look.format) for part in parts]
-    content = file_digest(look.file, cache.folder / _DIGESTS)
+    content = file_digest(look.file, cache.folder / DIGESTS)
     # All that decides what stands in a block; where the blocks are cut is among it.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
@@ -411,7 +412,7 @@ class _Store:
     def _prove_unchanged(self, jobs: Sequence[Job]) -> None:
         """What was made must be of the content that names it. Raises DataError."""
         assert self._cache.folder is not None
-        memory, of_file = self._cache.folder / _DIGESTS, {job.block.file: job for job in jobs}
+        memory, of_file = self._cache.folder / DIGESTS, {job.block.file: job for job in jobs}
         changed = [file for file, job in of_file.items() if file_digest(file, memory) != job.content]
         if changed:
             for job in jobs:

@@ -35,12 +35,16 @@ def file_digest(file: DataFile, memory: Path | None = None) -> str:
         content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     else:
         with readable(file):
-            content = _remembered(file, memory)
+            content = content_digest(Path(file.path), memory)
     return hashlib.sha256(f"{read_as} {content}".encode()).hexdigest()
 
 
-def _remembered(file: DataFile, memory: Path | None) -> str:
-    path = Path(file.path).absolute()
+def content_digest(path: Path, memory: Path | None) -> str:
+    """sha256 of a file's bytes; found again in the folder `memory` as `file_digest` says.
+
+    Raises OSError where the file cannot be read, DataError where it changes meanwhile.
+    """
+    path = path.absolute()
     state = _state(path)
     known = None if memory is None else memory / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
     if known is not None:
@@ -52,8 +56,8 @@ def _remembered(file: DataFile, memory: Path | None) -> str:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     if _state(path) != state:
         raise DataError(
-            "a data file changes while it is read:",
-            [Problem(file.name, "has another size or time now than before; wait until it is written")],
+            "a file changes while it is read:",
+            [Problem(str(path), "has another size or time now than before; wait until it is written")],
         )
     if known is not None and started - path.stat().st_mtime_ns > _RACY_NS:
         _save(known, {"state": state, "sha256": content})

@@ -49,7 +49,7 @@ class Renderer:
 
         tokenizer: Any = self.tokenizer
         said = [
-            _tokenizer_text(tokenizer),
+            tokenizer_text(tokenizer),
             type(tokenizer).__name__,
             tokenizer.special_tokens_map,
             self.template if self.template is not None else tokenizer.chat_template,
@@ -117,7 +117,7 @@ class Renderer:
         self.__dict__.update(state)
 
 
-def _tokenizer_text(tokenizer: Any) -> Any:
+def tokenizer_text(tokenizer: Any) -> Any:
     """All that a tokenizer is, as text."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str()

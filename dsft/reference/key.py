@@ -1,0 +1,207 @@
+"""What reference log-probabilities depend on, as named components: takes a spec, its reference's model and
+its inputs, gives a Key. Reads the weight files, whose digests are remembered beside those of the data files.
+
+Nothing of how they are computed is in it (ranks, ZeRO stage, packing, micro-batches): that changes no more
+than their rounding, so any layout reads what any other has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsft.checkpoint.compare import ABSENT, flatten, other_rows
+from dsft.data.cache.store import DIGESTS, cache_folder
+from dsft.data.read.digest import content_digest
+from dsft.data.render.renderer import tokenizer_text
+from dsft.errors import MissingInputError
+from dsft.inputs import Inputs
+from dsft.model.config import new_rows, resolve_config
+from dsft.model.files import weight_files
+from dsft.model.lora import CONFIG, WEIGHTS
+from dsft.spec.schema import Model, Spec
+
+FORMAT = 1
+"""Counts up when the same components would give other log-probabilities."""
+_READERS = 4  # files that are hashed at a time
+_OF_NO_VALUE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+Components = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """components: by name, JSON values; of these `differences` makes sentences.
+
+    weights     {file: sha256}, or of a fresh model {from_config, seed}
+    config      what the model's configuration says that is not its class's own default
+    adapter     {file: sha256}, None without one
+    new_rows    of the embeddings, as NewRows has them; added: the tokens of model.add_tokens
+    tokenizer   sha256 of all that it is but its template
+    template    the chat template's text
+    truncation  data.max_length and data.on_too_long
+    data        sources: {one of data.train or data.eval: {rows, tokens, fingerprint}}, as in checkpoints;
+                examples: the fingerprint of each dataset
+    precision   train.precision
+    """
+
+    components: Components
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.components, sort_keys=True).encode()).hexdigest()
+
+
+def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
+    """`model`: the reference's. Raises MissingInputError where its files cannot be read, DataError where one
+    changes meanwhile."""
+    memory = cache_folder(spec) / DIGESTS
+    rows = new_rows(model, inputs.facts)
+    data = inputs.loaded
+    datasets = (data.train, *(one.data for one in data.held_out))
+    return Key(
+        {
+            "format": FORMAT,
+            "weights": _weights(model, spec.train.seed, memory),
+            "config": _config(model, inputs),
+            "adapter": _adapter(model, memory),
+            "new_rows": None if rows is None else asdict(rows) | {"added": list(model.add_tokens)},
+            "tokenizer": _digest([tokenizer_text(inputs.tokenizer), inputs.tokenizer.special_tokens_map]),
+            "template": inputs.tokenizer.chat_template,
+            "truncation": {"max_length": spec.data.max_length, "on_too_long": spec.data.on_too_long},
+            "data": {
+                "sources": {name: dict(one) for name, one in data.identity.items()},
+                "examples": [dataset.fingerprint for dataset in datasets],
+            },
+            "precision": spec.train.precision,
+        }
+    )
+
+
+def _weights(model: Model, seed: int, memory: Path) -> Components:
+    if model.name_or_path is None:
+        return {"from_config": model.from_config, "seed": seed}
+    folder = Path(model.name_or_path)
+    files = weight_files(model.name_or_path) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    return _digests(files, memory)
+
+
+def _adapter(model: Model, memory: Path) -> Components | None:
+    if model.lora is None or model.lora.path is None:
+        return None
+    return _digests([Path(model.lora.path, name) for name in (CONFIG, WEIGHTS)], memory)
+
+
+def _digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
+    """By file name, several read at a time."""
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = list(pool.map(lambda file: content_digest(file, memory), files))
+    except OSError as error:
+        raise MissingInputError(
+            f"{error.filename}: cannot be read ({error.strerror}), and holds weights of the reference; give "
+            "the folder whole."
+        ) from None
+    return {file.name: digest for file, digest in zip(files, found, strict=True)}
+
+
+def _config(model: Model, inputs: Inputs) -> Components:
+    told = json.loads(resolve_config(model, inputs.facts).to_json_string(use_diff=True))
+    return {key: value for key, value in told.items() if key not in _OF_NO_VALUE}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# --- what differs -----------------------------------------------------------------------------------------
+
+
+def differences(then: Components, now: Components) -> list[str]:
+    """A clause for each component that is another, in words of a spec; what it was, then what it is."""
+    return [
+        clause
+        for name, what in _CLAUSES.items()
+        if then.get(name) != now.get(name)
+        for clause in what(then.get(name), now.get(name))
+    ]
+
+
+def _other_weights(then: Any, now: Any) -> Iterator[str]:
+    was, is_ = ("from_config" in (one or {}) for one in (then, now))
+    if was != is_:
+        yield f"the weights were {_origin(was)}, now they are {_origin(is_)}"
+    elif was:
+        yield from _values("the fresh model's ", then, now)
+    else:
+        yield from _files("weight file", then, now)
+
+
+def _origin(fresh: bool) -> str:
+    return "fresh ones of model.from_config" if fresh else "those of files"
+
+
+def _files(what: str, then: Any, now: Any) -> Iterator[str]:
+    then, now = then or {}, now or {}
+    for name in sorted(then.keys() | now.keys()):
+        if name not in now:
+            yield f"the {what} {name} is not there now"
+        elif name not in then:
+            yield f"the {what} {name} was not there"
+        elif then[name] != now[name]:
+            yield f"the {what} {name} holds other bytes than then"
+
+
+def _values(of: str, then: Any, now: Any) -> Iterator[str]:
+    was, is_ = dict(flatten(then)), dict(flatten(now))
+    for key in sorted(was.keys() | is_.keys()):
+        old, new = was.get(key, ABSENT), is_.get(key, ABSENT)
+        if old != new:
+            yield f"{of}{key} was {old!r}, now {new!r}"
+
+
+def _other_rows_of_embeddings(then: Any, now: Any) -> Iterator[str]:
+    yield "model.add_tokens, or the tokenizer's size, gives the embeddings other new rows than then"
+
+
+def _other_tokenizer(then: Any, now: Any) -> Iterator[str]:
+    yield "the tokenizer is another than then"
+
+
+def _other_template(then: Any, now: Any) -> Iterator[str]:
+    where = ""
+    if isinstance(then, str) and isinstance(now, str):
+        same = next((i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(then), len(now)) if same is None else same
+        where = f", from its character {same + 1} on ({_around(then, same)} was {_around(now, same)} is)"
+    yield f"the chat template is another than then{where}"
+
+
+def _around(text: str, at: int) -> str:
+    return repr(text[max(0, at - 10) : at + 10])
+
+
+def _other_data(then: Any, now: Any) -> Iterator[str]:
+    then, now = then or {}, now or {}
+    others = list(other_rows(then.get("sources"), now.get("sources", {})))
+    yield from others or ["the sources of data.train or data.eval stand in another order"]
+
+
+_CLAUSES: Mapping[str, Any] = {
+    "format": lambda then, now: [f"dsft scored it in way {then}, and now in way {now}"],
+    "weights": _other_weights,
+    "config": lambda then, now: _values("the model's config: ", then, now),
+    "adapter": lambda then, now: _files("adapter's file", then, now),
+    "new_rows": _other_rows_of_embeddings,
+    "tokenizer": _other_tokenizer,
+    "template": _other_template,
+    "truncation": lambda then, now: _values("data.", then, now),
+    "data": _other_data,
+    "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
+}

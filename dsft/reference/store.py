@@ -1,0 +1,190 @@
+"""The log-probabilities that a reference gives to the answers of all pairs, on the disk, in shards.
+
+Takes a folder and a Key. Gives arrays, and the numbers of the pairs that are not there yet. A folder holds
+
+    key.json                      the components of its key
+    shard-<digest>.safetensors    pairs I64 (k,), their numbers in one dataset, and logps F64 (k, 2), of the
+                                  chosen and of the rejected answer; its metadata name the key and the dataset
+
+A shard is named by the sha256 of its bytes: what is not what was written is not read, and any number of ranks
+write beside each other. Which rank wrote what means nothing; a store is whole when every pair has a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from dsft.checkpoint.files import sync_folder
+from dsft.data.cache.block import TEMPORARY, whole_file
+from dsft.errors import CheckpointError, StorageError
+from dsft.reference.key import Components, Key, differences
+from dsft.spec.schema import Spec
+
+KEY = "key.json"
+_SHARDS = "shard-*.safetensors"
+_NAMED = 32  # hexadecimal digits of a shard's digest in its name
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store holds. logps: of each dataset, (n, 2) float64, NaN where a pair is not there."""
+
+    logps: tuple[NDArray[np.float64], ...]
+
+    @property
+    def missing(self) -> tuple[NDArray[np.int64], ...]:
+        """Of each dataset the numbers of the pairs that are not there."""
+        return tuple(np.flatnonzero(np.isnan(one).any(axis=1)) for one in self.logps)
+
+    @property
+    def num_missing(self) -> int:
+        return sum(map(len, self.missing))
+
+
+def store_folder(spec: Spec, key: Key) -> Path:
+    """dpo.reference_store itself, or a folder named by the key below OUTPUT_DIR/.cache/reference."""
+    if spec.dpo is not None and spec.dpo.reference_store is not None:
+        return Path(spec.dpo.reference_store)
+    return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
+
+
+def prepare(folder: Path, key: Key) -> None:
+    """Make the folder, or prove that it is of this key.
+
+    Raises CheckpointError where it holds what another key gave, naming what differs; StorageError where it
+    cannot be written.
+    """
+    path = folder / KEY
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = _components(path.read_text(encoding="utf-8")) if path.exists() else None
+        if held is not None:
+            _check(folder, held, key)
+            return
+        _check_shards(folder, key)
+        with whole_file(path) as out:
+            out.write(json.dumps({"components": key.components}, indent=1, sort_keys=True).encode())
+    except OSError as error:
+        raise _not_written(folder, error) from None
+
+
+def _components(text: str) -> Components | None:
+    """None where it is damaged: it is written anew then, since every shard names its key itself."""
+    try:
+        found = json.loads(text)["components"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check(folder: Path, held: Components, key: Key) -> None:
+    now = json.loads(json.dumps(key.components))
+    if held != now:
+        raise CheckpointError(
+            f"{folder} holds log-probabilities of another reference or of other pairs: "
+            f"{'; '.join(differences(held, now))}. Put these back, give dpo.reference_store another folder, "
+            "or leave it out."
+        )
+
+
+def _check_shards(folder: Path, key: Key) -> None:
+    """Where the folder does not say of what key it is."""
+    held = (_shard(path.read_bytes(), path.name) for path in folder.glob(_SHARDS))
+    if any(shard is not None and shard.key != key.digest for shard in held):
+        raise CheckpointError(
+            f"{folder} holds log-probabilities of another reference or of other pairs, and its {KEY} is gone "
+            "or damaged, so what differs cannot be told; give dpo.reference_store another folder, or leave "
+            "it out."
+        )
+
+
+def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
+    """What the folder holds for datasets of so many pairs. A shard that is damaged is told and passed over,
+    so its pairs are missing; one of another key is passed over. Raises StorageError where the folder cannot
+    be read."""
+    logps = tuple(np.full((size, 2), np.nan) for size in sizes)
+    try:
+        for path in sorted(folder.glob(_SHARDS)):
+            shard = _shard(path.read_bytes(), path.name)
+            if shard is None:
+                say(f"warning: {path} is not what was written; its pairs are scored again")
+            elif shard.key == key.digest:
+                _take(shard, logps)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or folder} cannot be read ({error.strerror}); put the store on a sound disk, "
+            "or remove it, to have it made anew."
+        ) from None
+    return Stored(logps)
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed writers left, and damaged shards. To be called by who alone writes the store."""
+    for left in folder.glob(f"*{TEMPORARY}"):
+        left.unlink(missing_ok=True)
+    for path in folder.glob(_SHARDS):
+        if _shard(path.read_bytes(), path.name) is None:
+            path.unlink(missing_ok=True)
+
+
+def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
+    """Add pairs (k,) of a dataset with their values (k, 2): there whole, or not at all. Raises
+    StorageError."""
+    metadata = {"key": key.digest, "dataset": str(dataset)}
+    content = save({"pairs": pairs.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
+    try:
+        with whole_file(folder / _name(content)) as out:
+            out.write(content)
+        sync_folder(folder)
+    except OSError as error:
+        raise _not_written(folder, error) from None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    key: str
+    dataset: int
+    pairs: NDArray[np.int64]
+    logps: NDArray[np.float64]
+
+
+def _shard(content: bytes, name: str) -> _Shard | None:
+    """None where the bytes are not those that were written under this name."""
+    if _name(content) != name:
+        return None
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about: dict[str, Any] = header["__metadata__"]
+        arrays = load(content)
+        return _Shard(about["key"], int(about["dataset"]), arrays["pairs"], arrays["logps"])
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _take(shard: _Shard, logps: tuple[NDArray[np.float64], ...]) -> None:
+    if shard.dataset < len(logps):
+        logps[shard.dataset][shard.pairs] = shard.logps
+
+
+def _name(content: bytes) -> str:
+    return f"shard-{hashlib.sha256(content).hexdigest()[:_NAMED]}.safetensors"
+
+
+def _not_written(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{error.filename or folder}: cannot be written ({os.strerror(error.errno or 0)}); free some space "
+        "there, or set dpo.reference_store to a folder that can be written."
+    )

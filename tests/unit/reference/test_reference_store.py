@@ -1,0 +1,200 @@
+"""The store of reference log-probabilities: whole, in part, damaged, of another key; and what reads it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.errors import CheckpointError, StorageError
+from dsft.reference import store
+from dsft.reference.key import Key, differences
+from dsft.reference.lookup import look_up
+
+COMPONENTS: dict[str, Any] = {
+    "format": 1,
+    "weights": {"model-1.safetensors": "a", "model-2.safetensors": "b"},
+    "config": {"model_type": "llama", "rope_parameters": {"rope_theta": 10000.0}},
+    "adapter": None,
+    "new_rows": None,
+    "tokenizer": "t",
+    "template": "{{ bos_token }}{% for message in messages %}",
+    "truncation": {"max_length": 512, "on_too_long": "truncate"},
+    "data": {
+        "sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "f"}},
+        "examples": ["e"],
+    },
+    "precision": "bf16",
+}
+MINE = Key(COMPONENTS)
+SIZES = (9, 3)
+
+
+def values(pairs: Sequence[int]) -> np.ndarray[Any, Any]:
+    """(k, 2), all different."""
+    return np.array([[-1.0 - pair, -1000.5 - pair] for pair in pairs])
+
+
+def add(folder: Path, dataset: int, *pairs: int) -> None:
+    store.write(folder, MINE, dataset, np.array(pairs), values(pairs))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store.prepare(tmp_path / "s", MINE)
+    return tmp_path / "s"
+
+
+def test_any_ranks_write_and_one_reads(folder: Path) -> None:
+    add(folder, 0, 8, 1, 3)
+    add(folder, 0, 0, 2)
+    add(folder, 1, 2, 1)
+    told: list[str] = []
+    found = store.read(folder, MINE, SIZES, told.append)
+    assert [one.tolist() for one in found.missing] == [[4, 5, 6, 7], [0]] and found.num_missing == 5
+    add(folder, 0, 4, 5, 6, 7)
+    add(folder, 1, 0)
+    found = store.read(folder, MINE, SIZES, told.append)
+    assert found.num_missing == 0 and not told
+    for logps, size in zip(found.logps, SIZES, strict=True):
+        assert logps.dtype == np.float64 and np.array_equal(logps, values(range(size)))
+
+
+@pytest.mark.parametrize("at", [0, 9, -1])
+def test_a_damaged_shard_is_scored_again(folder: Path, at: int) -> None:
+    add(folder, 0, *range(5))
+    (path,) = folder.glob("shard-*")
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    add(folder, 0, *range(5, 9))
+    told: list[str] = []
+    found = store.read(folder, MINE, SIZES, told.append)
+    assert found.missing[0].tolist() == [0, 1, 2, 3, 4] and path.name in told[0]
+    store.clean(folder)
+    assert not path.exists() and len(list(folder.glob("shard-*"))) == 1
+    add(folder, 0, *range(5))
+    assert not len(store.read(folder, MINE, SIZES, told.append).missing[0])
+
+
+def test_a_cut_shard_and_what_a_killed_writer_left(folder: Path) -> None:
+    add(folder, 0, 1, 2)
+    (path,) = folder.glob("shard-*")
+    path.write_bytes(path.read_bytes()[:-7])
+    (folder / "shard-0.safetensors.tmp").write_bytes(b"half")
+    store.clean(folder)
+    assert [file.name for file in folder.iterdir()] == ["key.json"]
+
+
+KILLED = """\
+import sys, numpy
+from pathlib import Path
+from dsft.reference import store
+from tests.unit.reference.test_reference_store import MINE, values
+for pair in range(10**6):
+    store.write(Path(sys.argv[1]), MINE, 0, numpy.arange(9), values(range(pair, pair + 9)))
+    print(pair, flush=True)
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as writer:
+        assert writer.stdout is not None
+        for _ in range(20):
+            writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+    told: list[str] = []
+    store.read(folder, MINE, SIZES, told.append)
+    store.clean(folder)
+    assert not told and len(list(folder.glob("shard-*"))) >= 20 and not list(folder.glob("*.tmp"))
+
+
+CHANGES: list[tuple[str, Any, str]] = [
+    ("weights", {"model-1.safetensors": "a", "model-2.safetensors": "c"}, "weight file model-2.safetensors"),
+    ("weights", {"model-1.safetensors": "a"}, "model-2.safetensors is not there now"),
+    ("weights", {"from_config": {"model_type": "llama"}, "seed": 1}, "fresh ones of model.from_config"),
+    (
+        "config",
+        {"model_type": "llama", "rope_parameters": {"rope_theta": 1e6}},
+        "config: rope_parameters.rope_theta was 10000.0, now 1000000.0",
+    ),
+    ("adapter", {"adapter_model.safetensors": "x"}, "adapter's file adapter_model.safetensors was not there"),
+    ("new_rows", {"first": 1, "stop": 2, "held": 1, "added": ["<x>"]}, "model.add_tokens"),
+    ("tokenizer", "u", "the tokenizer is another"),
+    (
+        "template",
+        "{{ bos_token }}{%- for message in messages %}",
+        "chat template .* from its character 18 on",
+    ),
+    ("truncation", {"max_length": 256, "on_too_long": "truncate"}, "data.max_length was 512, now 256"),
+    (
+        "data",
+        {
+            "sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}},
+            "examples": ["g"],
+        },
+        r"data.train a.jsonl had 9 rows of 90 tokens, as now, but not the same",
+    ),
+    ("data", COMPONENTS["data"] | {"examples": ["g"]}, "in another order"),
+    ("precision", "fp32", "train.precision was bf16, now fp32"),
+    ("format", 2, "in way 1, and now in way 2"),
+]
+
+
+@pytest.mark.parametrize("name, value, said", CHANGES)
+def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, said: str) -> None:
+    other = Key(COMPONENTS | {name: value})
+    assert other.digest != MINE.digest
+    with pytest.raises(CheckpointError, match=said):
+        store.prepare(folder, other)
+    add(folder, 0, 1)
+    (folder / "key.json").write_text("torn")
+    with pytest.raises(CheckpointError, match=r"key\.json is gone or damaged"):
+        store.prepare(folder, other)
+    assert store.read(folder, other, SIZES, print).num_missing == sum(SIZES)
+    store.prepare(folder, MINE)  # which writes it anew
+    store.prepare(folder, MINE)
+    assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
+
+
+def test_every_component_has_its_words_and_all_are_told() -> None:
+    changed = {name: value for name, value, _ in CHANGES}
+    assert changed.keys() == COMPONENTS.keys()
+    assert len(differences(COMPONENTS, changed)) >= len(changed)
+    assert not differences(COMPONENTS, dict(COMPONENTS))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("a file")
+    with pytest.raises(StorageError, match=r"dpo\.reference_store"):
+        store.prepare(tmp_path / "s", MINE)
+
+
+def batch_of(*ids: int) -> MicroBatch:
+    nothing = torch.zeros(1, 2, dtype=torch.int64)
+    return MicroBatch(
+        nothing, nothing, nothing, pairs=Pairs(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), 2))
+    )
+
+
+def test_the_reference_is_looked_up_by_the_pairs_numbers() -> None:
+    refer = look_up(values(range(9)))
+    given = (batch_of(3, 0), batch_of(), batch_of(8))
+    found = refer(given)
+    assert len(found) == 3
+    for batch in found:
+        assert batch.pairs is not None and batch.pairs.reference is not None
+        assert batch.pairs.reference.dtype == torch.float64
+        assert batch.pairs.reference.tolist() == values(batch.pairs.ids.tolist()).reshape(-1, 2).tolist()
+    assert [len(batch.pairs.ids) for batch in found[1:] if batch.pairs] == [0, 1]
+    assert found[0].input_ids is given[0].input_ids
