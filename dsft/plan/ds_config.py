@@ -8,7 +8,7 @@ the step. File and line of what DeepSpeed does are those of version 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = No
         *_zero(spec, elements),
         *_optimizer(spec),
         *_pipeline(spec),
-        *_silence(),
+        *silence(),
     )
     return tuple(Entry(*row) for row in rows)
 
@@ -110,8 +110,13 @@ def deepspeed_config(
     spec: Spec, batch: BatchSizes | None, elements: Elements | None = None
 ) -> dict[str, Any]:
     """The nested mapping that `deepspeed.initialize` takes."""
+    return nested(entries(spec, batch, elements))
+
+
+def nested(found: Iterable[Entry]) -> dict[str, Any]:
+    """Entries by their sections, without those that are not written."""
     config: dict[str, Any] = {}
-    for entry in entries(spec, batch, elements):
+    for entry in found:
         if entry.value is not ABSENT:
             *sections, key = entry.key.split(".")
             place = config
@@ -296,6 +301,12 @@ def _zero_3(elements: Elements | None) -> Iterator[Row]:
         SUB_GROUP,
         "elements updated at a time: at most 400 MB of fp32 gradients live at once",
     )
+    yield from gathering(elements)
+    yield "zero_quantized_gradients", False, "gradients travel unchanged"
+
+
+def gathering(elements: Elements | None) -> Iterator[Row]:
+    """How ZeRO 3 brings parameters together for their use; without the section's name."""
     size = dict(bucket_sizes(elements))["stage3_prefetch_bucket_size"]
     yield "stage3_prefetch_bucket_size", size, "elements gathered ahead of their use"
     yield (
@@ -314,7 +325,6 @@ def _zero_3(elements: Elements | None) -> Iterator[Row]:
     yield "stage3_gather_16bit_weights_on_model_save", False, "dsft exports from its own checkpoints"
     yield "zero_hpz_partition_size", 1, "no second copy of the parameters within a host"
     yield "zero_quantized_weights", False, "parameters travel unchanged"
-    yield "zero_quantized_gradients", False, "gradients travel unchanged"
 
 
 def _offload_optimizer(spec: Spec) -> Iterator[Row]:
@@ -356,7 +366,8 @@ def _pipeline(spec: Spec) -> Iterator[Row]:
     yield "pipeline.use_reentrant", False, "the reentrant kind fails on the first stage"
 
 
-def _silence() -> Iterator[Row]:
+def silence() -> Iterator[Row]:
+    """DeepSpeed reports nothing by itself."""
     yield (
         "steps_per_print",
         NEVER,

@@ -1,0 +1,93 @@
+"""The engine of a model that is not trained: takes a policy and its DeepSpeed configuration, scores.
+
+Whole on every rank, sharded by ZeRO 3, or in pipeline stages. DeepSpeed without an optimizer gathers and
+releases parameters and does nothing else; its pipeline has no part here, since a forward pass alone is one
+tensor to the next stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from torch import Tensor
+
+from dsft.data.steps.batch import MicroBatch
+from dsft.engine.api import Kept, log_probabilities
+from dsft.engine.partition import place_buffers
+from dsft.engine.world import World
+from dsft.model.policy import Policy
+
+
+class Frozen:
+    """Scores as `Engine.score` does, and holds parameters and nothing else."""
+
+    def __init__(self, policy: Policy, module: Any, world: World) -> None:
+        """module: `policy`, or DeepSpeed's engine around it."""
+        self._policy, self._module, self._world = policy, module, world
+
+    @torch.no_grad()
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        """As `Engine.score`."""
+        self._module.train(training)
+        batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
+        scored = ((self._forward(batch), batch) for batch in batches)
+        return tuple(kept(logps, batch) for logps, batch in scored if logps is not None)
+
+    def close(self) -> None:
+        """Free its parameters, and leave nothing of it in DeepSpeed. It scores no more."""
+        if self._module is not self._policy:
+            self._module.destroy()
+            stack = parameter_offload.FWD_MODULE_STACK  # ends with a reference to every module under ZeRO 3
+            stack[:] = [module for module in stack if module is not self._policy]
+        for tensor in (*self._policy.parameters(), *self._policy.buffers()):
+            tensor.data = tensor.new_empty(0)
+            if hasattr(tensor, "ds_tensor"):
+                tensor.ds_tensor = None
+        del self._module, self._policy
+        gc.collect()  # an engine and its hooks hold each other
+
+    def _forward(self, batch: MicroBatch) -> Tensor | None:
+        """(B, T) log-probabilities; None where this rank does not have the last stage."""
+        first, last = self._policy.is_first, self._policy.is_last
+        inputs = batch.input_ids if first else self._received(batch)
+        output = self._module(
+            inputs, batch.position_ids, batch.targets, batch.lengths, None, batch.num_targets
+        )
+        if last:
+            logps: Tensor = output
+            return logps
+        dist.send(output[0].contiguous(), self._world.rank + self._world.layout.data_parallel)
+        return None
+
+    def _received(self, batch: MicroBatch) -> Tensor:
+        """(B, T, hidden) from the stage before: every stage has the micro-batch, and so its shape."""
+        width = self._policy.causal_lm.config.get_text_config().hidden_size
+        dtype = next(self._policy.parameters()).dtype
+        hidden = torch.empty(*batch.input_ids.shape, width, dtype=dtype, device=self._world.device)
+        dist.recv(hidden, self._world.rank - self._world.layout.data_parallel)
+        return hidden
+
+
+def build_frozen(policy: Policy, config: Mapping[str, Any], world: World) -> Frozen:
+    """A collective. `policy`: filled with `keep_for(config, world)`, and the stage `world.stage` of
+    `world.layout.pipeline_stages`. None of its parameters is trained from here on."""
+    policy.requires_grad_(False)
+    policy.eval()
+    place_buffers(policy, world.device)
+    if world.layout.pipeline_stages > 1:
+        return Frozen(policy, policy.to(world.device), world)
+    own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology, past any log level
+        engine, *_ = deepspeed.initialize(model=policy, config=own, dist_init_required=False)
+    return Frozen(policy, engine, world)

@@ -1,0 +1,58 @@
+"""The DeepSpeed JSON of a frozen reference, each key with its reason. Takes a spec and the reference's size;
+pure.
+
+No value is "auto", none depends on the machine. There is no optimizer: with ZeRO 3 DeepSpeed then gathers and
+releases parameters and does nothing else (engine.py:687), and ZeRO 1 and 2 it refuses (engine.py:2659).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dsft.plan.ds_config import Elements, Entry, Row, gathering, nested, silence
+from dsft.plan.reference import dpo_of, reference_stage
+from dsft.spec.schema import Spec
+
+
+def reference_config(spec: Spec, elements: Elements | None = None) -> dict[str, Any]:
+    """The nested mapping that `deepspeed.initialize` takes for the reference. `elements`: of the reference,
+    None where they are not known."""
+    return nested(reference_entries(spec, elements))
+
+
+def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[Entry, ...]:
+    """All keys in the order of the file."""
+    rows = (*_batch(), *_precision(spec), *_zero(spec, elements), *silence())
+    return tuple(Entry(*row) for row in rows)
+
+
+def _batch() -> Iterator[Row]:
+    yield "train_micro_batch_size_per_gpu", 1, "without effect: DeepSpeed wants one, and nothing is trained"
+
+
+def _precision(spec: Spec) -> Iterator[Row]:
+    precision = spec.train.precision
+    for kind in ("bf16", "fp16"):
+        yield f"{kind}.enabled", precision == kind, f"train.precision is {precision}, the reference's too"
+    yield "torch_autocast.enabled", False, "weights already have the type of train.precision"
+
+
+def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
+    stage = reference_stage(spec)
+    held = "parameters sharded over the ranks" if stage == 3 else "the whole model on every rank"
+    yield "zero_optimization.stage", stage, f"{held}; ZeRO 1 and 2 divide nothing that a frozen model has"
+    if stage == 0:
+        return
+    for key, value, reason in gathering(elements):
+        yield f"zero_optimization.{key}", value, reason
+    reason = "no backward to save memory in; it would change torch's own function for the policy, too"
+    yield "zero_optimization.memory_efficient_linear", False, reason
+    if dpo_of(spec).reference_offload == "cpu":
+        yield (
+            "zero_optimization.offload_param.device",
+            "cpu",
+            "dpo.reference_offload: in host memory",
+        )
+        reason = "page-locked host memory: faster copies, and the host must hold it whole"
+        yield "zero_optimization.offload_param.pin_memory", True, reason

@@ -1,0 +1,196 @@
+"""Run on every rank of one launch: scores with a frozen engine, and compares with the whole model.
+
+    python frozen_worker.py OUTPUT.json [WORD …]      WORD: run only the cases whose name has it
+
+Rank 0 writes {case name: {figure: largest difference}}; a rank that fails writes OUTPUT.RANK.error.
+
+score     |log-probability − whole model's|, absolute, over the targets
+policy    |loss − the same steps' without a reference beside them|, absolute, over the steps
+left      names of what is left in DeepSpeed once the engine is closed: a number
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.utils import groups
+from torch import Tensor
+
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
+from dsft.engine.world import World, join
+from dsft.launch.environment import detect
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import batch_sizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import Layout
+from dsft.plan.reference import reference_model
+from dsft.reference.model import open_reference
+from dsft.spec.schema import Spec
+
+VOCABULARY, SEED = 96, 7
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "replicated": {"reference_zero_stage": 0},
+    "zero3": {"reference_zero_stage": 3},
+    "zero3_offload": {"reference_zero_stage": 3, "reference_offload": "cpu"},
+}
+STEPS = 3
+
+
+def spec_of(zero_stage: int, dpo: dict[str, Any], precision: str = "fp32", stages: int = 1) -> Spec:
+    return Spec.model_validate({
+        "name": "reference",
+        "task": "dpo",
+        "model": {"from_config": LLAMA},
+        "data": {"train": [{"path": "none.jsonl"}], "max_length": 32},
+        "train": {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "seed": SEED},
+        "optim": {"name": "adamw", "learning_rate": 1e-2},
+        "parallel": {"zero_stage": zero_stage, "pipeline_stages": stages},
+        "dpo": {"reference": "live", **dpo},
+    })  # fmt: skip
+
+
+def micro_batch(seed: int, rows: int = 2, length: int = 13) -> MicroBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    targets = ids.roll(-1, 1).masked_fill(torch.arange(length) < 4, NO_TARGET)
+    targets[:, -1] = NO_TARGET
+    return MicroBatch(ids, torch.arange(length).repeat(rows, 1), targets)
+
+
+def batches(world: World, step: int) -> list[MicroBatch]:
+    """Of this data rank; others on the next, of other lengths."""
+    first = 100 * step + 10 * world.data_rank
+    return [micro_batch(first + i, length=11 + 3 * i + world.data_rank) for i in range(2)]
+
+
+def whole_scores(spec: Spec, found: list[MicroBatch]) -> list[Tensor]:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.train.precision]
+    policy = build_model(reference_model(spec), FACTS, SEED, dtype).eval()
+    with torch.no_grad():
+        return [policy(b.input_ids, b.position_ids, b.targets) for b in found]
+
+
+def apart(found: tuple[Tensor, ...], wanted: list[Tensor]) -> float:
+    return max((float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)), default=0.0)
+
+
+def alone(world: World, mode: str, precision: str) -> dict[str, float]:
+    """The engine by itself, and what is left of it."""
+    spec = spec_of(1, MODES[mode], precision)
+    reference = open_reference(spec, FACTS, world)
+    found = batches(world, 0)
+    score = apart(reference.engine.score(found), whole_scores(spec, found))
+    score = max(score, apart(reference.engine.score(found), whole_scores(spec, found)))
+    reference.engine.close()
+    left = len(parameter_offload.FWD_MODULE_STACK) + (groups.mpu is not None)
+    left += sum(p.numel() for p in reference.policy.parameters())
+    return {"score": score, "left": left}
+
+
+def in_stages(world: World) -> dict[str, float]:
+    spec = spec_of(1, {}, stages=world.world_size)
+    places = Layout(world.world_size, world.world_size, 1)
+    staged = World(world.rank, world.world_size, world.local_rank, places, world.device)
+    reference = open_reference(spec, FACTS, staged)
+    found = batches(staged, 0)
+    scored = reference.engine.score(found)
+    is_last = staged.stage == world.world_size - 1
+    assert len(scored) == (len(found) if is_last else 0)
+    score = apart(scored, whole_scores(spec, found)) if is_last else 0.0
+    reference.engine.close()
+    return {"score": score, "left": float(sum(p.numel() for p in reference.policy.parameters()))}
+
+
+def beside(world: World, zero_stage: int, mode: str) -> dict[str, float]:
+    """A policy that trains, and a reference that is asked before each of its steps."""
+    spec = spec_of(zero_stage, MODES[mode])
+    lonely = losses(world, spec, lambda step: None)
+    reference = open_reference(spec, FACTS, world)
+    differences = [0.0]
+
+    def ask(step: int) -> None:
+        found = batches(world, step)
+        differences.append(apart(reference.engine.score(found), whole_scores(spec, found)))
+
+    accompanied = losses(world, spec, ask)
+    reference.engine.close()
+    policy = max(abs(a - b) for a, b in zip(lonely, accompanied, strict=True))
+    return {"score": max(differences), "policy": policy}
+
+
+def losses(world: World, spec: Spec, before: Callable[[int], None]) -> list[float]:
+    batch = batch_sizes(spec.train, world.layout.data_parallel)
+    config = deepspeed_config(spec, batch)
+    policy = build_model(spec.model, FACTS, SEED, torch.float32, keep=keep_for(config, world))
+    engine: Any = build_engine(policy, spec, config, world, next_token())
+    found = []
+    for step in range(STEPS):
+        before(step)
+        mine = batches(world, step)
+        targets = torch.tensor([float(sum((b.targets != NO_TARGET).sum() for b in mine))])
+        counts = {"tokens": int(world.sum(targets))}
+        result = engine.step(mine, counts, 1e-2)
+        found.append(float(world.sum(result.sums)) / counts["tokens"])
+    destroy(engine)
+    return found
+
+
+def destroy(engine: Any) -> None:
+    engine._engine.destroy()
+    groups.mpu = None
+    parameter_offload.FWD_MODULE_STACK.clear()
+
+
+def cases(world: World) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    for mode in MODES:
+        for precision in ("fp32", "bf16"):
+            yield f"{mode}-{precision}", functools.partial(alone, world, mode, precision)
+    yield "pipeline-fp32", functools.partial(in_stages, world)
+    for zero_stage in (0, 1, 2, 3):
+        for mode in ("replicated", "zero3"):
+            yield f"beside-{zero_stage}-{mode}", functools.partial(beside, world, zero_stage, mode)
+
+
+def main(output: Path, words: list[str]) -> None:
+    launched = detect(os.environ)
+    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    figures: dict[str, dict[str, float]] = {}
+    try:
+        for name, case in cases(world):
+            if not words or any(word in name for word in words):
+                everywhere = world.gather(case())
+                figures[name] = {k: max(mine[k] for mine in everywhere) for k in everywhere[0]}
+    except BaseException:
+        output.with_suffix(f".{world.rank}.error").write_text(traceback.format_exc())
+        raise
+    if world.rank == 0:
+        output.write_text(json.dumps(figures, indent=1))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,43 @@
+"""A frozen engine scores as the whole model does, alone and beside a policy that trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import torchrun
+
+WORKER = Path(__file__).parent / "frozen_worker.py"
+BOUNDS = {"score": 1e-6, "policy": 0.0, "left": 0.0}
+BOUNDS_BF16 = {**BOUNDS, "score": 0.0}  # the same kernels on the same shapes
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    output = tmp_path_factory.mktemp("frozen") / "figures.json"
+    done = torchrun(WORKER, 2, [str(output)])
+    errors = "\n".join(path.read_text() for path in sorted(output.parent.glob("*.error")))
+    assert done.returncode == 0, errors or done.stderr[-4000:]
+    found: dict[str, dict[str, float]] = json.loads(output.read_text())
+    return found
+
+
+MODES = ("replicated", "zero3", "zero3_offload")
+NAMES = [
+    *(f"{mode}-{precision}" for mode in MODES for precision in ("fp32", "bf16")),
+    "pipeline-fp32",
+    *(f"beside-{stage}-{mode}" for stage in range(4) for mode in ("replicated", "zero3")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_the_whole_models(figures: dict[str, dict[str, float]], name: str) -> None:
+    bounds = BOUNDS_BF16 if "bf16" in name else BOUNDS
+    over = {key: value for key, value in figures[name].items() if not value <= bounds[key]}
+    assert not over
+
+
+def test_every_case_ran(figures: dict[str, dict[str, float]]) -> None:
+    assert sorted(figures) == sorted(NAMES)
