@@ -21,6 +21,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +221,6 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
     first."""
     result = work / f"{variant}.json"
     result.unlink(missing_ok=True)
-    python = str(PEERS / "bin" / "python") if variant in PEER_VARIANTS else sys.executable
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     with tempfile.TemporaryDirectory(dir=work) as runs:
         if variant.startswith("dsft"):
             script = [str(ROOT / "dsft" / "train.py"), str(work / "spec.yaml")]
@@ -233,12 +232,7 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
             script = ["-m", "benchmarks.sft_peers", variant, str(work), str(result)]
         else:
             script = ["-m", "benchmarks.sft_loops", variant, str(work), str(result)]
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-        log = work / f"{variant}.log"
-        with log.open("w") as output:
-            code = subprocess.run([*launch, *script], env=environ, stdout=output, stderr=output).returncode
-        if code:
-            sys.exit(f"{variant} failed:\n{log.read_text()[-4000:]}")
+        launch(script, ranks, work / f"{variant}.log", is_peer=variant in PEER_VARIANTS)
         found = (
             of_metrics(Path(runs, "bench")) if variant.startswith("dsft") else json.loads(result.read_text())
         )
@@ -249,6 +243,27 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
         "loss": found["loss"],
         "process_cpu_seconds": used.ru_utime + used.ru_stime,
     }
+
+
+def launch(
+    script: Sequence[str],
+    ranks: int,
+    log: Path,
+    *,
+    is_peer: bool = False,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Under torchrun, in this environment or the peers', to its end; exits with the end of what it wrote
+    where it fails."""
+    python = str(PEERS / "bin" / "python") if is_peer else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *script]
+    fixed = {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        environ = os.environ | fixed | dict(environment or {})
+        code = subprocess.run(command, env=environ, stdout=output, stderr=output).returncode
+    if code:
+        sys.exit(f"{log.stem} failed:\n{log.read_text()[-4000:]}")
 
 
 def small_budget(work: Path) -> int:
