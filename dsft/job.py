@@ -419,14 +419,14 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
 
 def held_out_evaluation(
     job: Job, inputs: Inputs, world: World, engine: Engine
-) -> Callable[[], Record] | None:
+) -> Callable[[int], Record] | None:
     if not inputs.held_out:
         return None
     names = [held_out.name for held_out in inputs.held_out]
     dealt = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
     counts = [count for _, count in dealt]
 
-    def evaluate() -> Record:
+    def evaluate(step: int) -> Record:
         sums = [engine.evaluate(micro_batches) for micro_batches, _ in dealt]
         return evaluation_record(OBJECTIVE, world.sum(torch.stack(sums)), counts, names)
 

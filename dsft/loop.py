@@ -82,14 +82,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate:
-    held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's eval/loss
-    (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from seconds,
-    where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches of pairs
-    what an engine of the reference says of them, a collective."""
+    """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate: step
+    -> held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's
+    eval/loss (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from
+    seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
+    of pairs what an engine of the reference says of them, a collective."""
 
     sum: Callable[[Tensor], Tensor]
-    evaluate: Callable[[], Record] | None
+    evaluate: Callable[[int], Record] | None
     report: Callable[[Record], None]
     save: Callable[[Progress, float | None], None]
     world_size: int
@@ -134,7 +134,7 @@ def fit(
     Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite.
     """
     if run.evaluate and schedule.evaluate_first and progress.step == 0:
-        run.report(run.evaluate() | position(progress))
+        run.report(run.evaluate(progress.step) | position(progress))
     window = Window()
     while progress.step < schedule.total_steps:
         learning_rate = schedule.learning_rate(progress.applied_steps)
@@ -168,7 +168,7 @@ def fit(
         held_out_loss = None
         evaluates = last or due(progress.step, schedule.eval_every) or (saves and schedule.evaluate_saved)
         if run.evaluate and evaluates:
-            record = run.evaluate()
+            record = run.evaluate(progress.step)
             held_out_loss = record["eval/loss"]
             run.report(record | position(progress))
         if saves:

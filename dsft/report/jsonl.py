@@ -57,10 +57,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _line(record: Record) -> str:
-    return json.dumps({name: _written(value) for name, value in record.items()}, allow_nan=False) + "\n"
+    return json.dumps({name: written(value) for name, value in record.items()}, allow_nan=False) + "\n"
 
 
-def _written(value: float) -> float | str:
+def written(value: float) -> float | str:
+    """As JSON has it."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

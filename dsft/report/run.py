@@ -14,6 +14,7 @@ from typing import Any
 
 from dsft.report.console import Console
 from dsft.report.jsonl import MetricsFile, Record, storage_error
+from dsft.report.margins import cut_margins
 from dsft.report.sinks import Aside, open_sinks
 from dsft.report.wandb_run import WandbRun
 from dsft.spec.schema import Spec
@@ -55,6 +56,7 @@ class Report:
         except OSError as error:
             raise storage_error(path, error) from error
         file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
+        cut_margins(run_dir, resume_step)
         console = Console(total_steps, resume_step, log)
         wandb = WandbRun(spec.wandb, run_dir, config, console.line)
         sinks = open_sinks(spec, run_dir, resume_step, config, console.line)

@@ -1,0 +1,108 @@
+"""Held-out preference pairs: takes an engine, a reference and sets of pairs, gives their metrics and writes
+the margin of each pair.
+
+The figures of each pair stand in one table, the sum of the ranks' own: whichever rank scored a pair, the
+metrics are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsft.data.sets.load import HeldOut
+from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.engine.api import Engine
+from dsft.engine.world import World
+from dsft.loop import Record, evaluation_record
+from dsft.objective.answers import answer_logps
+from dsft.objective.api import Objective
+from dsft.objective.preference import rewards
+from dsft.reference.api import Refer
+from dsft.report.margins import write_margins
+from dsft.spec.schema import Dpo
+
+TOGETHER = 32  # micro-batches whose tokens are in memory at once
+ANSWERS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """A held-out set with its micro-batches on this rank, its global counts and its reference (None: the
+    objective needs none)."""
+
+    held_out: HeldOut
+    micro_batches: Sequence[MicroBatch]
+    counts: Mapping[str, int]
+    refer: Refer | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of n pairs, float64 but num_tokens: logps, num_tokens and reference (n, 2), as in Pairs."""
+
+    logps: Tensor
+    num_tokens: Tensor
+    reference: Tensor | None
+
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs(torch.arange(len(self.logps)), self.num_tokens, self.reference)
+
+
+def pair_evaluation(
+    sets: Sequence[PairSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
+) -> Callable[[int], Record]:
+    """step -> the metrics of all sets; a collective, in which rank 0 writes FOLDER/margins/step-N.jsonl."""
+    of_answers = objective.of_answers
+    assert of_answers is not None, "an objective of preference pairs"
+
+    def evaluate(step: int) -> Record:
+        tables = [score_pairs(one, engine, world) for one in sets]
+        sums = torch.stack([torch.stack(of_answers(table.logps, table.pairs)) for table in tables])
+        world.first(lambda: write_margins(folder, step, margin_rows(step, sets, tables, dpo)))
+        names = [one.held_out.name for one in sets]
+        return evaluation_record(objective, sums, [one.counts for one in sets], names)
+
+    return evaluate
+
+
+def score_pairs(one: PairSet, engine: Engine, world: World) -> Table:
+    """One scoring pass over a set, the same table on every rank; a collective."""
+    columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
+    for start in range(0, len(one.micro_batches), TOGETHER):
+        some = one.micro_batches[start : start + TOGETHER]
+        known = one.refer(some) if one.refer else some
+        # A rank without the last stage scores none.
+        for logps, micro_batch in zip(engine.score(known, answer_logps), known, strict=False):
+            pairs = micro_batch.pairs
+            assert pairs is not None, "a micro-batch of preference pairs"
+            figures = [logps, pairs.num_tokens] + ([] if pairs.reference is None else [pairs.reference])
+            row = torch.cat([figure.to(columns) for figure in figures], dim=1)
+            columns[pairs.ids.to(world.device), : row.shape[1]] = row
+    columns = world.sum(columns)
+    reference = columns[:, 4:] if one.refer else None
+    return Table(columns[:, :2], columns[:, 2:4].long(), reference)
+
+
+def margin_rows(
+    step: int, sets: Sequence[PairSet], tables: Sequence[Table], dpo: Dpo
+) -> Iterator[Mapping[str, float | str | None]]:
+    """What margins/step-N.jsonl says of each pair, set by set, in the order of the data."""
+    for one, table in zip(sets, tables, strict=True):
+        figures = {"logps": table.logps, "rewards": rewards(table.logps, table.pairs, dpo)}
+        if table.reference is not None:
+            figures["reference_logps"] = table.reference
+        columns = {name: figure.tolist() for name, figure in figures.items()}
+        for number, tokens in enumerate(table.num_tokens.tolist()):
+            values = {name: column[number] for name, column in columns.items()} | {"tokens": tokens}
+            chosen, rejected = values["rewards"]
+            yield (
+                {"step": step, "set": one.held_out.name, "source": one.held_out.data.source(number)}
+                | {f"{name}/{which}": v[i] for name, v in values.items() for i, which in enumerate(ANSWERS)}
+                | {"margin": chosen - rejected}
+            )

@@ -1,0 +1,45 @@
+"""The margin of each held-out pair: takes their rows, writes margins/step-N.jsonl into the run's folder.
+
+One file an evaluation, replaced whole; a row is an object a line, numbers as in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dsft.report.jsonl import storage_error, written
+
+FOLDER = "margins"
+
+
+def write_margins(run_dir: Path, step: int, rows: Iterable[Mapping[str, float | str | None]]) -> Path:
+    """Row by row, so that any number of them needs no memory. Raises StorageError."""
+    path = run_dir / FOLDER / f"step-{step}.jsonl"
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(_line(row) for row in rows)
+        aside.replace(path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    return path
+
+
+def cut_margins(run_dir: Path, resume_step: int) -> None:
+    """Those of later steps are made again. Raises StorageError."""
+    for path in sorted((run_dir / FOLDER).glob("step-*.jsonl")):
+        found = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
+        if found and int(found[1]) > resume_step:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise storage_error(path, error) from error
+
+
+def _line(row: Mapping[str, float | str | None]) -> str:
+    values = {name: written(value) if isinstance(value, float) else value for name, value in row.items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
