@@ -92,7 +92,7 @@ class Answers(nn.Module):
         at = (labels != -100).nonzero().flatten()
         logits = self.model.lm_head(hidden[at]).float()
         logps = -F.cross_entropy(logits, labels[at], reduction="none")
-        lengths = torch.tensor(batch["given"][KEYWORD])
+        lengths = torch.tensor([length for length, _ in batch["given"][KEYWORD]])
         segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[at]
         return torch.zeros(len(lengths)).index_add(0, segment, logps).view(-1, 2)
 

@@ -62,7 +62,13 @@ class Frozen:
         first, last = self._policy.is_first, self._policy.is_last
         inputs = batch.input_ids if first else self._received(batch)
         output = self._module(
-            inputs, batch.position_ids, batch.targets, batch.lengths, None, batch.num_targets
+            inputs,
+            batch.position_ids,
+            batch.targets,
+            batch.lengths,
+            None,
+            batch.num_targets,
+            batch.starts,
         )
         if last:
             logps: Tensor = output
