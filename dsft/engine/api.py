@@ -78,7 +78,19 @@ class StepResult:
     loss_scale: LossScale | None = None
 
 
-class Engine(Protocol):
+class Scorer(Protocol):
+    """An engine as far as it scores: of the policy, or of a frozen model."""
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        """What `kept` makes of each micro-batch, on the device, from its targets' log-probabilities (B, T)
+        float32: by default these. Without gradients, and without dropout unless `training`; none where this
+        rank has no last stage. A collective: every rank gives as many micro-batches."""
+        ...
+
+
+class Engine(Scorer, Protocol):
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
@@ -93,14 +105,6 @@ class Engine(Protocol):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
-        ...
-
-    def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
-    ) -> tuple[Tensor, ...]:
-        """What `kept` makes of each micro-batch, on the device, from its targets' log-probabilities (B, T)
-        float32: by default these. Without gradients, and without dropout unless `training`; none where this
-        rank has no last stage. A collective: every rank gives as many micro-batches."""
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET
 from dsft.data.steps.lay import collate, lay
-from dsft.engine.api import Engine
+from dsft.engine.api import Scorer
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
@@ -37,7 +37,7 @@ LOOKED_AT = 1000  # examples
 
 
 def prove_packing(
-    engine: Engine, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
+    engine: Scorer, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
 ) -> str:
     """A collective. Packs a few of the dataset's rows, then changes every second one: the others' losses must
     stay; and each must have the loss that it has alone, padded, under transformers' own attention.
@@ -52,7 +52,7 @@ def prove_packing(
     return "packing: tried on real rows, none sees another, and each has the loss that it has alone"
 
 
-def prove_head(engine: Engine, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
     """A collective. Scores two of the dataset's rows by the head and by the model's own logits. Where they
     differ, every rank takes the model's logits from then on. Gives a line that says which it is."""
     if any(world.gather(policy.full_logits)):

@@ -67,7 +67,7 @@ def _alone(environ: Mapping[str, str]) -> Launched:
                 "version does not read; start with torchrun or deepspeed, or set "
                 f"{', '.join(RENDEZVOUS)} for each process."
             )
-    return Launched("python", 0, 1, 0, "127.0.0.1", _free_port())
+    return Launched("python", 0, 1, 0, "127.0.0.1", free_port())
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
@@ -86,8 +86,9 @@ def _whole_number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of this host that nothing listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port

@@ -1,6 +1,7 @@
-"""How far the making of tokens is, as it is shown: a bar on a terminal, else a line now and then.
+"""How far the making of something is, as it is shown: a bar on a terminal, else a line now and then.
 
-Takes the paces of `dsft.data.cache.store`. Writes to the terminal, or gives lines to `say`.
+Takes the paces of `dsft.data.cache.store`, or of `dsft.reference`. Writes to the terminal, or gives lines to
+`say`.
 """
 
 from __future__ import annotations
@@ -8,13 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dsft.data.cache.store import Pace
-
 EVERY_SECONDS = 10.0
+
+
+class Pace(Protocol):
+    """How far it is. name: of what is made; done, of so many."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    def text(self, seconds: float) -> str:
+        """After so many seconds."""
+        ...
+
+    def count(self) -> str:
+        """What is done, of how many."""
+        ...
 
 
 @contextmanager
@@ -34,11 +52,6 @@ def shown(
         bar.close()
 
 
-def text(pace: Pace, seconds: float) -> str:
-    per_second = f", {pace.rows / seconds:,.0f} rows/s" if seconds > 0 else ""
-    return f"{pace.name}: {pace.rows:,} rows are tokens{per_second}"
-
-
 class _Lines:
     """The first line after EVERY_SECONDS: what is quick is not told."""
 
@@ -53,11 +66,11 @@ class _Lines:
             self._name, self._began, self._told = pace.name, now, now
         if now - self._told >= EVERY_SECONDS:
             self._told = now
-            self._say(f"{text(pace, now - self._began)}, {pace.done} of {pace.blocks} blocks are made")
+            self._say(f"{pace.text(now - self._began)}, {pace.count()}")
 
 
 class _Bar:
-    """Of the source whose tokens are made; it goes when they are."""
+    """Of what is made now; it goes when that is."""
 
     def __init__(self, terminal: Terminal) -> None:
         columns = (
@@ -75,8 +88,8 @@ class _Bar:
         if pace.name != self._name:
             self._name, self._began = pace.name, now
         self._progress.start()
-        description = text(pace, now - self._began)
-        self._progress.update(self._task, completed=pace.done, total=pace.blocks, description=description)
+        description = pace.text(now - self._began)
+        self._progress.update(self._task, completed=pace.done, total=pace.total, description=description)
 
     def close(self) -> None:
         self._progress.stop()

@@ -9,11 +9,9 @@ parent, however that dies.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +32,7 @@ from dsft.data.read.files import Block, read_block
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
 from dsft.errors import DsftError, StorageError, WorldError
+from dsft.launch.parent import die_with
 
 MAX_BAD = 1000
 """Bad rows of a block that are kept; the others are counted."""
@@ -41,7 +40,6 @@ _BATCH_ROWS = 1000
 _BATCH_CHARACTERS = 1 << 19  # of rows that are rendered together: the tokenizer holds some 50 bytes for each
 _SPILL = 64 << 20  # bytes of a block's tokens that wait in memory, more of them on the disk
 _TELL_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -328,7 +326,7 @@ def cores(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgro
 
 def work(descriptor: int, parent: int) -> None:
     """Make blocks until the parent says no more."""
-    _die_with(parent)
+    die_with(parent)
     connection = Connection(descriptor)
     told = 0.0
 
@@ -349,13 +347,6 @@ def work(descriptor: int, parent: int) -> None:
             except Exception:  # told by the parent, as what it is: a fault of dsft
                 answer = _Answer(what=traceback.format_exc())
             connection.send(answer)
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends, however it does (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,17 @@ class Pace:
     blocks: int
     rows: int
 
+    @property
+    def total(self) -> int:
+        return self.blocks
+
+    def text(self, seconds: float) -> str:
+        per_second = f", {self.rows / seconds:,.0f} rows/s" if seconds > 0 else ""
+        return f"{self.name}: {self.rows:,} rows are tokens{per_second}"
+
+    def count(self) -> str:
+        return f"{self.done} of {self.blocks} blocks are made"
+
 
 @dataclass(frozen=True)
 class Kept:

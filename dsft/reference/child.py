@@ -1,0 +1,29 @@
+"""A process that scores for the process that started it: gets a Pass over a socket, says how it goes on.
+
+    python -m dsft.reference.child DESCRIPTOR PARENT    the socket it inherited, who started it
+
+Its place in the group stands in the environment, as a launcher leaves it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dsft.launch.parent import die_with
+
+
+def main(descriptor: int, parent: int) -> int:
+    """The exit code: 0, or 1 after an error that the parent was told."""
+    die_with(parent)
+    from dsft.reference.children import work  # torch and deepspeed are imported from here on
+
+    return work(descriptor)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: the threads of a process group that is left behind can abort the interpreter's own end.
+    os._exit(code)
