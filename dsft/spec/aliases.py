@@ -114,11 +114,24 @@ ALIASES: dict[str, str] = {
     "pref_beta": "dpo.beta",
     "rl_beta": "dpo.beta",
     "dpo_beta": "dpo.beta",
+    "orpo_alpha": "dpo.beta",
+    "cpo_alpha": "dpo.sft_weight",
     "pref_loss": "dpo.loss_type",
     "pref_ftx": "dpo.sft_weight",
     "rpo_alpha": "dpo.sft_weight",
+    "gamma": "dpo.simpo_gamma",
+    "gamma_beta_ratio": "dpo.simpo_gamma (a margin of rewards: the ratio × beta)",
+    "dpo_label_smoothing": "dpo.label_smoothing",
+    "reference_free": "dpo.loss_type: simpo or orpo",
     "ref_model": "dpo.reference_model",
+    "ref_model_path": "dpo.reference_model",
+    "ref_model_name_or_path": "dpo.reference_model",
+    "reference_model_name_or_path": "dpo.reference_model",
     "precompute_ref_log_probs": "dpo.reference: precomputed",
+    "cache_logprobs": "dpo.reference: precomputed",
+    "max_prompt_length": "data.max_length (of the prompt and one answer)",
+    "max_completion_length": "data.max_length (of the prompt and one answer)",
+    "padding_free": "data.packing",
     "zero": "parallel.zero_stage",
     "zero_optimization": "parallel.zero_stage",
     "pipeline": "parallel.pipeline_stages",
@@ -154,6 +167,25 @@ LOCAL_ALIASES: dict[str, str] = {
     "cluster.slots": "cluster.hosts: {host: slots}",
     "checkpoint.dir": "output_dir",
     "checkpoint.save_every": "checkpoint.every",
+}
+
+# Values of a key that other tools have: theirs -> ours.
+VALUES: dict[str, dict[str, str]] = {
+    "task": {
+        "pt": "pretrain",
+        "preference": "dpo",
+        **{loss: f"dpo with dpo.loss_type: {loss}" for loss in ("ipo", "simpo", "orpo")},
+    },
+    "dpo.loss_type": {
+        "dpo": "sigmoid",
+        "cdpo": "sigmoid with dpo.label_smoothing",
+        "rdpo": "robust",
+        "slic": "hinge",
+        "rso": "hinge",
+        "apo": "apo_zero",
+        "cpo": "simpo with dpo.simpo_gamma: 0",
+    },
+    "dpo.reference": {"precompute": "precomputed", "model": "live", "lora": "adapter"},
 }
 
 _DEEPSPEED = "the JSON is made from the spec; leave it out, or give train.py a file with --deepspeed_config"

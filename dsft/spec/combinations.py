@@ -15,6 +15,7 @@ from dsft.spec.finding import Finding
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
+from dsft.spec.preferences import preference_findings
 from dsft.spec.schema import Optim, Schedule, Spec
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
@@ -316,12 +317,13 @@ def _data(spec: Spec) -> Iterator[Finding]:
         message = f"{spec.data.eval_count} and eval_fraction {spec.data.eval_fraction} both say how many rows"
         reads = ("data.eval_count", "data.eval_fraction")
         yield Finding(("data", "eval_count"), f"{message} are held out; give one of them", reads)
-    if spec.train.eval_every is not None and not evaluates(spec.data):
-        message = (
-            f"{spec.train.eval_every} needs rows to evaluate; give data.eval or data.eval_fraction, "
-            "or leave it out"
-        )
-        yield Finding(("train", "eval_every"), message, ("train.eval_every", "data.eval"))
+    for key in ("eval_every", "eval_on_start"):
+        if getattr(spec.train, key) and not evaluates(spec.data):
+            message = (
+                f"{shown(getattr(spec.train, key))} needs rows to evaluate; give data.eval or "
+                "data.eval_fraction, or leave it out"
+            )
+            yield Finding(("train", key), message, (f"train.{key}", "data.eval"))
 
 
 def _sources(spec: Spec) -> Iterator[Finding]:
@@ -440,6 +442,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _best,
     name_findings,
     format_findings,
+    preference_findings,
     _attention,
     _compiled,
     _activations,

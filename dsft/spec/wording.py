@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dsft.spec.aliases import suggestion
+from dsft.spec.aliases import VALUES, suggestion
 from dsft.spec.document import Path, dotted, read_document, shown
 
 Worded = tuple[Path, str]
@@ -63,6 +63,8 @@ def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) 
         return _unknown_key(path)
     if kind == "missing":
         return _missing(path, descriptions)
+    if kind == "literal_error":
+        return _none_of(value, context, VALUES.get(key_of(path), {}))
     worder = _WORDERS.get(kind)
     if worder is not None:
         return worder(value, context)
@@ -129,9 +131,11 @@ def _is_number(text: str) -> bool:
     return type(read_document(text).data) in (int, float)
 
 
-def _none_of(value: Any, context: Mapping[str, Any]) -> str:
+def _none_of(value: Any, context: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
+    """theirs: what other tools' values of this key are here."""
     choices = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
-    close = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
+    name = str(value).lower()
+    close = [theirs[name]] if name in theirs else difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
     return f"{shown(value)} is not offered; write {listed}{f' (did you mean {close[0]}?)' if close else ''}"
 
@@ -167,7 +171,6 @@ _WORDERS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
     "dict_type": _wrong_type("a mapping"),
     "model_type": _wrong_type("a mapping"),
     "tuple_type": _wrong_type("a list"),
-    "literal_error": _none_of,
     "greater_than": _beyond("above", "gt"),
     "greater_than_equal": _beyond("of at least", "ge"),
     "less_than": _beyond("below", "lt"),

@@ -65,6 +65,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         optim="optim: {lr: 1e-5, learning_rat: 1e-5}\n",
     )
     + "parallel: {stage: 3, offload_param: {device: cpu}, wibble: 1}\n",
+    "preferences_as_others_name_them": spec(head="name: small\ntask: orpo\n")
+    + "dpo: {loss_type: cdpo, cpo_alpha: 1.0, ref_model: a/b, max_prompt_length: 64}\n",
     # combinations
     "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
     "pipeline_and_the_model": spec(

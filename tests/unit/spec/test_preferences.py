@@ -1,0 +1,108 @@
+"""What of task dpo does not go together: each in one sentence at its own key, and nothing of what does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.spec.combinations import combinations
+from dsft.spec.schema import Spec
+
+GOOD: dict[str, Any] = {
+    "name": "pairs",
+    "task": "dpo",
+    "model": {"name_or_path": "a/b"},
+    "data": {"train": [{"path": "pairs.jsonl"}]},
+    "train": {"micro_batch_size": 2, "accumulation_steps": 2},
+    "optim": {"learning_rate": 5e-7},
+}
+
+
+def told(**changes: dict[str, Any]) -> dict[str, str]:
+    """Dotted path -> what is said of it."""
+    values = {key: {**GOOD[key], **changes[key]} if key in changes else GOOD[key] for key in GOOD}
+    spec = Spec.model_validate({**changes, **values})
+    return {".".join(map(str, finding.path)): finding.message for finding in combinations(spec)}
+
+
+LORA = {"lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "changes"),
+    [
+        ("train.neftune_alpha", "noise to the policy", {"train": {"neftune_alpha": 5.0}}),
+        ("train.label_smoothing", "use dpo.label_smoothing", {"train": {"label_smoothing": 0.1}}),
+        ("model.lora.dropout", "set it to 0", {"model": {"lora": {"dropout": 0.05}}}),
+        ("data.on_too_long", "no row of dpo can be cut", {"data": {"on_too_long": "split"}}),
+        ("dpo.label_smoothing", "only with sigmoid", {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}),
+        ("dpo.simpo_gamma", "only with simpo", {"dpo": {"simpo_gamma": 1.0}}),
+        ("dpo.sft_weight", "has that term already", {"dpo": {"loss_type": "orpo", "sft_weight": 1.0}}),
+        ("dpo.reference", "needs no reference", {"dpo": {"loss_type": "simpo", "reference": "live"}}),
+        ("dpo.reference_model", "no reference", {"dpo": {"loss_type": "orpo", "reference_model": "a/c"}}),
+        ("dpo.recheck_rows", "needs no reference", {"dpo": {"loss_type": "orpo", "recheck_rows": 0}}),
+        ("dpo.reference", "needs model.lora", {"dpo": {"reference": "adapter"}}),
+        (
+            "dpo.reference_model",
+            "with its adapter off",
+            {"model": LORA, "dpo": {"reference": "adapter", "reference_model": "a/c"}},
+        ),
+        (
+            "dpo.reference_zero_stage",
+            "with its adapter off",
+            {"model": LORA, "dpo": {"reference": "adapter", "reference_zero_stage": 3}},
+        ),
+        ("dpo.reference_store", "has no store", {"dpo": {"reference": "live", "reference_store": "s"}}),
+        (
+            "dpo.reference_zero_stage",
+            "in the policy's pipeline stages",
+            {"dpo": {"reference": "live", "reference_zero_stage": 3}, "parallel": {"pipeline_stages": 2}},
+        ),
+        ("dpo.reference_offload", "needs a sharded reference", {"dpo": {"reference_offload": "cpu"}}),
+        (
+            "dpo.reference_offload",
+            "needs a sharded reference",
+            {"dpo": {"reference_offload": "cpu", "reference_zero_stage": 0}, "parallel": {"zero_stage": 3}},
+        ),
+        ("dpo.share_prompts", "needs data.packing true", {"dpo": {"share_prompts": True}}),
+        (
+            "dpo.share_prompts",
+            "needs model.attention auto or sdpa",
+            {
+                "dpo": {"share_prompts": True},
+                "data": {"packing": True},
+                "model": {"attention": "flash_attention_2"},
+            },
+        ),
+        ("train.eval_on_start", "needs rows to evaluate", {"train": {"eval_on_start": True}}),
+    ],
+)  # fmt: skip
+def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
+    findings = told(**changes)
+    assert list(findings) == [key]
+    assert words in findings[key]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dpo": {"loss_type": "robust", "label_smoothing": 0.1}},
+        {"dpo": {"loss_type": "simpo", "simpo_gamma": 1.5, "sft_weight": 0.5}},
+        {"dpo": {"reference": "live", "reference_zero_stage": 3, "reference_offload": "cpu"}},
+        {"dpo": {"reference_offload": "cpu"}, "parallel": {"zero_stage": 3}},
+        {"dpo": {"reference_store": "store", "recheck_rows": 0, "reference_model": "a/c"}},
+        {"dpo": {"reference": "adapter"}, "model": LORA},
+        {"dpo": {"share_prompts": True}, "data": {"packing": True}},
+    ],
+)
+def test_goes_together(changes: dict[str, Any]) -> None:
+    assert told(**changes) == {}
+
+
+def test_the_section_belongs_to_its_task() -> None:
+    spec = Spec.model_validate({**GOOD, "task": "sft", "dpo": {"beta": 0.1}})
+    (finding,) = combinations(spec)
+    assert finding.path == ("dpo",)
+    assert "set task: dpo" in finding.message
