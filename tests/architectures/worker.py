@@ -222,7 +222,7 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
             results[mode] = {"refused": outcome}
             continue
         at_these = [
-            plain.gradient(model, whole(model, weights), step)
+            plain.gradient(model, plain.next_token(), whole(model, weights), step)
             for weights, step in zip(outcome.before, steps, strict=True)
         ]
         results[mode] = differences(outcome, dataclasses.replace(expected, gradients=at_these))
@@ -234,10 +234,10 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
 def plain_outcome(model: PreTrainedModel, steps: list[plain.Step]) -> Outcome:
     """By the plain loop, in the model's type; `gradients` are those of its first weights."""
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = [plain.gradient(model, first, step) for step in steps]
+    gradients = [plain.gradient(model, plain.next_token(), first, step) for step in steps]
     model.zero_grad()
     optimizer = torch.optim.AdamW(plain.decayed_groups(model, DECAY), RATE, eps=EPS)
-    found = plain.train(model.train(), steps, optimizer, MAX_NORM)
+    found = plain.train(model.train(), plain.next_token(), steps, optimizer, MAX_NORM)
     return Outcome(found.losses, [], gradients, found.weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,9 @@ class Case:
     """`micro_batches` names the numbers of micro-batches per step; `fault`: the gradient of FAULTY_STEP is
     not finite on one rank, in the first layer only, so that a pipeline's later stages see nothing of it;
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
-    `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once."""
+    `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
+    preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
+    store); `shared`: packed pairs whose prompt stands once."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -28,9 +31,13 @@ class Case:
     fault: bool = False
     stages: int = 1
     packed: bool = False
-    trains: Literal["all", "lora", "dora", "trainable", "groups"] = "all"
+    trains: Literal["all", "lora", "lora_fresh", "dora", "trainable", "groups"] = "all"
     chunked: bool = False
     label_smoothing: float = 0.0
+    reference: Literal["none", "given", "live", "adapter"] = "none"
+    loss_type: Literal["sigmoid", "ipo", "orpo"] = "sigmoid"
+    sft_weight: float = 0.0
+    shared: bool = False
 
     @property
     def name(self) -> str:
@@ -44,10 +51,22 @@ class Case:
             self.trains * (self.trains != "all"),
             "chunked" * self.chunked,
             "smoothed" * (self.label_smoothing > 0),
+            f"dpo_{self.reference}" * self.of_pairs,
+            "shared" * self.shared,
+            self.loss_type * (self.loss_type != "sigmoid"),
+            "sft" * (self.sft_weight > 0),
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
         )
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.reference != "none"
+
+    @property
+    def form(self) -> Literal["padded", "packed", "shared"]:
+        return "shared" if self.shared else "packed" if self.packed else "padded"
 
     @property
     def zero_stage(self) -> int:
@@ -63,7 +82,7 @@ class Case:
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
-        bounds = FP32_BOUNDS | (ADAPTER_BOUNDS if self.trains in ("lora", "dora") else {})
+        bounds = FP32_BOUNDS | (ADAPTER_BOUNDS if self.trains in ("lora", "lora_fresh", "dora") else {})
         return bounds | (CHUNKED_PIPELINE_BOUNDS if self.chunked and self.stages > 1 else {})
 
 
@@ -75,6 +94,7 @@ FP32_BOUNDS = {
     "weights": 1e-6,
     "change": 1e-5,
     "evaluation": 1e-6,
+    "metrics": 1e-6,
     "frozen": 0.0,
     "gathers": 0.0,
 }
@@ -88,6 +108,7 @@ BF16_BOUNDS = {
     "norm": 5e-3,
     "change": 3e-2,
     "evaluation": 1e-3,
+    "metrics": 1e-3,
     "frozen": 0.0,
 }
 
@@ -133,6 +154,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
     yield from _partly_trained(ranks)
+    yield from _of_pairs(ranks)
     if ranks == 2:
         yield from _chunked(ranks)
 
@@ -166,6 +188,22 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
             yield Case(mode, ranks, "adamw", "one", checkpointing=stages > 1, stages=stages, trains="dora")
             yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
     yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, trains="lora")
+
+
+def _of_pairs(ranks: int) -> Iterator[Case]:
+    """Preference pairs: each mode of each layout of the rows, not all of them together."""
+    modes = [(mode, 1) for mode in MODES] + [(mode, 2) for mode in PIPELINES if ranks % 2 == 0]
+    for mode, stages in modes:
+        pair = functools.partial(Case, mode, ranks, max_norm=0.1, stages=stages)
+        yield pair("sgd", "varying", reference="given")
+        yield pair("adamw", "four", packed=True, reference="given")
+    if ranks == 2:
+        for mode, stages in modes:
+            yield Case(mode, ranks, "adamw", "one", 0.1, stages=stages, trains="lora", reference="given")
+        yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, reference="given", loss_type="ipo")
+        yield Case("zero3", ranks, "adamw", "varying", 0.1, chunked=True, reference="given", sft_weight=0.5)
+        yield Case("zero2", ranks, "adamw", "varying", 0.1, reference="given", loss_type="orpo")
+        yield Case("zero2", ranks, "adamw", "four", 0.1, precision="bf16", packed=True, reference="given")
 
 
 def rehearsals() -> list[Case]:

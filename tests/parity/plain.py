@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Row = tuple[list[int], list[bool]]  # token ids; whether each one is trained on
-Step = list[list[list[Row]]]  # [micro-batch][data-parallel rank] -> rows
+Pair = tuple[Row, Row]  # of one prompt: the chosen answer, the rejected one
+T = TypeVar("T")  # Row or Pair
+Step = list[list[list[T]]]  # [micro-batch][data-parallel rank] -> rows
+Losses = Callable[[nn.Module, Step[T]], Iterator[Tensor]]  # of row after row; their sum is the step's
 
 
 @dataclass
@@ -54,7 +58,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def rows_of(step: Step) -> list[Row]:
+def rows_of(step: Step[T]) -> list[T]:
     return [row for micro_batch in step for rank in micro_batch for row in rank]
 
 
@@ -70,19 +74,90 @@ def summed_loss(model: nn.Module, row: Row, smoothing: float = 0.0) -> Tensor:
     return F.cross_entropy(logits[:-1], labels[1:], reduction="sum", label_smoothing=smoothing)
 
 
+def next_token(smoothing: float = 0.0) -> Losses[Row]:
+    """Summed loss ÷ number of targets. `smoothing`: of the labels."""
+
+    def losses(model: nn.Module, step: Step[Row]) -> Iterator[Tensor]:
+        for row in rows_of(step):
+            yield summed_loss(model, row, smoothing).double() / count(rows_of(step))
+
+    return losses
+
+
+def summed_logps(model: nn.Module, row: Row) -> Tensor:
+    """log p of the row's targets given what stands before each; in float32, added up in float64."""
+    ids, trained = row
+    logps = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logps.gather(1, torch.tensor(ids[1:])[:, None])[torch.tensor(trained[1:]), 0].double().sum()
+
+
+class Preference:
+    """Direct preference optimisation, from the papers. `reference`: frozen. `answers`: of each pair of the
+    last step (policy, reference, number of targets) × (chosen, rejected)."""
+
+    def __init__(self, reference: nn.Module, kind: str, beta: float, sft_weight: float) -> None:
+        self.reference, self.kind, self.beta, self.sft_weight = reference, kind, beta, sft_weight
+        self.answers: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, step: Step[Pair]) -> Iterator[Tensor]:
+        pairs = rows_of(step)
+        chosen_tokens, self.answers = count(chosen for chosen, _ in pairs), []
+        for pair in pairs:
+            with torch.no_grad():
+                reference = torch.stack([summed_logps(self.reference, row) for row in pair])
+            policy = torch.stack([summed_logps(model, row) for row in pair])
+            lengths = torch.tensor([count([row]) for row in pair])
+            self.answers.append(torch.stack([policy.detach(), reference, lengths]))
+            added = -self.sft_weight * policy[0] / chosen_tokens
+            yield self.loss(policy, reference, lengths) / len(pairs) + added
+
+    def loss(self, policy: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+        """All (2,): of the chosen and the rejected answer."""
+        if self.kind == "ipo":  # https://arxiv.org/abs/2310.12036, 17, with averages over the tokens
+            chosen, rejected = (policy - reference) / lengths
+            return (chosen - rejected - 1 / (2 * self.beta)) ** 2
+        if self.kind == "orpo":  # https://arxiv.org/abs/2403.07691, 7, beside the added next-token loss
+            p = (policy / lengths).exp()
+            chosen, rejected = (p / (1 - p)).log()
+            return -self.beta * F.logsigmoid(chosen - rejected)
+        chosen, rejected = self.beta * (policy - reference)  # https://arxiv.org/abs/2305.18290, 7
+        return -F.logsigmoid(chosen - rejected)
+
+    def least_margin(self) -> float:
+        rewards = self.rewards()
+        return float((rewards[:, 0] - rewards[:, 1]).abs().min())
+
+    def rewards(self) -> Tensor:
+        policy, reference, lengths = torch.stack(self.answers, 1)
+        return self.beta * (policy / lengths if self.kind == "orpo" else policy - reference)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step, by TRL's names; of ORPO per token."""
+        (logps, _, lengths), rewards = torch.stack(self.answers, 1), self.rewards()
+        margins, loss = rewards[:, 0] - rewards[:, 1], float(-logps[:, 0].sum() / lengths[:, 0].sum())
+        policy = logps / lengths if self.kind == "orpo" else logps
+        return ({"nll_loss": loss} if self.sft_weight else {}) | {
+            "rewards/chosen": float(rewards[:, 0].mean()),
+            "rewards/rejected": float(rewards[:, 1].mean()),
+            "rewards/margins": float(margins.mean()),
+            "rewards/accuracies": float((margins > 0).double().mean()),
+            "logps/chosen": float(policy[:, 0].mean()),
+            "logps/rejected": float(policy[:, 1].mean()),
+        }
+
+
 def train(
     model: nn.Module,
-    steps: Sequence[Step],
+    losses: Losses[T],
+    steps: Sequence[Step[T]],
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     skipped: Sequence[int] = (),
-    smoothing: float = 0.0,
 ) -> Outcome:
-    """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied. `smoothing`: of the
-    labels."""
+    """`max_norm` 0: no clipping. The steps whose number is in `skipped` are not applied."""
     outcome, names = Outcome(), trained(model)
     for number, step in enumerate(steps):
-        outcome.losses.append(backward(model, step, smoothing))
+        outcome.losses.append(backward(model, losses, step))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
         if number not in skipped:
             optimizer.step()
@@ -91,34 +166,33 @@ def train(
     return outcome
 
 
-def backward(model: nn.Module, step: Step, smoothing: float = 0.0) -> float:
+def backward(model: nn.Module, losses: Losses[T], step: Step[T]) -> float:
     """The step's loss, and its gradient in `.grad`. As in any data-parallel loop the loss is multiplied by
     the number of ranks and the gradient divided by it: with three, float32 rounds otherwise by up to
     1.6e-6, which is also what it is off from float64 either way."""
-    rows, ranks, total = rows_of(step), len(step[0]), 0.0
-    for row in rows:
-        loss = summed_loss(model, row, smoothing)
-        (loss * (ranks / count(rows))).backward()
+    ranks, total = len(step[0]), 0.0
+    for loss in losses(model, step):
+        (loss * ranks).backward()
         total += loss.item()
     for p in model.parameters():
         if p.grad is not None:
             p.grad /= ranks
-    return total / count(rows)
+    return total
 
 
 def gradient(
-    model: nn.Module, weights: dict[str, Tensor], step: Step, smoothing: float = 0.0
+    model: nn.Module, losses: Losses[T], weights: dict[str, Tensor], step: Step[T]
 ) -> dict[str, Tensor]:
     """At `weights`, before any clipping."""
     model.load_state_dict(weights, strict=False)
     model.zero_grad()
-    backward(model, step, smoothing)
+    backward(model, losses, step)
     return {name: p.grad.clone() for name, p in trained(model).items() if p.grad is not None}
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, step: Step) -> float:
-    return sum(summed_loss(model, row).item() for row in rows_of(step)) / count(rows_of(step))
+def evaluate(model: nn.Module, losses: Losses[T], step: Step[T]) -> float:
+    return sum(loss.item() for loss in losses(model, step))
 
 
 def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
@@ -127,7 +201,7 @@ def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int) -> list[Step]:
+def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int) -> list[Step[Row]]:
     """Rows of 3 to 20 tokens, 0 to 3 per micro-batch and rank, of which about 60 in 100 tokens are targets.
     In the first micro-batch of each step one rank has rows without a target, in the last one no row at
     all."""
@@ -146,5 +220,33 @@ def make_steps(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: 
 
     return [
         [[rows(micro_batch, number - 1, rank) for rank in range(ranks)] for micro_batch in range(number)]
+        for number in micro_batches
+    ]
+
+
+def make_pairs(seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int) -> list[Step[Pair]]:
+    """One or two pairs per micro-batch and rank; in the last micro-batch of a step of several one rank has
+    none. Prompts of 1 to 40 tokens, every fourth of one; answers of 1 to 12, of which some have tokens of
+    another turn, not trained on, inside."""
+    draw = random.Random(seed)
+
+    def answer() -> tuple[list[int], list[bool]]:
+        ids = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 12))]
+        other = range(draw.randint(1, len(ids)), draw.randint(1, len(ids)))  # half of these are empty
+        return ids, [t not in other for t in range(len(ids))]
+
+    def pair() -> Pair:
+        prompt = [draw.randrange(vocabulary) for _ in range(draw.choice((1, 5, 12, 40)))]
+        (chosen, trained), (rejected, trained_too) = answer(), answer()
+        unseen = [False] * len(prompt)
+        return (prompt + chosen, unseen + trained), (prompt + rejected, unseen + trained_too)
+
+    def pairs(micro_batch: int, last: int, rank: int) -> list[Pair]:
+        if ranks > 1 and last and micro_batch == last and rank == ranks - 1:
+            return []
+        return [pair() for _ in range(draw.randint(1, 2))]
+
+    return [
+        [[pairs(micro_batch, number - 1, rank) for rank in range(ranks)] for micro_batch in range(number)]
         for number in micro_batches
     ]

@@ -12,11 +12,13 @@ norm         |gradient norm − plain| ÷ plain, over the steps
 weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
 change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
 evaluation   |held-out loss after training − plain|, absolute
+metrics      of pairs: |reported − plain| ÷ max(1, |plain|), at the engine's weights of that step
 gathers      of the head's weight by ZeRO 3, the most in forward or backward, per micro-batch: |number − 1|
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
+from dsft.loop import mean_loss
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -53,13 +57,15 @@ from dsft.model.config import TokenFacts
 from dsft.model.head import Head
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
+from dsft.objective.api import Objective
 from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
-from tests.parity import plain
+from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, Case, cases
 
 VOCABULARY, SEED = 128, 11
@@ -91,6 +97,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "modules_to_save": ["lm_head"],
         }
     },
+    "lora_fresh": {"lora": {"rank": 3, "alpha": 5.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}},
     "dora": {
         "lora": {
             "rank": 2,
@@ -141,47 +148,54 @@ def run(case: Case, world: World) -> dict[str, Any]:
         gc.collect()
 
 
-def compare(case: Case, world: World) -> dict[str, Any]:
-    spec = with_adapter(case, make_spec(case), world)
-    dtype = DTYPES[case.precision]
-    whole = build_model(spec.model, FACTS, SEED, dtype)
+def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]:
+    """This rank's part of the model, and the DeepSpeed configuration."""
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     for key in BUCKETS & config["zero_optimization"].keys():  # several, and one tensor larger than any
         config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
-    keep = keep_for(config, world)
-    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages, keep)
+    policy = build_model(
+        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.stages, keep_for(config, world)
+    )
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
     if case.chunked:
         cut_logits(policy)
     if case.fault:
         break_gradient(policy, world)
-    engine: Any = build_engine(policy, spec, config, world, next_token())
+    return policy, config
+
+
+def compare(case: Case, world: World) -> dict[str, Any]:
+    spec = with_adapter(case, make_spec(case), world)
+    whole = build_model(spec.model, FACTS, SEED, DTYPES[case.precision])
+    policy, config = parts(case, spec, world)
+    model = plain_model(whole, case)
+    task = task_of(case, spec, model, world)
+    engine: Any = build_engine(policy, spec, config, world, task.objective)
     gradients = keep_gradients(engine)
     gathers = count_gathers(policy) if case.gathers_head else Counter()
     first = assemble(world, engine)
     before = []
 
-    steps = plain.make_steps(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
-    losses, norms = [], []
-    if case.packed:
+    steps = task.made(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
+    held_out = task.made(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
+    *batches, held_out_batches = task.shares([*steps, held_out])
+    sums, norms = [], []
+    if case.packed and not case.of_pairs:
         prove_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
     gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
-        counts = {"tokens": plain.count(plain.rows_of(step))}
-        result = engine.step(share(step, world, case), counts, RATES[case.optimizer])
+        result = engine.step(batches[number], task.counts(step), RATES[case.optimizer])
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
-        losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
+        sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
     BROKEN["now"] = False
     most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
-    held_out = plain.make_steps(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
-    evaluation = float(world.sum(engine.evaluate(share(held_out, world, case)))[0])
-    evaluation /= plain.count(plain.rows_of(held_out))
+    evaluated = world.sum(engine.evaluate(held_out_batches))
     final = assemble(world, engine)
     changed = changed_while_frozen(world, policy, whole)
     gathered = [merge(world.gather(g)) for g in gradients]
@@ -192,23 +206,73 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     start = {name: p.detach().float() for name, p in whole.named_trained().items()}
     skipped = (FAULTY_STEP,) if case.fault else ()
     applied = [i for i in range(len(steps)) if i not in skipped]
-    model, smoothing = plain_model(whole, case), case.label_smoothing
-    expected = plain.train(model, steps, plain_optimizer(case, model), case.max_norm, skipped, smoothing)
-    expected_evaluation = plain.evaluate(model, held_out)
+    losses = [mean_loss(task.objective, s, task.counts(step)) for s, step in zip(sums, steps, strict=True)]
+    expected = plain.train(model, task.losses, steps, plain_optimizer(case, model), case.max_norm, skipped)
+    evaluation = mean_loss(task.objective, evaluated, task.counts(held_out))
+    expected_evaluation = plain.evaluate(model, task.losses, held_out)
+    gradient_apart, metrics_apart = [], []
+    for i in applied:
+        gradient_apart.append(relative(gathered[i], plain.gradient(model, task.losses, before[i], steps[i])))
+        metrics_apart.append(task.metrics_apart(sums[i], steps[i]))
     return {
         "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
         "loss": max(abs(a - b) for a, b in zip(losses, expected.losses, strict=True)),
-        "gradient": max(
-            relative(gathered[i], plain.gradient(model, before[i], steps[i], smoothing)) for i in applied
-        ),
+        "gradient": max(gradient_apart),
         "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
         "weights": relative(final, expected.weights),
         "change": distance(final, expected.weights) / distance(expected.weights, start),
         "evaluation": abs(evaluation - expected_evaluation),
+        "metrics": max(metrics_apart),
         "frozen": changed,
         "gathers": abs(most_gathers - 1.0) if case.gathers_head else 0.0,
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is learned: rows, or pairs; `losses` is the plain loop's."""
+
+    objective: Objective
+    losses: plain.Losses[Any]
+    made: Callable[..., list[plain.Step[Any]]]
+    counts: Callable[[plain.Step[Any]], dict[str, int]]
+    shares: Callable[[list[plain.Step[Any]]], list[list[MicroBatch]]]
+
+    def metrics_apart(self, sums: Tensor, step: plain.Step[Any]) -> float:
+        """From those of the last step that `losses` was taken of. Which of two answers with one reward is
+        preferred is rounding, so pairs without a margin have no accuracy to compare."""
+        if not isinstance(self.losses, plain.Preference):
+            return 0.0
+        found, expected = self.objective.metrics(sums.tolist(), self.counts(step)), self.losses.metrics()
+        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        names = [name for name in expected if "accuracies" not in name or self.losses.least_margin() > 1e-6]
+        return max(abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in names)
+
+
+def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
+    """`model`: the plain loop's, at the start."""
+    if spec.dpo is None:
+        return Task(
+            next_token(),
+            plain.next_token(case.label_smoothing),
+            plain.make_steps,
+            lambda step: {"tokens": plain.count(plain.rows_of(step))},
+            lambda steps: [share(step, world, case) for step in steps],
+        )
+    reference = copy.deepcopy(model).requires_grad_(False)
+    if case.reference == "given":  # not the start, so that no reward is 0
+        draw = torch.Generator().manual_seed(SEED)
+        for parameter in reference.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
+
+    def shares(steps: list[plain.Step[plain.Pair]]) -> list[list[MicroBatch]]:
+        values = pairs.referred(reference, steps)
+        return [pairs.given(values, step) for step in pairs.numbered(steps, world.data_rank, case.form)]
+
+    sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
+    losses = plain.Preference(reference, case.loss_type, spec.dpo.beta, sft_weight)
+    return Task(preference(spec.dpo), losses, plain.make_pairs, pairs.counts, shares)
 
 
 def make_spec(case: Case) -> Spec:
@@ -216,7 +280,8 @@ def make_spec(case: Case) -> Spec:
     return Spec.model_validate(
         {
             "name": "parity",
-            "task": "pretrain",
+            "task": "dpo" if case.of_pairs else "pretrain",
+            "dpo": dpo_section(case),
             "model": {
                 "from_config": LLAMA,
                 "gradient_checkpointing": case.checkpointing,
@@ -243,9 +308,17 @@ def make_spec(case: Case) -> Spec:
     )
 
 
+def dpo_section(case: Case) -> dict[str, Any] | None:
+    if not case.of_pairs:
+        return None
+    mode = "precomputed" if case.reference == "given" else case.reference
+    beta = 0.5 if case.loss_type == "ipo" else 0.1
+    return {"beta": beta, "loss_type": case.loss_type, "reference": mode, "sft_weight": case.sft_weight}
+
+
 def with_adapter(case: Case, spec: Spec, world: World) -> Spec:
-    """Where there are adapters, they start from a saved one, none of whose values is 0 or 1."""
-    if spec.model.lora is None:
+    """Adapters start from a saved one, none of whose values is 0 or 1, unless they are to be fresh."""
+    if spec.model.lora is None or case.trains == "lora_fresh":
         return spec
     folder = Path(world.broadcast(tempfile.mkdtemp()))
     if world.rank == 0:
@@ -276,7 +349,7 @@ def plain_model(whole: Policy, case: Case) -> nn.Module:
     keys = {name: value for name, value in LLAMA.items() if name != "model_type"}
     config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **keys)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
-    if case.trains in ("lora", "dora"):
+    if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
         scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
         plain.adapt(model, lora["target_modules"], lora["rank"], scale, "use_dora" in lora)
@@ -424,7 +497,8 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(float((found[n] - e).abs().max() / e.abs().max()) for n, e in expected.items())
+    least = torch.finfo(torch.float32).tiny  # fresh adapters' A have no gradient in the first step
+    return max(float((found[n] - e).abs().max() / e.abs().max().clamp(least)) for n, e in expected.items())
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -1,0 +1,91 @@
+"""Micro-batches of preference pairs, by hand: takes the plain loop's pairs; padded, packed or shared.
+
+The numbers of pairs count through the steps, the held-out ones after them, as in a dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from tests.parity import plain
+
+Form = Literal["padded", "packed", "shared"]
+EMPTY = ([7, 7], [False, False])
+PADDING = 7  # a token like others, to show that padding does not matter
+
+
+def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
+    pairs = plain.rows_of(step)
+    return {"pairs": len(pairs), "chosen_tokens": plain.count(chosen for chosen, _ in pairs)}
+
+
+def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form) -> list[list[MicroBatch]]:
+    """One rank's micro-batches of each step."""
+    first, made = 0, []
+    for step in steps:
+        micro_batches = []
+        for ranks in step:
+            before = sum(map(len, ranks[:data_rank]))
+            micro_batches.append(micro_batch(ranks[data_rank], first + before, form))
+            first += sum(map(len, ranks))
+        made.append(micro_batches)
+    return made
+
+
+def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBatch:
+    """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
+    segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
+    told = Pairs(
+        torch.arange(first, first + len(pairs)),
+        torch.tensor([[plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
+    )
+    if form == "padded":
+        length = max(len(ids) for (ids, _), _ in segments)
+        shape = (len(segments), length)
+        ids, targets = torch.full(shape, PADDING), torch.full(shape, NO_TARGET)
+        for number, (row, _) in enumerate(segments):
+            ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row)
+        return MicroBatch(ids, torch.arange(length).repeat(len(segments), 1), targets, pairs=told)
+    parts = zip(*(tensors(row) for row, _ in segments), strict=True)
+    ids, targets = (torch.cat(part)[None] for part in parts)
+    starts = tuple(start for _, start in segments)
+    lengths = tuple(len(ids) for (ids, _), _ in segments)
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+    return MicroBatch(
+        ids, positions[None], targets, lengths, starts=starts if form == "shared" else None, pairs=told
+    )
+
+
+def segments_of(pair: plain.Pair, form: Form) -> Iterator[tuple[plain.Row, int]]:
+    """Each with the position at which it begins. Shared: the rejected answer after the prompt's last one."""
+    chosen, (ids, trained) = pair
+    shared = trained.index(True) - 1 if form == "shared" else 0
+    yield chosen, 0
+    yield (ids[shared:], trained[shared:]), shared
+
+
+def tensors(row: plain.Row) -> tuple[Tensor, Tensor]:
+    ids, trained = row
+    wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
+    return torch.tensor(ids), torch.tensor([*wanted[1:], NO_TARGET])
+
+
+def referred(reference: nn.Module, steps: Sequence[plain.Step[plain.Pair]]) -> Tensor:
+    """(pairs, 2) float64, by the plain loop: what a store holds."""
+    rows = [
+        [plain.summed_logps(reference, row) for row in pair] for step in steps for pair in plain.rows_of(step)
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def given(values: Tensor, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    return [
+        replace(batch, pairs=batch.pairs and replace(batch.pairs, reference=values[batch.pairs.ids]))
+        for batch in micro_batches
+    ]
