@@ -191,19 +191,24 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
 
 
 def _of_pairs(ranks: int) -> Iterator[Case]:
-    """Preference pairs: each mode of each layout of the rows, not all of them together."""
-    modes = [(mode, 1) for mode in MODES] + [(mode, 2) for mode in PIPELINES if ranks % 2 == 0]
-    for mode, stages in modes:
-        pair = functools.partial(Case, mode, ranks, max_norm=0.1, stages=stages)
-        yield pair("sgd", "varying", reference="given")
-        yield pair("adamw", "four", packed=True, reference="given")
+    """Preference pairs. On two ranks every mode padded and with shared prompts, on other numbers of ranks one
+    mode so and the next so."""
+    modes = [(mode, 1) for mode in MODES if ranks == 2 or not mode.endswith("offload")]
+    modes += [(mode, 2) for mode in PIPELINES if ranks % 2 == 0]
+    for number, (mode, stages) in enumerate(modes):
+        pair = functools.partial(Case, mode, ranks, max_norm=0.1, stages=stages, reference="given")
+        if ranks == 2 or (number + ranks) % 2:
+            yield pair("sgd", "varying")
+        if ranks == 2 or (number + ranks) % 2 == 0:
+            yield pair("adamw", "four", packed=True, shared=True)
     if ranks == 2:
         for mode, stages in modes:
             yield Case(mode, ranks, "adamw", "one", 0.1, stages=stages, trains="lora", reference="given")
-        yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, reference="given", loss_type="ipo")
-        yield Case("zero3", ranks, "adamw", "varying", 0.1, chunked=True, reference="given", sft_weight=0.5)
-        yield Case("zero2", ranks, "adamw", "varying", 0.1, reference="given", loss_type="orpo")
-        yield Case("zero2", ranks, "adamw", "four", 0.1, precision="bf16", packed=True, reference="given")
+        pair = functools.partial(Case, "zero2", ranks, "adamw", "varying", 0.1, reference="given")
+        yield pair(packed=True, loss_type="ipo")
+        yield pair(packed=True, chunked=True, sft_weight=0.5)
+        yield pair(loss_type="orpo", checkpointing=True)
+        yield pair(packed=True, shared=True, precision="bf16")
 
 
 def rehearsals() -> list[Case]:
