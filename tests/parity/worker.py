@@ -49,7 +49,7 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
-from dsft.loop import mean_loss
+from dsft.loop import Record, means
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -206,17 +206,17 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     start = {name: p.detach().float() for name, p in whole.named_trained().items()}
     skipped = (FAULTY_STEP,) if case.fault else ()
     applied = [i for i in range(len(steps)) if i not in skipped]
-    losses = [mean_loss(task.objective, s, task.counts(step)) for s, step in zip(sums, steps, strict=True)]
+    records = [means(task.objective, s, task.counts(step), "") for s, step in zip(sums, steps, strict=True)]
     expected = plain.train(model, task.losses, steps, plain_optimizer(case, model), case.max_norm, skipped)
-    evaluation = mean_loss(task.objective, evaluated, task.counts(held_out))
+    evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
     expected_evaluation = plain.evaluate(model, task.losses, held_out)
     gradient_apart, metrics_apart = [], []
     for i in applied:
         gradient_apart.append(relative(gathered[i], plain.gradient(model, task.losses, before[i], steps[i])))
-        metrics_apart.append(task.metrics_apart(sums[i], steps[i]))
+        metrics_apart.append(metrics_differ(records[i], task.losses))
     return {
         "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
-        "loss": max(abs(a - b) for a, b in zip(losses, expected.losses, strict=True)),
+        "loss": max(abs(a["/loss"] - b) for a, b in zip(records, expected.losses, strict=True)),
         "gradient": max(gradient_apart),
         "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
         "weights": relative(final, expected.weights),
@@ -239,15 +239,16 @@ class Task:
     counts: Callable[[plain.Step[Any]], dict[str, int]]
     shares: Callable[[list[plain.Step[Any]]], list[list[MicroBatch]]]
 
-    def metrics_apart(self, sums: Tensor, step: plain.Step[Any]) -> float:
-        """From those of the last step that `losses` was taken of. Which of two answers with one reward is
-        preferred is rounding, so pairs without a margin have no accuracy to compare."""
-        if not isinstance(self.losses, plain.Preference):
-            return 0.0
-        found, expected = self.objective.metrics(sums.tolist(), self.counts(step)), self.losses.metrics()
-        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-        names = [name for name in expected if "accuracies" not in name or self.losses.least_margin() > 1e-6]
-        return max(abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in names)
+
+def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
+    """From those of the last step that `losses` was taken of. Which of two equal rewards is the greater one is
+    rounding, so where a pair has no margin the accuracy is not compared."""
+    if not isinstance(losses, plain.Preference):
+        return 0.0
+    expected = {f"/{name}": value for name, value in losses.metrics().items()}
+    assert found.keys() == {"/loss", *expected}, found.keys() ^ expected.keys()
+    names = [name for name in expected if "accuracies" not in name or losses.least_margin() > 1e-6]
+    return max(abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in names)
 
 
 def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
