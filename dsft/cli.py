@@ -179,6 +179,21 @@ def generate(
 
 
 @app.command()
+def reference(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; by default one a GPU of this host.", show_default=False),
+    ] = None,
+) -> None:
+    """Score the pairs of a preference run by its reference, ahead of the run; it goes on where it stopped."""
+    from dsft.reference.command import score
+
+    score(spec, overrides or (), ranks)
+
+
+@app.command()
 def verify(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)

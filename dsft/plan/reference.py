@@ -6,7 +6,9 @@ trained.
 
 from __future__ import annotations
 
+from dsft.errors import Problem, SpecError
 from dsft.plan.layout import Layout, layout
+from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo, Lora, Model, Parallel, Spec
 
 
@@ -53,6 +55,23 @@ def reference_line(spec: Spec) -> str:
     if dpo.reference == "adapter":
         return f"reference: {_which(spec)}, by the policy's own engine (dpo.reference adapter)"
     return f"reference: {_which(spec)}, {_how(spec)} (dpo.reference {dpo.reference})"
+
+
+def check_precomputed(spec: Spec, command: str) -> None:
+    """Raises SpecError where there is no reference to score ahead of training, as `command` does."""
+    dpo = dpo_of(spec)
+    if spec.task != "dpo":
+        where, why = "task", f"task {spec.task} has no reference; start dsft/train.py, or set dpo"
+    elif dpo.loss_type in REFERENCE_FREE:
+        where, why = "dpo.loss_type", f"{dpo.loss_type} needs no reference; start dsft/train.py"
+    elif dpo.reference != "precomputed":
+        where = "dpo.reference"
+        why = (
+            f"{dpo.reference} computes the reference while it trains; start dsft/train.py, or set precomputed"
+        )
+    else:
+        return
+    raise SpecError(f"There is nothing for {command} to score.", [Problem(where, why)])
 
 
 def dpo_of(spec: Spec) -> Dpo:

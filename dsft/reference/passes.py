@@ -110,6 +110,15 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     world.close()
 
 
+def micro_batch_size(spec: Spec, data_parallel: int) -> int:
+    """train.micro_batch_size, or what the other two sizes come to on so many ranks."""
+    train = spec.train
+    if train.micro_batch_size is not None:
+        return train.micro_batch_size
+    assert train.global_batch_size and train.accumulation_steps, "two of the three sizes are given"
+    return max(1, train.global_batch_size // (train.accumulation_steps * data_parallel))
+
+
 def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> BatchSizes:
     """Of one micro-batch a rank: nothing is accumulated."""
     sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": 1, "global_batch_size": None}
