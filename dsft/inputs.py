@@ -22,6 +22,7 @@ from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
 from dsft.report.making import shown
+from dsft.spec.prompts import shares_prompts
 from dsft.spec.schema import Spec, Train
 
 
@@ -64,7 +65,8 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
     with shown(say, first=first) as progress:
-        loaded = load_data(spec, tokenizer, Cache(cache_folder(spec), spec.data.num_workers, say, progress))
+        cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)
+        loaded = load_data(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
     for line in loaded.lines:
         say(line)
     return Inputs(tokenizer, facts, rows, config, files, loaded)

@@ -17,6 +17,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
 from dsft.report.making import shown
+from dsft.spec.prompts import shares_prompts
 
 say = partial(print, flush=True)
 
@@ -36,7 +37,8 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
 
     try:
         with shown(say) as progress:
-            loaded = load_data(spec, tokenizer, Cache(folder, spec.data.num_workers, say, progress, tell))
+            cache = Cache(folder, spec.data.num_workers, say, progress, tell)
+            loaded = load_data(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
     except KeyboardInterrupt:
         say(f"stopped: what is made stays in {folder}, and the same command goes on from there")
         raise

@@ -5,10 +5,10 @@ fails in its first minute, with the sizes that would fit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.cut import first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.report.memory import GIB, MemoryMeter, room
@@ -41,25 +41,6 @@ def rehearse(engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, m
     if held_out is not None:
         meter.enter("evaluation")
         _run(lambda: engine.evaluate([held_out]), held_out, [], meter)
-
-
-def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
-    """Its first `length` positions."""
-    lengths = None if micro_batch.lengths is None else _cut(micro_batch.lengths, length)
-    return replace(
-        micro_batch,
-        input_ids=micro_batch.input_ids[:, :length],
-        position_ids=micro_batch.position_ids[:, :length],
-        targets=micro_batch.targets[:, :length],
-        lengths=lengths,
-        noise_scale=None if micro_batch.noise_scale is None else micro_batch.noise_scale[:, :length],
-    )
-
-
-def _cut(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The first segments, the last of them shortened, that make `total` tokens."""
-    starts = accumulate(lengths, initial=0)
-    return tuple(min(n, total - start) for n, start in zip(lengths, starts, strict=False) if start < total)
 
 
 def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], meter: MemoryMeter) -> None:

@@ -92,7 +92,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
     spec = load(options.spec, options.overrides)
     hostfile = check_promise(spec.cluster.hosts if spec.cluster else None, launched)
     places = layout(spec.parallel, launched.world_size)
-    batch = batch_sizes(spec.train, places.data_parallel, spec.data)
+    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     if options.deepspeed_config is None:

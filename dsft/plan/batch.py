@@ -39,8 +39,12 @@ class BatchSizes:
         )
 
 
-def batch_sizes(train: Train, data_parallel: int, data: Data | None = None) -> BatchSizes:
-    """The third of the three sizes from the other two; SpecError with the whole equation where none fits."""
+def batch_sizes(
+    train: Train, data_parallel: int, data: Data | None = None, task: str | None = None
+) -> BatchSizes:
+    """The third of the three sizes from the other two; SpecError with the whole equation where none fits.
+
+    data and task: with the budget of packed micro-batches."""
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if total is None and micro is not None and steps is not None:
         total = micro * steps * data_parallel
@@ -53,13 +57,18 @@ def batch_sizes(train: Train, data_parallel: int, data: Data | None = None) -> B
     if total != micro * steps * data_parallel:
         product = micro * steps * data_parallel
         raise _refuse(train, data_parallel, f"the right side is {product}; leave one of the three out")
-    return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro) if data else None)
+    return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro, task) if data else None)
 
 
-def _token_budget(data: Data, micro_batch_size: int) -> int | None:
+def _token_budget(data: Data, micro_batch_size: int, task: str | None) -> int | None:
     if not data.packing:
         return None
-    return data.max_tokens_per_micro_batch or micro_batch_size * data.max_length
+    return data.max_tokens_per_micro_batch or micro_batch_size * longest_example(data, task)
+
+
+def longest_example(data: Data, task: str | None) -> int:
+    """In tokens; max_length is that of a row, and a preference pair has two."""
+    return (2 if task == "dpo" else 1) * data.max_length
 
 
 def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:

@@ -49,7 +49,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     """SpecError where sizes do not fit, or where `world_size` is not the cluster's."""
     hosts = _hosts(spec, world_size)
     places = layout(spec.parallel, sum(hosts.values()))
-    batch = batch_sizes(spec.train, places.data_parallel, spec.data)
+    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     counted = census(spec.model, spec.parallel.pipeline_stages, cache)
     _check_length(spec, counted)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])

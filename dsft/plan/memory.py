@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dsft.plan.batch import batch_sizes
+from dsft.plan.batch import batch_sizes, longest_example
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
 from dsft.plan.head import BYTES_PER_LOGIT, PLAIN_BYTES_PER_LOGIT, chunk_limit, in_chunks
@@ -86,7 +86,9 @@ def memory(
     """`hosts`: host -> ranks, in the order of the ranks; `tokens`: of the largest micro-batch, by default the
     most that the spec allows."""
     batch = batch_sizes(spec.train, layout.data_parallel)
-    most = spec.data.max_tokens_per_micro_batch or batch.micro_batch_size * spec.data.max_length
+    most = spec.data.max_tokens_per_micro_batch or (
+        batch.micro_batch_size * longest_example(spec.data, spec.task)
+    )
     flow = _Flow(layout, batch.accumulation_steps, tokens or most)
     stages = tuple(
         _with_activations(_rank(stage, census, spec, layout), census, spec, flow)

@@ -30,7 +30,7 @@ def load(
 def promised_batch(spec: Spec) -> BatchSizes | None:
     """The batch sizes on the spec's cluster; None where it has none, and the world is found at start."""
     places = _promised_layout(spec)
-    return batch_sizes(spec.train, places.data_parallel, spec.data) if places else None
+    return batch_sizes(spec.train, places.data_parallel, spec.data, spec.task) if places else None
 
 
 def cluster_findings(spec: Spec) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def cluster_findings(spec: Spec) -> Iterator[Finding]:
     if places is None or len(given) < 2:  # fewer are told of without a cluster, too
         return
     try:
-        batch_sizes(spec.train, places.data_parallel, spec.data)
+        batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     except SpecError as error:
         reads = (f"train.{size}" for size in sizes)
         yield Finding(("train", given[0]), error.problems[0].message, (*_PROCESSES, *reads))

@@ -7,17 +7,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.cache.store import Cache, Pace, cache_folder, tokenised
+from dsft.data.cache.store import Cache, Pace, cache_folder
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
 from dsft.data.rows import TokenRows
-from dsft.data.sets.dataset import Dataset, RowPart
-from dsft.data.sets.load import Loaded, load_data
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.load import Loaded, load_data, rows_of
+from dsft.data.sets.pairs import PairRows
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
-from dsft.preview.problems import Source
+from dsft.preview.problems import Source, parts_of
+from dsft.spec.prompts import shares_prompts
 from dsft.spec.schema import Data, Spec
 from dsft.spec.schema import Source as SpecSource
 
@@ -63,7 +65,7 @@ def collect(
     refusal = None
     for tried in (spec, lenient(spec), lenient(spec, held_out=False)):
         try:
-            loaded = load_data(tried, tokenizer, cache)
+            loaded = load_data(tried, tokenizer, cache, share_prompts=shares_prompts(spec))
         except DataError as error:
             refusal = refusal or error
             continue
@@ -75,7 +77,7 @@ def collect(
 
 def _sources(data: Data, loaded: Loaded) -> Iterator[Source]:
     sets = [loaded.train, *(one.data for one in loaded.held_out)]
-    parts = [part for one in sets for part in one.parts if isinstance(part, RowPart)]
+    parts = parts_of([part for one in sets for part in one.parts])
     # behind the parts of data.train and data.eval stand those that are held out of data.train
     for part, source in zip(parts, [*data.train, *data.eval], strict=False):
         yield Source(
@@ -88,11 +90,11 @@ def _rows_alone(spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache) ->
     renderer = Renderer(tokenizer, train_on=spec.data.train_on)
     for source in (*spec.data.train, *spec.data.eval):
         with suppress(DataError):
-            rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=source.max_rows)
+            rows = rows_of(source, renderer, spec.task, cache)
             yield Source(rows, _count(rows, source), ())
 
 
-def _count(rows: TokenRows, source: SpecSource) -> int:
+def _count(rows: TokenRows | PairRows, source: SpecSource) -> int:
     return min(len(rows.lengths), source.max_rows or len(rows.lengths))
 
 
@@ -114,7 +116,7 @@ def lenient(spec: Spec, *, held_out: bool = True) -> Spec:
 def sizes(spec: Spec) -> BatchSizes:
     """The batch sizes on the spec's cluster; without one, on the fewest processes that they fit."""
     processes = sum(spec.cluster.hosts.values()) if spec.cluster else _fewest(spec)
-    return batch_sizes(spec.train, layout(spec.parallel, processes).data_parallel, spec.data)
+    return batch_sizes(spec.train, layout(spec.parallel, processes).data_parallel, spec.data, spec.task)
 
 
 def _fewest(spec: Spec) -> int:

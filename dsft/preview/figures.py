@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
 from dsft.data.steps.pack import micro_batches_of
-from dsft.plan.batch import BatchSizes
+from dsft.plan.batch import BatchSizes, longest_example
 from dsft.plan.schedule import total_steps
-from dsft.preview.units import Units
 from dsft.spec.schema import Spec
 
 BINS = 12
@@ -60,20 +60,22 @@ def lengths_of(lengths: NDArray[np.integer], max_length: int) -> Lengths:
     return Lengths(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 
-def steps_of(lengths: NDArray[np.integer], units: Units, spec: Spec, batch: BatchSizes) -> Steps:
-    """lengths (n,): of the examples. How pairs are laid is not built: no padding is told of them."""
-    tokens = lengths.astype(np.int64)[units.examples].sum(axis=1)
-    order = Order(units, batch.global_batch_size, spec.train.seed)
+def steps_of(data: Dataset, spec: Spec, batch: BatchSizes) -> Steps:
+    """Of a dataset with examples. Pairs are told of as they are laid, and in no other way: where they share
+    their prompts, they have other tokens padded."""
+    order = Order(data, batch.global_batch_size, spec.train.seed)
     dealt = max(1, LAID // (batch.global_batch_size * batch.data_parallel))
-    steps = [tokens[order.step(index).ids] for index in range(min(order.steps_per_epoch, dealt))]
-    sums = [int(step.sum()) for step in steps]
-    longest = batch.micro_batch_size * spec.data.max_length
+    steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, dealt))]
+    sums = [int(data.lengths[step].sum(dtype=np.int64)) for step in steps]
+    longest = batch.micro_batch_size * longest_example(spec.data, spec.task)
     packed = replace(batch, tokens_per_micro_batch=batch.tokens_per_micro_batch or longest)
     ways = {"padded": replace(batch, tokens_per_micro_batch=None), "packed": packed}
-    laid = {way: _laid(steps, sizes) for way, sizes in ways.items()} if units.examples.shape[1] == 1 else {}
+    if data.is_pairs:
+        ways = {"padded" if batch.tokens_per_micro_batch is None else "packed": batch}
+    laid = {way: _laid(data, steps, sizes) for way, sizes in ways.items()}
     return Steps(
         per_epoch=order.steps_per_epoch,
-        total=total_steps(spec.train, len(tokens), batch.global_batch_size),
+        total=total_steps(spec.train, len(data), batch.global_batch_size),
         mean_tokens=sum(sums) / len(sums),
         most_tokens=max(sums),
         padding={way: 1 - sum(sums) / places for way, (places, _) in laid.items()},
@@ -82,12 +84,17 @@ def steps_of(lengths: NDArray[np.integer], units: Units, spec: Spec, batch: Batc
     )
 
 
-def _laid(steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, int]:
+def _laid(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, int]:
     """Places of all ranks' micro-batches: those that are there, and those where all ranks had the largest."""
     there = waited = 0
-    for lengths in steps:
+    packed, rows_each = batch.tokens_per_micro_batch is not None, 2 if data.is_pairs else 1
+    for step in steps:
+        lengths = (data.lengths if packed else data.widths)[step].astype(np.int64)
         ranks = [
-            [_places(lengths[hand], batch) for hand in micro_batches_of(lengths, batch, rank)]
+            [
+                int(lengths[hand].sum()) if packed else rows_each * len(hand) * _widest(lengths[hand])
+                for hand in micro_batches_of(lengths, batch, rank)
+            ]
             for rank in range(batch.data_parallel)
         ]
         there += sum(map(sum, ranks))
@@ -95,7 +102,5 @@ def _laid(steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, i
     return there, waited
 
 
-def _places(lengths: NDArray[np.int64], batch: BatchSizes) -> int:
-    if batch.tokens_per_micro_batch is not None:
-        return int(lengths.sum())
-    return len(lengths) * int(lengths.max(initial=0))
+def _widest(lengths: NDArray[np.int64]) -> int:
+    return int(lengths.max(initial=0))

@@ -9,7 +9,8 @@ from dsft.preview.view import ShownRow, View
 
 
 def as_mapping(view: View) -> dict[str, Any]:
-    """tokens: what each adds to the text, so that all of a row together are its text."""
+    """tokens: what each adds to the text, so that all of a row together are its text; segments: of a pair,
+    the tokens of both answers, each with its `prompt`, or where that is `shared` with its last token."""
     batch = view.micro_batch
     return {
         "name": view.name,
@@ -42,7 +43,7 @@ def _row(row: ShownRow) -> dict[str, Any]:
         "input_ids": [token.id for token in row.tokens],
         "tokens": [token.text for token in row.tokens],
         "trained": [token.trained for token in row.tokens],
-    }
+    } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
 
 
 def _placed(row: ShownRow) -> dict[str, Any]:

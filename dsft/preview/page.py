@@ -13,7 +13,15 @@ from pathlib import Path
 from dsft.errors import StorageError
 from dsft.preview.figures import Lengths
 from dsft.preview.problems import KINDS, Problems
-from dsft.preview.terminal import SIGNS, batch_title, length_lines, places_of, step_lines, title_of
+from dsft.preview.terminal import (
+    SIGNS,
+    batch_title,
+    length_lines,
+    piece_names,
+    places_of,
+    step_lines,
+    title_of,
+)
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
 from dsft.preview.view import ShownBatch, ShownRow, ShownWorst, View
 
@@ -170,7 +178,9 @@ def _laid(tokens: Sequence[Token]) -> str:
 def _row(row: ShownRow) -> Iterator[str]:
     yield f"<h3>{_escaped(title_of(row))}</h3>"
     start = 0
-    for length in row.segments:
+    for name, length in zip(piece_names(row), row.segments, strict=True):
+        if row.prompt is not None:
+            yield f"<h3><small>{_escaped(name)}</small></h3>"
         yield _laid(row.tokens[start : start + length])
         start += length
 
@@ -187,7 +197,8 @@ def _borders(batch: ShownBatch) -> str:
     """Its examples as bars, 400 units for its width: one after the other where they are packed, else below
     each other."""
     bars, start = [], 0.0
-    for number, row in enumerate(batch.rows):
+    rows = [row for row, _ in places_of(batch)]
+    for number, row in enumerate(rows):
         width = 400 * len(row.tokens) / batch.width
         x, y = (start, 0) if batch.packed else (0, 10 * number)
         bars.append(
@@ -195,7 +206,7 @@ def _borders(batch: ShownBatch) -> str:
             f"<title>{_escaped(row.source)}: {len(row.tokens):,} tokens</title></rect>"
         )
         start += width
-    tall = 10 if batch.packed else 10 * len(batch.rows)
+    tall = 10 if batch.packed else 10 * len(rows)
     return f'<svg viewBox="0 0 400 {tall}" role="img" aria-label="borders of examples">{"".join(bars)}</svg>'
 
 

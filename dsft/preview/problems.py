@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import TokenRows
-from dsft.data.sets.dataset import RowPart
+from dsft.data.sets.dataset import Part, RowPart
 from dsft.data.sets.held_out import is_duplicate
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.pairs import rejected_answers
+from dsft.data.sets.pairs import PairPart, PairRows
 from dsft.spec.schema import Data, Spec
 
 KINDS: Mapping[str, str] = {
@@ -24,6 +24,7 @@ KINDS: Mapping[str, str] = {
     "truncated": "truncated",
     "empty": "empty",
     "no_target": "with nothing to train on",
+    "identical": "with two answers that are the same",
     "no_end": "without an end of turn or text",
     "duplicate": "saying what an earlier row says",
 }
@@ -51,15 +52,15 @@ class Problems:
 
 @dataclass(frozen=True)
 class Source:
-    """count: of its rows, those that are looked at; parts: the sets that have pieces of them."""
+    """count: of its rows, or pairs, those that are looked at; parts: the sets that have pieces of them."""
 
-    rows: TokenRows
+    rows: TokenRows | PairRows
     count: int
-    parts: tuple[RowPart, ...]
+    parts: tuple[RowPart | PairPart, ...]
 
 
 def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
-    """By kind, and of each kind in the order of the sources. A pair's two rows are told of once."""
+    """By kind, and of each kind in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
     content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
@@ -71,7 +72,7 @@ def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
         says = content[start : start + source.count]
         masks = _masks(source, spec) | {"duplicate": duplicate[start : start + source.count]}
         start += source.count
-        for kind, mask in (_told_once(source, masks) if spec.task == "dpo" else masks).items():
+        for kind, mask in masks.items():
             counts[kind] += int(np.count_nonzero(mask))
             rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))]
             if kind == "duplicate":
@@ -84,22 +85,36 @@ def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
 
 
-def _told_once(source: Source, masks: Mapping[str, Mask]) -> dict[str, Mask]:
-    """Of pairs, what is not told of the other answer, too; an answer is no duplicate of the other."""
-    rejected = rejected_answers(source.rows, source.count)
-    told = {kind: mask & ~(rejected & np.roll(mask, 1)) for kind, mask in masks.items()}
-    return told | {"duplicate": masks["duplicate"] & ~rejected}
-
-
 def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
     """What is wrong with one row, in words, but for what other rows say."""
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
-def row_of(part: RowPart) -> NDArray[np.int32]:
-    """(examples,): the row in which each example of the source begins."""
+def parts_of(parts: Sequence[Part]) -> tuple[RowPart | PairPart, ...]:
+    """Those that are made of rows."""
+    return tuple(part for part in parts if isinstance(part, (RowPart, PairPart)))
+
+
+def row_of(part: RowPart | PairPart) -> NDArray[np.int32]:
+    """(examples,): the row in which each example of the source begins, or the pair that it is."""
+    if isinstance(part, PairPart):
+        return part.pieces.pairs
     pieces = part.pieces
     return pieces.rows if pieces.at is None else pieces.rows[pieces.at]
+
+
+def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
+    """(examples,): tokens that the row of each has more; of a pair, in both rows."""
+    whole: NDArray[np.int64] = part.rows.lengths[row_of(part)]
+    if isinstance(part, PairPart):
+        whole = whole - 2 * part.pieces.prompts - part.pieces.answers.sum(axis=1)
+        return whole
+    return whole - part.lengths
+
+
+def longest_of(rows: TokenRows | PairRows) -> NDArray[np.int64]:
+    """(n,) what data.max_length is compared with."""
+    return rows.longest if isinstance(rows, PairRows) else rows.lengths
 
 
 def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
@@ -109,18 +124,24 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     empty = lengths <= 1
     no_target = (targets == 0) & ~empty
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
+    if isinstance(rows, PairRows):
+        masks["identical"] = rows.identical[:count] & ~no_target
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
-        masks[kind] = (lengths > spec.data.max_length) & ~no_target
+        masks[kind] = (longest_of(rows)[:count] > spec.data.max_length) & ~no_target
         if kind == "truncated":
             for part in source.parts:
                 masks["no_end"] |= _stopped_short(part, count)
     return masks
 
 
-def _stopped_short(part: RowPart, count: int) -> Mask:
-    """(count,): the rows of which the window ends in the middle of what is trained on."""
+def _stopped_short(part: RowPart | PairPart, count: int) -> Mask:
+    """(count,): the rows of which the window ends in the middle of what is trained on, or the pairs of which
+    an answer is cut."""
     found = np.zeros(count, np.bool_)
+    if isinstance(part, PairPart):
+        found[part.pieces.pairs] = part.pieces.is_cut(part.rows)
+        return found
     pieces = part.pieces
     headed = np.zeros(len(pieces.rows), np.int32) if pieces.headed is None else pieces.headed
     stops = pieces.begin + pieces.lengths - headed
@@ -145,16 +166,20 @@ def _first_places(
 
 
 def _too_long(source: Source, row: int, data: Data) -> str:
-    return f"{source.rows.lengths[row]:,} tokens, data.max_length is {data.max_length:,}"
+    return f"{longest_of(source.rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 def _truncated(source: Source, row: int, data: Data) -> str:
     length, targets = int(source.rows.lengths[row]), int(source.rows.trained[row])
-    for pieces in (part.pieces for part in source.parts):
-        at = int(np.searchsorted(pieces.rows, row))
-        if at < len(pieces.rows) and pieces.rows[at] == row:
-            kept = f"{pieces.lengths[at]:,} of {length:,} tokens kept, from token {pieces.begin[at]:,} on"
-            return f"{kept}; {targets - pieces.target_counts[at]:,} of {targets:,} trained tokens lost"
+    for part in source.parts:
+        rows = row_of(part)
+        at = int(np.searchsorted(rows, row))
+        if at < len(rows) and rows[at] == row:
+            kept = f"{length - lost_of(part)[at]:,} of {length:,} tokens kept"
+            kept += f", from token {part.pieces.begin[at]:,} on"
+            return f"{kept}; {targets - part.target_counts[at]:,} of {targets:,} trained tokens lost"
+    if isinstance(source.rows, PairRows):
+        return f"{length:,} tokens, and cut to data.max_length {data.max_length:,} both answers are the same"
     return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
 
 
@@ -164,5 +189,6 @@ _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
     "truncated": _truncated,
     "empty": lambda source, row, data: f"{source.rows.lengths[row]} tokens, too few to learn from",
     "no_target": lambda source, row, data: f"none of its {source.rows.lengths[row]:,} tokens is trained on",
+    "identical": lambda source, row, data: "both answers are the same",
     "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.console import Console
@@ -96,9 +96,10 @@ def title_of(row: ShownRow) -> str:
     """One line of what a row is."""
     said = [f"row {row.number}"] if row.number is not None else []
     said += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
-    if row.answer:
-        said.append(f"{row.answer}, after a shared prompt of {row.prompt:,} tokens")
-    if len(row.segments) > 1:
+    if row.prompt is not None:
+        once = ", computed once" if row.shared else ""
+        said.append(f"two answers after a prompt of {row.prompt:,} tokens{once}")
+    elif len(row.segments) > 1:
         said.append(f"{len(row.segments)} pieces")
     return ", ".join([*said, *filter(None, (row.happened, row.why))])
 
@@ -107,13 +108,20 @@ def _row(row: ShownRow, style: Style, whole: bool) -> Iterator[Text]:
     yield _heading(title_of(row))
     most = len(row.tokens) if whole else SHOWN_TOKENS
     start = 0
-    for number, length in enumerate(row.segments, start=1):
+    for name, length in zip(piece_names(row), row.segments, strict=True):
         if len(row.segments) > 1:
-            yield Text(f"── piece {number}, tokens {start:,} to {start + length - 1:,}")
+            yield Text(f"── {name}, tokens {start:,} to {start + length - 1:,}")
         yield from _cut(row.tokens[start : start + length], style, most)
         start += length
     if whole:
         yield from _table(row.tokens)
+
+
+def piece_names(row: ShownRow) -> list[str]:
+    if row.prompt is None:
+        return [f"piece {number}" for number in range(1, len(row.segments) + 1)]
+    after = "after the prompt's last token" if row.shared else "after the prompt"
+    return ["the prompt and the chosen answer", f"the rejected answer {after}"]
 
 
 def _table(tokens: Sequence[Token]) -> Iterator[Text]:
@@ -155,23 +163,38 @@ def laid(tokens: Sequence[Token], style: Style) -> Text:
 
 
 def batch_title(batch: ShownBatch) -> str:
+    pairs = any(row.prompt is not None for row in batch.rows)
     if batch.packed:
-        laid_out = f"packed: {len(batch.rows)} examples in one row of {batch.width:,} tokens"
+        what = _counted(len(batch.rows), "pair" if pairs else "example")
+        laid_out = f"packed: {what} in one row of {batch.width:,} tokens"
     else:
-        laid_out = f"padded: {len(batch.rows)} rows of {batch.width:,} places"
+        laid_out = f"padded: {len(batch.rows) * (1 + pairs)} rows of {batch.width:,} places"
     return f"first micro-batch of step 1, {laid_out}"
 
 
 def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
     """Each row, and where it stands."""
     start = 0
-    for row in batch.rows:
+    for row in (piece for shown in batch.rows for piece in _rows_of(shown)):
         length = len(row.tokens)
         if batch.packed:
             where = f"places {start:,} to {start + length - 1:,}"
         else:
             where = f"{length:,} tokens, {batch.width - length:,} places of padding"
-        yield row, ", ".join(filter(None, (row.source, row.answer, where, f"{row.trained:,} trained on")))
+        yield row, ", ".join(filter(None, (row.source, row.why, where, f"{row.trained:,} trained on")))
+        start += length
+
+
+def _rows_of(row: ShownRow) -> Iterator[ShownRow]:
+    """The row, or the two of a pair."""
+    if row.prompt is None:
+        yield replace(row, why="")
+        return
+    start = 0
+    for name, length in zip(("chosen", "rejected"), row.segments, strict=True):
+        at = f", from position {row.prompt - 1:,} on" if start and row.shared else ""
+        tokens = row.tokens[start : start + length]
+        yield replace(row, tokens=tokens, segments=(length,), why=f"{name}{at}")
         start += length
 
 

@@ -5,22 +5,24 @@ Takes what was collected and what is asked for. Decodes the rows that are shown,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset, RowPart
 from dsft.data.sets.order import Order
+from dsft.data.sets.pairs import PairPart, PairRows
 from dsft.data.steps.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, Source, kinds_of, problems_of, row_of
+from dsft.preview.problems import Problems, Source, kinds_of, lost_of, problems_of, row_of
 from dsft.preview.tokens import Token, tokens_of
-from dsft.preview.units import Units, units_of
 from dsft.preview.worst import worst_of
 
 
@@ -29,10 +31,12 @@ class ShownRow:
     """An example of the run, or a row that is left out.
 
     number    from 1, in the order of the files; None: left out
-    segments  tokens of each piece that sees only itself
+    segments  tokens of each piece that sees only itself, of a pair of the chosen and of the rejected
+              answer, each with the prompt before it
+    shared    of a pair: the rejected answer has of the prompt the last token alone
     happened  what became of the row that it is of; empty where it is whole
     why       it is shown
-    answer    chosen or rejected, of a pair; prompt: tokens at its start that both have before the answer
+    prompt    of a pair: the tokens that both answers follow
     """
 
     number: int | None
@@ -41,8 +45,8 @@ class ShownRow:
     segments: tuple[int, ...]
     happened: str = ""
     why: str = ""
-    answer: str = ""
-    prompt: int = 0
+    shared: bool = False
+    prompt: int | None = None
 
     @property
     def trained(self) -> int:
@@ -87,7 +91,7 @@ class View:
 
 @dataclass(frozen=True)
 class Wanted:
-    """rows: how many, from the first (of task dpo: pairs); row: that one alone, by its number or file:line;
+    """rows: how many, from the first; row: that one alone, by its number or file:line;
     problems: how many of each kind."""
 
     rows: int = 0
@@ -100,11 +104,11 @@ class Wanted:
 def view(found: Collected, wanted: Wanted) -> View:
     """Raises SpecError where a row is asked for that is not there."""
     spec, show = found.spec, Shower(found)
-    data, some = show.data, len(show.units.examples) > 0
+    data, some = show.data, len(show.data) > 0
     if wanted.row is not None:
         rows = show.named(wanted.row)
     else:
-        rows = [show.row(index) for index in show.units.examples[: wanted.rows].ravel().tolist()]
+        rows = [show.row(index) for index in range(min(wanted.rows, len(data)))]
     refusal = found.refusal
     return View(
         name=spec.name,
@@ -115,7 +119,7 @@ def view(found: Collected, wanted: Wanted) -> View:
         ledgers=found.ledgers,
         lengths=lengths_of(data.lengths, spec.data.max_length) if some else None,
         trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
-        steps=steps_of(data.lengths, show.units, spec, found.batch) if some else None,
+        steps=steps_of(data, spec, found.batch) if some else None,
         micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
         rows=tuple(rows),
         worst=show.worst() if some and wanted.worst else (),
@@ -134,35 +138,34 @@ class Shower:
     def data(self) -> Dataset:
         return self.found.train
 
-    @cached_property
-    def units(self) -> Units:
-        return units_of(self.data, self.found.spec.task)
-
     def row(self, index: int, why: str = "") -> ShownRow:
         example = self.data[index]
-        tokens = tuple(tokens_of(example.input_ids, example.trained, self.found.tokenizer))
-        answer, prompt = self._answer(index)
-        happened = self._happened(index)
+        tokens = self._tokens(example.input_ids, example.trained, example.segment_lengths)
+        prompt = int(np.argmax(example.trained)) if self.data.is_pairs else None
+        happened, shared = self._happened(index), example.starts is not None
         return ShownRow(
-            index + 1, example.source, tokens, example.segment_lengths, happened, why, answer, prompt
+            index + 1, example.source, tokens, example.segment_lengths, happened, why, shared, prompt
         )
 
+    def _tokens(
+        self, ids: NDArray[np.int32], trained: NDArray[np.bool_], segments: Sequence[int]
+    ) -> tuple[Token, ...]:
+        """Of a pair each answer by itself: where the second begins, no character goes on."""
+        borders = np.cumsum(segments[:-1] if self.data.is_pairs else ()).astype(np.int64)
+        parts = zip(np.split(ids, borders), np.split(trained, borders), strict=True)
+        return tuple(token for part in parts for token in tokens_of(*part, self.found.tokenizer))
+
     def micro_batch(self) -> ShownBatch:
-        """Of pairs always padded: how they are packed is not built."""
-        batch, units = self.found.batch, self.units.examples
-        if units.shape[1] > 1:
-            batch = replace(batch, tokens_per_micro_batch=None)
-        ids = Order(self.units, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
-        lengths = self.data.lengths.astype(np.int64)[units[ids]].sum(axis=1)
-        hand = micro_batches_of(lengths, batch, data_rank=0)[0]
-        members = units[ids[hand]].ravel()
+        batch, data = self.found.batch, self.data
+        ids = Order(data, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
         packed = batch.tokens_per_micro_batch is not None
-        places = self.data.lengths[members]
+        lengths = data.lengths if packed else data.widths
+        members = ids[micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
         rows = tuple(self.row(int(index)) for index in members)
-        return ShownBatch(packed, rows, int(places.sum() if packed else places.max()))
+        return ShownBatch(packed, rows, int(lengths[members].sum() if packed else lengths[members].max()))
 
     def worst(self) -> tuple[ShownWorst, ...]:
-        kinds = worst_of(self.data, self.found.tokenizer, pairs=self.found.spec.task == "dpo")
+        kinds = worst_of(self.data, self.found.tokenizer)
         return tuple(ShownWorst(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
 
     def named(self, name: str) -> list[ShownRow]:
@@ -189,28 +192,30 @@ class Shower:
             for row in range(source.count):
                 place = source.rows.source(row)
                 if _is_named(place, name):
-                    whole = source.rows.read(row)
-                    tokens = tuple(tokens_of(whole.input_ids, whole.trained, self.found.tokenizer))
                     why = ", ".join([_fate(source, row), *kinds_of(source, row, self.found.spec)])
-                    yield ShownRow(None, place, tokens, (len(tokens),), why)
+                    yield self._whole(source.rows, row, why)
 
-    def _answer(self, index: int) -> tuple[str, int]:
-        """Of a pair: which answer it is, and how many tokens both begin with, before any is trained on."""
-        if self.units.examples.shape[1] == 1 or index not in self.units.examples:
-            return "", 0
-        chosen, rejected = self.units.examples[np.any(self.units.examples == index, axis=1)][0].tolist()
-        ours, theirs = self.data[chosen], self.data[rejected]
-        least = min(int(np.argmax(np.append(one.trained, True))) for one in (ours, theirs))
-        differ = np.append(ours.input_ids[:least] != theirs.input_ids[:least], True)
-        return ("chosen" if index == chosen else "rejected"), int(np.argmax(differ))
+    def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> ShownRow:
+        """A row, or the two of a pair."""
+        if isinstance(rows, PairRows):
+            read = [rows.answers.read(2 * row), rows.answers.read(2 * row + 1)]
+        else:
+            read = [rows.read(row)]
+        tokens = [tokens_of(one.input_ids, one.trained, self.found.tokenizer) for one in read]
+        prompt = int(np.argmax(read[0].trained)) if len(read) > 1 else None
+        segments = tuple(map(len, tokens))
+        return ShownRow(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
 
     def _happened(self, index: int) -> str:
         """Of a row that is not whole."""
         at = int(np.searchsorted(self.data.ends, index, side="right"))
         part = self.data.parts[at]
+        mine = index - (self.data.ends[at - 1] if at else 0)
+        if isinstance(part, PairPart):
+            lost = int(lost_of(part)[mine])
+            return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
         if not isinstance(part, RowPart):
             return ""
-        mine = index - (self.data.ends[at - 1] if at else 0)
         row, pieces = int(row_of(part)[mine]), part.pieces
         begin, length, whole = int(pieces.begin[mine]), int(pieces.lengths[mine]), int(part.rows.lengths[row])
         if pieces.at is not None:
@@ -224,7 +229,7 @@ class Shower:
 
 def _fate(source: Source, row: int) -> str:
     """Of a row that is in no example of the run."""
-    if any(row in part.pieces.rows for part in source.parts):
+    if any(row in row_of(part) for part in source.parts):
         return "held out"
     return "left out" if source.rows.desirable[row] else "labelled undesirable, left out"
 

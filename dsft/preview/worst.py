@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset, RowPart
-from dsft.preview.problems import row_of
+from dsft.data.sets.pairs import PairPart
+from dsft.preview.problems import lost_of, parts_of, row_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,14 +28,14 @@ class Worst:
     examples: tuple[tuple[int, str], ...]
 
 
-def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase, *, pairs: bool = False) -> list[Worst]:
+def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Worst]:
     """The worst EACH of each kind, of the kinds that occur."""
     kinds = (
         Worst("longest", tuple(_longest(data))),
         Worst("least share of trained tokens", tuple(_least_trained(data))),
         Worst("most tokens cut off", tuple(_most_cut(data))),
         Worst(_efficiency_title(data), tuple(_least_efficient(data, tokenizer))),
-        Worst("said most often", tuple(_repeated(data, 2 if pairs else 1))),
+        Worst("said most often", tuple(_repeated(data))),
     )
     return [kind for kind in kinds if kind.examples]
 
@@ -52,11 +53,11 @@ def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
 
 def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
     """Of truncated rows. Where rows are split, nothing is cut off."""
-    whole = _joined([part.rows.lengths[row_of(part)] for part in _row_parts(data)])
-    cut = whole - data.lengths
+    parts = parts_of(data.parts)
+    cut = _joined([lost_of(part) for part in parts])
     rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
     once = np.bincount(rows)[rows] == 1
-    is_window = all(part.pieces.at is None for part in _row_parts(data))
+    is_window = all(isinstance(part, PairPart) or part.pieces.at is None for part in parts)
     for index in _largest(np.where(once & is_window, cut, 0)):
         if cut[index] > 0 and once[index] and is_window:
             yield index, f"{cut[index]:,} tokens cut off"
@@ -77,26 +78,20 @@ def _efficiency_title(data: Dataset) -> str:
     return f"most tokens per character{of}"
 
 
-def _repeated(data: Dataset, rows_each: int) -> Iterator[tuple[int, str]]:
-    """rows_each: rows that a line gives, of one content."""
-    content = _joined([part.rows.content[row_of(part)] for part in _row_parts(data)])
+def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
+    content = _joined([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
     rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
     _, first_of_row = np.unique(rows, return_index=True)  # a row that was split is one
-    _, first, counts = np.unique(content[first_of_row], return_index=True, return_counts=True)
-    times = counts // rows_each
+    _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
     for at in _largest(times):
         if times[at] > 1:
             yield int(first_of_row[first[at]]), f"{times[at]:,} rows say this"
 
 
-def _row_parts(data: Dataset) -> list[RowPart]:
-    return [part for part in data.parts if isinstance(part, RowPart)]
-
-
-def _offsets(data: Dataset) -> Iterator[tuple[RowPart, int]]:
+def _offsets(data: Dataset) -> Iterator[tuple[RowPart | PairPart, int]]:
     """Each source, and how many rows stand in those before it."""
     offset = 0
-    for part in _row_parts(data):
+    for part in parts_of(data.parts):
         yield part, offset
         offset += len(part.rows.lengths)
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered
 
-LAYOUT = 2
+LAYOUT = 3  # 3: the two rows of a pair follow the same tokens
 TEMPORARY = ".tmp"
 _METADATA = "dsft"
 _TYPES: Mapping[str, str] = {

@@ -29,6 +29,7 @@ from typing import cast
 from dsft.data import formats
 from dsft.data.cache.block import Found, Gathered, whole_file
 from dsft.data.read.files import Block, read_block
+from dsft.data.render.pair import pair_mistake
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
 from dsft.errors import DsftError, StorageError, WorldError
@@ -154,8 +155,11 @@ def _render(
     for meant, row in read:
         ones = [next(rendered) for _ in row.samples]
         whole = [one for one in ones if not isinstance(one, str)]
-        if len(whole) < len(ones):
-            refused.append((meant.line, next(one for one in ones if isinstance(one, str))))
+        mistake = next((one for one in ones if isinstance(one, str)), None)
+        if mistake is None and len(whole) > 1:
+            mistake = pair_mistake(*whole)
+        if mistake is not None:
+            refused.append((meant.line, mistake))
             continue
         for one in whole:
             spelled += [meant.line] * one.spelled

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from dsft.data.rows import MAX_SHOWN, Account, data_error
-from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.dataset import Dataset, Part, RowPart
 from dsft.data.sets.division import FEW, TRAIN, Chosen, RowSet, places_of
 from dsft.data.sets.ledger import Ledger, table, total
+from dsft.data.sets.pairs import PairPart, PairRows, cut_pairs
 from dsft.data.sets.pieces import Cut, Ids, OnTooLong, cut
 from dsft.errors import DataError, Problem
 from dsft.spec.schema import Data
@@ -22,11 +23,13 @@ from dsft.spec.schema import Data
 
 @dataclass(frozen=True)
 class Cutting:
-    """How rows become examples. bos: the tokenizer's beginning of text, where it has one."""
+    """How rows become examples. bos: the tokenizer's beginning of text, where it has one; share_prompts: of
+    pairs, each is laid with its prompt once."""
 
     max_length: int
     how: OnTooLong
     bos: int | None
+    share_prompts: bool = False
 
 
 def refuse_too_long(sets: Sequence[RowSet], cutting: Cutting) -> None:
@@ -37,11 +40,12 @@ def refuse_too_long(sets: Sequence[RowSet], cutting: Cutting) -> None:
     count = 0
     for chosen in (chosen for one in sets for chosen in one.chosen):
         source, rows = chosen.read.rows, chosen.rows
-        too_long = rows[source.lengths[rows] > cutting.max_length]
+        lengths = source.longest if isinstance(source, PairRows) else source.lengths
+        too_long = rows[lengths[rows] > cutting.max_length]
         count += len(too_long)
         for row in too_long[: MAX_SHOWN - len(problems)]:
             rule = f"data.max_length is {cutting.max_length}; raise it or set data.on_too_long"
-            problems.append(Problem(source.source(int(row)), f"{source.lengths[row]} tokens, {rule}"))
+            problems.append(Problem(source.source(int(row)), f"{lengths[row]} tokens, {rule}"))
     if problems:
         raise data_error(problems, "row is too long", "rows are too long", count)
 
@@ -51,7 +55,8 @@ class Booked:
     """A set as examples, with a ledger for each of its sources."""
 
     of: RowSet
-    cuts: Sequence[Cut]
+    cuts: Sequence[Cut[Any]]
+    parts: Sequence[Part]
     ledgers: Sequence[Ledger]
 
     @property
@@ -69,13 +74,9 @@ class Booked:
         return f"{TRAIN} {name}" if self.of.what == TRAIN else self.of.what
 
     def dataset(self, weights: tuple[float, ...] | None = None) -> Dataset:
-        parts = tuple(
-            RowPart(chosen.read.name, chosen.read.rows, made.pieces)
-            for chosen, made in zip(self.of.chosen, self.cuts, strict=True)
-        )
-        return Dataset(parts, weights)
+        return Dataset(tuple(self.parts), weights)
 
-    def first_places(self, rows_of: Callable[[Chosen, Cut], Ids]) -> tuple[str, ...]:
+    def first_places(self, rows_of: Callable[[Chosen, Cut[Any]], Ids]) -> tuple[str, ...]:
         """Where such rows stand, the first few."""
         places: list[str] = []
         for chosen, made in zip(self.of.chosen, self.cuts, strict=True):
@@ -164,6 +165,7 @@ def _nothing_left(ledger: Ledger, data: Data) -> str:
         (ledger.empty, "empty"),
         (ledger.undesirable, "labelled undesirable"),
         (ledger.dropped, f"dropped as longer than data.max_length ({data.max_length} tokens)"),
+        (ledger.identical, "left out with two answers that are the same"),
         (ledger.without_target, f"left out with nothing to train on ({ledger.truncated} truncated)"),
     )
     figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
@@ -172,26 +174,35 @@ def _nothing_left(ledger: Ledger, data: Data) -> str:
 
 
 def book(one: RowSet, cutting: Cutting) -> Booked:
-    cuts = [
-        cut(chosen.read.rows, chosen.rows, cutting.max_length, cutting.how, cutting.bos)
-        for chosen in one.chosen
-    ]
-    return Booked(one, cuts, [_ledger(*pair) for pair in zip(one.chosen, cuts, strict=True)])
+    made = [_cut(chosen, cutting) for chosen in one.chosen]
+    cuts, parts = [cut for cut, _ in made], [part for _, part in made]
+    ledgers = [_ledger(*of) for of in zip(one.chosen, cuts, parts, strict=True)]
+    return Booked(one, cuts, parts, ledgers)
 
 
-def _ledger(chosen: Chosen, made: Cut) -> Ledger:
-    lengths, pieces = chosen.read.rows.lengths, made.pieces
+def _cut(chosen: Chosen, cutting: Cutting) -> tuple[Cut[Any], Part]:
+    rows, name, how = chosen.read.rows, chosen.read.name, (cutting.max_length, cutting.how, cutting.bos)
+    if isinstance(rows, PairRows):
+        pairs = cut_pairs(rows, chosen.rows, *how)
+        return pairs, PairPart(name, rows, pairs.pieces, cutting.share_prompts)
+    made = cut(rows, chosen.rows, *how)
+    return made, RowPart(name, rows, made.pieces)
+
+
+def _ledger(chosen: Chosen, made: Cut[Any], part: Part) -> Ledger:
+    lengths = chosen.read.rows.lengths
     return replace(
         chosen.ledger,
-        used=len(chosen.rows) - len(made.dropped) - len(made.without_target),
+        used=len(chosen.rows) - len(made.dropped) - len(made.without_target) - len(made.identical),
         dropped=len(made.dropped),
         without_target=len(chosen.without_target) + len(made.without_target),
         truncated=len(made.truncated),
         split=made.num_split,
         without_end=len(made.unended),
-        examples=len(pieces.lengths),
-        example_tokens=int(pieces.lengths.sum(dtype=np.int64)),
-        trained_tokens=int(pieces.target_counts.sum(dtype=np.int64)),
+        identical=len(chosen.identical) + len(made.identical),
+        examples=len(part.lengths),
+        example_tokens=int(part.lengths.sum(dtype=np.int64)),
+        trained_tokens=int(part.target_counts.sum(dtype=np.int64)),
         dropped_tokens=int(lengths[made.dropped].sum()),
         truncated_tokens=made.truncated_tokens,
     )
@@ -217,14 +228,15 @@ def refuse_loss(data: Data, train: Booked) -> None:
         raise DataError("data.train is over the spec's limits:", problems)
 
 
-def _left_out(chosen: Chosen, made: Cut) -> Ids:
+def _left_out(chosen: Chosen, made: Cut[Any]) -> Ids:
     parts = [made.dropped, made.without_target, chosen.without_target, chosen.empty]
+    parts += [chosen.identical, made.identical]
     return np.sort(np.concatenate(parts))
 
 
-def _truncated(chosen: Chosen, made: Cut) -> Ids:
+def _truncated(chosen: Chosen, made: Cut[Any]) -> Ids:
     return made.truncated
 
 
-def _duplicate(chosen: Chosen, made: Cut) -> Ids:
+def _duplicate(chosen: Chosen, made: Cut[Any]) -> Ids:
     return chosen.duplicate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -40,6 +40,10 @@ class Example:
     def segment_lengths(self) -> tuple[int, ...]:
         return self.segments or (len(self.input_ids),)
 
+    @property
+    def segment_starts(self) -> tuple[int, ...]:
+        return self.starts or (0,) * len(self.segment_lengths)
+
 
 class Part(Protocol):
     """The examples of one source. name: in metrics."""
@@ -49,7 +53,15 @@ class Part(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]: ...
     @property
+    def widths(self) -> NDArray[np.int32]:
+        """(n,) tokens of each example's row where rows are padded; of a pair, of the longer one."""
+
+    @property
     def target_counts(self) -> NDArray[np.int32]: ...
+    @property
+    def counts(self) -> Mapping[str, NDArray[np.int32]]:
+        """What a step counts, by name: (n,) of each example."""
+
     @property
     def digest(self) -> str:
         """sha256: equal where the examples are."""
@@ -73,8 +85,16 @@ class RowPart:
         return self.pieces.lengths
 
     @property
+    def widths(self) -> NDArray[np.int32]:
+        return self.lengths
+
+    @property
     def target_counts(self) -> NDArray[np.int32]:
         return self.pieces.target_counts
+
+    @property
+    def counts(self) -> Mapping[str, NDArray[np.int32]]:
+        return {"tokens": self.target_counts}
 
     @cached_property
     def digest(self) -> str:
@@ -96,18 +116,35 @@ class RowPart:
 
 @dataclass(frozen=True, eq=False)
 class ExamplePart:
-    """Examples that are there already."""
+    """Examples that are there already. pairs: each is a preference pair."""
 
     examples: tuple[Example, ...]
     name: str | None = None
+    pairs: bool = False
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         return np.array([len(example.input_ids) for example in self.examples], dtype=np.int32)
 
     @cached_property
+    def widths(self) -> NDArray[np.int32]:
+        if not self.pairs:
+            return self.lengths
+        return np.array([max(example.segment_lengths) for example in self.examples], dtype=np.int32)
+
+    @cached_property
     def target_counts(self) -> NDArray[np.int32]:
         return np.array([example.target_count for example in self.examples], dtype=np.int32)
+
+    @cached_property
+    def counts(self) -> Mapping[str, NDArray[np.int32]]:
+        if not self.pairs:
+            return {"tokens": self.target_counts}
+        chosen = [np.count_nonzero(one.trained[1 : one.segment_lengths[0]]) for one in self.examples]
+        return {
+            "pairs": np.ones(len(self.examples), np.int32),
+            "chosen_tokens": np.array(chosen, dtype=np.int32),
+        }
 
     @cached_property
     def digest(self) -> str:
@@ -115,8 +152,9 @@ class ExamplePart:
         for example in self.examples:
             digest.update(example.input_ids.astype("<i4").tobytes())
             digest.update(example.trained.tobytes())
-            if example.segments is not None:
-                digest.update(np.array(example.segments, dtype="<i8").tobytes())
+            for numbers in (example.segments, example.starts):
+                if numbers is not None:
+                    digest.update(np.array(numbers, dtype="<i8").tobytes())
         return digest.hexdigest()
 
     def source(self, index: int) -> str:
@@ -135,8 +173,8 @@ class Dataset:
     weights: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> Dataset:
-        return cls((ExamplePart(tuple(examples)),))
+    def of(cls, examples: Sequence[Example], *, pairs: bool = False) -> Dataset:
+        return cls((ExamplePart(tuple(examples), pairs=pairs),))
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -176,9 +214,25 @@ class Dataset:
         return _joined([part.lengths for part in self.parts])
 
     @cached_property
+    def widths(self) -> NDArray[np.int32]:
+        """(n,) tokens of each example's row where rows are padded; of a pair, of the longer one."""
+        return _joined([part.widths for part in self.parts])
+
+    @cached_property
     def target_counts(self) -> NDArray[np.int32]:
         """(n,) targets of each example."""
         return _joined([part.target_counts for part in self.parts])
+
+    @cached_property
+    def counts(self) -> Mapping[str, NDArray[np.int32]]:
+        """What a step counts, by name, (n,) of each example: {"tokens"}, or of pairs {"pairs",
+        "chosen_tokens"}."""
+        names = self.parts[0].counts if self.parts else ()
+        return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
+
+    @property
+    def is_pairs(self) -> bool:
+        return "pairs" in self.counts
 
     @cached_property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dsft.data.rows import TokenRows
 from dsft.data.sets.held_out import also_in, held_out_below, is_below, is_duplicate
 from dsft.data.sets.ledger import Ledger
-from dsft.data.sets.pairs import rejected_answers
+from dsft.data.sets.pairs import PairRows
 from dsft.data.sets.pieces import NONE, Ids
 from dsft.spec.held_out import split_sets
 from dsft.spec.schema import Data, Source
@@ -25,13 +25,13 @@ FEW = 5  # places named after a figure
 
 @dataclass(frozen=True)
 class Read:
-    """A source and its rows. what: the section of the spec, in messages; pairs: each of them has two rows."""
+    """A source and its rows, or its pairs, which are rows to all here. what: the section of the spec, in
+    messages."""
 
     what: str
     name: str
     source: Source
-    rows: TokenRows
-    pairs: bool = False
+    rows: TokenRows | PairRows
 
     @property
     def count(self) -> int:
@@ -59,6 +59,7 @@ class Chosen:
     without_target: Ids
     empty: Ids
     duplicate: Ids
+    identical: Ids
 
     @property
     def content(self) -> NDArray[np.uint64]:
@@ -71,17 +72,22 @@ def _chosen(read: Read, duplicate: NDArray[np.bool_]) -> Chosen:
     empty = lengths <= 1
     undesirable = ~rows.desirable[:count] & ~empty
     without = (targets == 0) & ~empty & ~undesirable
+    identical = np.zeros(count, np.bool_)
+    if isinstance(rows, PairRows):
+        identical = rows.identical[:count] & ~(empty | undesirable | without)
     ledger = Ledger(
         rows=count + rows.account.bad_rows,
         bad=rows.account.bad_rows,
         empty=int(np.count_nonzero(empty)),
         undesirable=int(np.count_nonzero(undesirable)),
         duplicate=int(np.count_nonzero(duplicate)),
+        identical=int(np.count_nonzero(identical)),
         tokens=int(lengths.sum()),
         blank_lines=rows.account.blank_lines,
     )
-    usable = ~(empty | undesirable | without)
-    return Chosen(read, _ids(usable), ledger, _ids(without), _ids(empty), _ids(duplicate))
+    usable = ~(empty | undesirable | without | identical)
+    left_out = (_ids(mask) for mask in (without, empty, duplicate, identical))
+    return Chosen(read, _ids(usable), ledger, *left_out)
 
 
 def _ids(mask: NDArray[np.bool_]) -> Ids:
@@ -89,14 +95,10 @@ def _ids(mask: NDArray[np.bool_]) -> Ids:
 
 
 def _all_chosen(read: Sequence[Read]) -> list[Chosen]:
-    """Duplicates are counted over all of them; a pair's answers are none of each other."""
+    """Duplicates are counted over all of them."""
     duplicate = is_duplicate(np.concatenate([one.content for one in read]))
     borders = np.cumsum([one.count for one in read])[:-1]
-    found = zip(read, np.split(duplicate, borders), strict=True)
-    return [
-        _chosen(one, mine & ~rejected_answers(one.rows, one.count) if one.pairs else mine)
-        for one, mine in found
-    ]
+    return [_chosen(one, mine) for one, mine in zip(read, np.split(duplicate, borders), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -144,4 +146,4 @@ def _divided(chosen: Chosen, border: int) -> tuple[Chosen, Chosen]:
     held = chosen.rows[is_held]
     tokens = int(chosen.read.rows.lengths[held].sum())
     kept = replace(chosen, rows=chosen.rows[~is_held], ledger=replace(chosen.ledger, held_out=len(held)))
-    return kept, Chosen(chosen.read, held, Ledger(rows=len(held), tokens=tokens), NONE, NONE, NONE)
+    return kept, Chosen(chosen.read, held, Ledger(rows=len(held), tokens=tokens), NONE, NONE, NONE, NONE)

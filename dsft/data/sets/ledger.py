@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 class Ledger:
     """What became of the rows of a source. Each row that was read stands in exactly one of the first group.
 
-    rows = used + bad + empty + undesirable + held_out + dropped + without_target
+    rows = used + bad + empty + undesirable + held_out + dropped + without_target + identical
 
     used            rows of which something is trained on
     bad             cannot be read (data.on_bad_row: drop)
@@ -19,6 +19,7 @@ class Ledger:
     held_out        to be evaluated on
     dropped         longer than max_length, and left out
     without_target  left out because nothing of them is trained on (after truncation, too)
+    identical       pairs left out because both answers are the same (after truncation, too)
 
     truncated       longer than max_length, of which a part is kept
     split           rows of which several examples have a part
@@ -42,6 +43,7 @@ class Ledger:
     held_out: int = 0
     dropped: int = 0
     without_target: int = 0
+    identical: int = 0
     truncated: int = 0
     split: int = 0
     duplicate: int = 0
@@ -66,7 +68,7 @@ class Ledger:
     @property
     def left_out(self) -> int:
         """Rows that teach nothing though they were meant to: data.max_dropped_fraction."""
-        return self.bad + self.empty + self.dropped + self.without_target
+        return self.bad + self.empty + self.dropped + self.without_target + self.identical
 
     def figures(self) -> dict[str, int]:
         """All counts by name."""
@@ -86,6 +88,7 @@ class Ledger:
             (self.truncated, "truncated"),
             (self.split, "split"),
             (self.without_target, "left out, with nothing to train on"),
+            (self.identical, "left out, with two answers that are the same"),
             (self.without_end, "without an end of turn"),
         )
         said += [f"{count:,} {_rows(count)} {what}." for count, what in happened if count]
@@ -128,6 +131,7 @@ _COLUMNS = (
     ("truncated", "truncated"),
     ("split", "split"),
     ("without_target", "no target"),
+    ("identical", "same answers"),
     ("without_end", "no end of turn"),
     ("duplicate", "duplicate"),
     ("lost_tokens", "tokens lost"),

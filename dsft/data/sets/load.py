@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenised
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import data_error
+from dsft.data.rows import TokenRows, data_error
 from dsft.data.sets.booking import Booked, Cutting, book, refuse_loss, refuse_too_long
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.division import Read, divide
 from dsft.data.sets.mixture import shares_text
+from dsft.data.sets.pairs import PairRows
 from dsft.data.sets.pieces import OnTooLong
 from dsft.errors import Problem
 from dsft.spec.held_out import set_names, train_names
@@ -58,8 +59,15 @@ class Loaded:
         return {f"data/{name}": figure for name, figure in self.account["train"]["total"].items()}
 
 
-def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = IN_MEMORY) -> Loaded:
-    """Read, check, render, divide and cut all rows, with the tokenizer's template.
+def load_data(
+    spec: Wanted,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Cache = IN_MEMORY,
+    *,
+    share_prompts: bool = False,
+) -> Loaded:
+    """Read, check, render, divide and cut all rows, with the tokenizer's template. Of task dpo each example
+    is a pair; share_prompts: laid so that its prompt is computed once.
 
     Raises MissingInputError for a file that is not there; DataError with every bad or too long row, where
     nothing is left to train on or to evaluate, and where more was lost than the spec allows.
@@ -68,8 +76,7 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
     renderer = Renderer(tokenizer, train_on=data.train_on)
 
     def read(what: str, name: str, source: Source) -> Read:
-        rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=source.max_rows)
-        return Read(what, name, source, rows, pairs=spec.task == "dpo")
+        return Read(what, name, source, rows_of(source, renderer, spec.task, cache))
 
     names = train_names(data.train)
     train = [read("data.train", *of) for of in zip(names, data.train, strict=True)]
@@ -79,7 +86,7 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
         for name, source in zip(eval_names, data.eval, strict=True)
     ]
     _refuse_bad([*train, *held_out], data)
-    cutting = Cutting(data.max_length, on_too_long(spec), tokenizer.bos_token_id)
+    cutting = Cutting(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
     sets = divide(data, train, held_out, eval_names)
     refuse_too_long(sets, cutting)
     booked = [book(one, cutting) for one in sets]
@@ -87,6 +94,14 @@ def load_data(spec: Wanted, tokenizer: PreTrainedTokenizerBase, cache: Cache = I
         one.refuse_nothing(data, booked[0].total)
     refuse_loss(data, booked[0])
     return _loaded(data, booked, cutting)
+
+
+def rows_of(source: Source, renderer: Renderer, task: str, cache: Cache) -> TokenRows | PairRows:
+    """A source's rows, or of task dpo its pairs, up to its max_rows."""
+    if task != "dpo":
+        return tokenised(source, renderer, task=task, cache=cache, max_rows=source.max_rows)
+    most = None if source.max_rows is None else 2 * source.max_rows
+    return PairRows(tokenised(source, renderer, task=task, cache=cache, max_rows=most))
 
 
 def on_too_long(spec: Wanted) -> OnTooLong:

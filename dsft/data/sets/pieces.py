@@ -6,8 +6,8 @@ without reading a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
 after the other into examples of exactly max_length tokens."""
 
 Ids = NDArray[np.int32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +98,8 @@ def _part(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """The pieces, and what became of rows, which are told by their numbers.
+class Cut(Generic[T]):
+    """The pieces (Pieces, or of pairs PairPieces), and what became of rows, which are told by their numbers.
 
     dropped         longer than max_length, left out
     truncated       of which a window is kept, or would be if it had a target
@@ -106,22 +107,24 @@ class Cut:
     without_target  left out, because nothing of what is kept is trained on
     num_split       rows of which several examples have a part
     truncated_tokens  cut off, and those of pieces in which nothing is trained on
+    identical       pairs left out, because both answers are cut to the same tokens
     """
 
-    pieces: Pieces
+    pieces: T
     dropped: Ids
     truncated: Ids
     unended: Ids
     without_target: Ids
     num_split: int = 0
     truncated_tokens: int = 0
+    identical: Ids = field(default_factory=lambda: NONE)
 
 
 NONE: Ids = np.zeros(0, dtype=np.int32)
 _AT_ONCE = 100_000  # rows whose windows are looked for together: about 50 MB
 
 
-def cut(source: TokenRows, rows: Ids, max_length: int, how: OnTooLong, bos: int | None) -> Cut:
+def cut(source: TokenRows, rows: Ids, max_length: int, how: OnTooLong, bos: int | None) -> Cut[Pieces]:
     """`rows` (k,) of the source, each with a target, as examples of at most `max_length` tokens. `bos`: the
     token that a window keeps in front where its row begins with it. With `error` all rows stay whole."""
     if how == "fill":
@@ -144,7 +147,7 @@ def whole(source: TokenRows, rows: Ids) -> Pieces:
 
 def _truncated(
     source: TokenRows, rows: Ids, too_long: NDArray[np.bool_], max_length: int, bos: int | None
-) -> Cut:
+) -> Cut[Pieces]:
     pieces = whole(source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
     lost = int(pieces.lengths[too_long].sum(dtype=np.int64)) - max_length * int(np.count_nonzero(too_long))
@@ -162,7 +165,7 @@ def _truncated(
     return Cut(made.take(kept), NONE, rows[too_long], rows[~ended & kept], rows[~kept], 0, lost)
 
 
-def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut:
+def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut[Pieces]:
     """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
     numbers = _small(np.maximum(1, -((1 - lengths) // (max_length - 1))))
     of_row = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
@@ -178,7 +181,7 @@ def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length:
     return _with_targets(made, source, rows, int(np.count_nonzero(numbers > 1)))
 
 
-def _filled(source: TokenRows, rows: Ids, size: int) -> Cut:
+def _filled(source: TokenRows, rows: Ids, size: int) -> Cut[Pieces]:
     """Examples of `size` tokens, the last one of what is left, every token once."""
     stream = Stream(source, rows)
     lengths, ends = stream.lengths, stream.firsts + stream.lengths
@@ -193,7 +196,7 @@ def _filled(source: TokenRows, rows: Ids, size: int) -> Cut:
     return _with_targets(made, source, rows, int(num_split))
 
 
-def _with_targets(pieces: Pieces, source: TokenRows, rows: Ids, num_split: int) -> Cut:
+def _with_targets(pieces: Pieces, source: TokenRows, rows: Ids, num_split: int) -> Cut[Pieces]:
     kept = pieces.target_counts > 0
     lost = int(pieces.lengths[~kept].sum(dtype=np.int64))
     return Cut(pieces.take(kept), NONE, NONE, rows[~source.ended[rows]], NONE, num_split, lost)

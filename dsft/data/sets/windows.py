@@ -42,6 +42,12 @@ class Stream:
         """Where each run of targets starts and stops. A row's first token is none."""
         return self._runs[1:]
 
+    @property
+    def first_targets(self) -> Places:
+        """(k,): the place of each row's first target; each has one."""
+        places: Places = self.runs[0][np.cumsum(self.counts) - self.counts]
+        return places
+
     @cached_property
     def _runs(self) -> tuple[Places, Places, Places]:
         if (self.source.trained[self.rows] == self.lengths - 1).all():

@@ -85,7 +85,8 @@ class GlobalStep:
     """One optimizer step as one data-parallel rank sees it.
 
     micro_batches  this rank's; every rank has the same number of them, which may differ between steps
-    counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n}
+    counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n},
+                   or of preference pairs {"pairs": n, "chosen_tokens": m}
     num_tokens     global, non-padding input tokens
     squared        global, Σ length² over the examples: what attention grows with
     epoch          how much of the data has been seen after this step, in epochs

@@ -10,14 +10,20 @@ import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Example
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 
 EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
 
 
-def lay(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
+def lay(
+    examples: Sequence[Example],
+    pad_id: int,
+    neftune_alpha: float | None = None,
+    pair_ids: NDArray[np.int64] | None = None,
+) -> MicroBatch:
     """One row of the examples' segments one after the other; without examples one of two tokens and no
-    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment."""
+    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment; pair_ids:
+    of examples that are preference pairs, their numbers (n,) in their dataset."""
     if not examples:
         ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
         lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
@@ -25,18 +31,38 @@ def lay(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = 
         ids = np.concatenate([example.input_ids for example in examples])
         targets = np.concatenate([targets_of(example) for example in examples])
         lengths = tuple(length for example in examples for length in example.segment_lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    starts = tuple(start for example in examples for start in example.segment_starts)
+    positions = np.concatenate(
+        [start + np.arange(length) for start, length in zip(starts or (0,), lengths, strict=True)]
+    )
     input_ids, position_ids, target_ids = (
         torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
     )
     noise_scale = None if neftune_alpha is None else noise_scales(lengths, neftune_alpha)[None]
-    return MicroBatch(input_ids, position_ids, target_ids, lengths, noise_scale)
+    return MicroBatch(
+        input_ids,
+        position_ids,
+        target_ids,
+        lengths,
+        noise_scale,
+        starts=starts if any(starts) else None,
+        pairs=None if pair_ids is None else _pairs(examples, pair_ids),
+    )
 
 
-def collate(examples: Sequence[Example], pad_id: int, neftune_alpha: float | None = None) -> MicroBatch:
+def collate(
+    examples: Sequence[Example],
+    pad_id: int,
+    neftune_alpha: float | None = None,
+    pair_ids: NDArray[np.int64] | None = None,
+) -> MicroBatch:
     """Rows of the longest example's length, padded on the right; without examples one row without targets.
 
-    neftune_alpha: with the scale of noise on the embeddings, by each segment's own length; 0 on padding."""
+    neftune_alpha: with the scale of noise on the embeddings, by each segment's own length; 0 on padding;
+    pair_ids: as in `lay`. Each pair is two rows."""
+    pairs = None if pair_ids is None else _pairs(examples, pair_ids)
+    if pairs is not None:
+        examples = [answer for example in examples for answer in _answers(example)]
     rows = max(1, len(examples))
     length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
     input_ids = np.full((rows, length), pad_id, dtype=np.int64)
@@ -53,7 +79,20 @@ def collate(examples: Sequence[Example], pad_id: int, neftune_alpha: float | Non
         position_ids=torch.arange(length).repeat(rows, 1),
         targets=torch.from_numpy(targets),
         noise_scale=noise_scale,
+        pairs=pairs,
     )
+
+
+def _pairs(examples: Sequence[Example], ids: NDArray[np.int64]) -> Pairs:
+    num_tokens = [[answer.target_count for answer in _answers(example)] for example in examples]
+    return Pairs(torch.from_numpy(ids.astype(np.int64)), torch.tensor(num_tokens).long().reshape(-1, 2))
+
+
+def _answers(pair: Example) -> tuple[Example, Example]:
+    """Its two segments, each by itself."""
+    border = pair.segment_lengths[0]
+    chosen = Example(pair.input_ids[:border], pair.trained[:border], pair.source)
+    return chosen, Example(pair.input_ids[border:], pair.trained[border:], pair.source)
 
 
 def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:

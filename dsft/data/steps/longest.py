@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
 from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.cut import first_part
 from dsft.data.steps.lay import collate, lay
 from dsft.data.steps.pack import BatchSizes, pack
 
@@ -19,8 +22,9 @@ LAID = 1_000_000  # examples of all steps that are laid to find the largest pack
 def longest_micro_batch(
     dataset: Dataset, batch: BatchSizes, pad_id: int, seed: int, total_steps: int
 ) -> MicroBatch:
-    """micro_batch_size rows of the longest example's length. Rows are dealt longest first, so a step that
-    has that example has it in a full micro-batch of this shape, unless the step itself is short of rows.
+    """micro_batch_size rows (pairs: of two) of the longest example's length. Rows are dealt longest first, so
+    a step that has that example has it in a full micro-batch of this shape, unless the step itself is short
+    of rows. The reference of pairs is 0.
 
     Packed: the largest of all steps; of a run of more than LAID examples as many of the longest ones as a
     micro-batch can come to have, which may be more than any has."""
@@ -31,9 +35,18 @@ def longest_micro_batch(
         order = Order(dataset, size, seed)
         packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
-        return lay([dataset[int(which)] for which in largest], pad_id)
-    example = dataset[int(np.argmax(dataset.lengths))]
-    return collate([example] * min(batch.micro_batch_size, len(dataset)), pad_id)
+        return _laid(dataset, largest, pad_id)
+    widest = np.full(min(batch.micro_batch_size, len(dataset)), np.argmax(dataset.widths))
+    return _laid(dataset, widest, pad_id, packed=False)
+
+
+def _laid(dataset: Dataset, ids: NDArray[np.int64], pad_id: int, *, packed: bool = True) -> MicroBatch:
+    examples = [dataset[which] for which in ids.tolist()]
+    laid = (lay if packed else collate)(examples, pad_id, None, ids if dataset.is_pairs else None)
+    if laid.pairs is None:
+        return laid
+    reference = torch.zeros(laid.pairs.num_tokens.shape, dtype=torch.float64)
+    return replace(laid, pairs=replace(laid.pairs, reference=reference))
 
 
 def _largest_pack(
@@ -54,11 +67,4 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    examples = [dataset[int(which)] for which in taken]
-    whole = lay(examples, pad_id)
-    pieces = np.cumsum([length for example in examples for length in example.segment_lengths])
-    lengths = np.diff(np.minimum(pieces, tokens), prepend=0)
-    input_ids, position_ids, targets = (
-        row[:, :tokens] for row in (whole.input_ids, whole.position_ids, whole.targets)
-    )
-    return MicroBatch(input_ids, position_ids, targets, tuple(lengths[lengths > 0].tolist()))
+    return first_part(_laid(dataset, taken, pad_id), tokens)

@@ -93,8 +93,10 @@ class Laid(Sequence[MicroBatch]):
         alpha: float | None = None,
     ) -> None:
         self._dataset, self._ids, self._pad_id, self._alpha = dataset, ids, pad_id, alpha
-        self._lay = collate if batch.tokens_per_micro_batch is None else lay
-        self._hands = micro_batches_of(dataset.lengths[ids].astype(np.int64), batch, data_rank)
+        packed = batch.tokens_per_micro_batch is not None
+        self._lay = lay if packed else collate
+        lengths = dataset.lengths if packed else dataset.widths
+        self._hands = micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank)
 
     def __len__(self) -> int:
         return len(self._hands)
@@ -107,8 +109,9 @@ class Laid(Sequence[MicroBatch]):
         if isinstance(which, slice):
             return tuple(self[i] for i in range(*which.indices(len(self))))
         members = self._ids[self._hands[which]]
-        return self._lay([self._dataset[int(i)] for i in members], self._pad_id, self._alpha)
+        examples = [self._dataset[int(i)] for i in members]
+        return self._lay(examples, self._pad_id, self._alpha, members if self._dataset.is_pairs else None)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
-    return {"tokens": int(dataset.target_counts[ids].sum())}
+    return {name: int(counts[ids].sum()) for name, counts in dataset.counts.items()}

@@ -86,18 +86,21 @@ def test_packed_text_has_its_pieces(preview: Preview) -> None:
     assert "begins at token 2 of rows.jsonl:2" in out
 
 
-def test_pairs_are_read_though_dpo_is_not_trained_yet(preview: Preview) -> None:
+def test_pairs(preview: Preview) -> None:
     code, out, _ = preview("--rows", "1", rows=PAIRS, task="dpo")
-    assert code == 0 and "row 3" not in out.split("first micro-batch")[0]
-    for answer in ("12 tokens, 5 trained on, chosen", "15 tokens, 8 trained on, rejected"):
-        assert f"rows.jsonl:1, {answer}, after a shared prompt of 7 tokens\n" in out
-    assert "padded: 4 rows of" in out
+    assert code == 0 and "small: dpo, 3 examples" in out and "row 2" not in out.split("first micro-batch")[0]
+    title = "27 tokens, 13 trained on, two answers after a prompt of 7 tokens\n"
+    assert f"row 1, rows.jsonl:1, {title}── the prompt and the chosen answer, tokens 0 to 11\n" in out
+    assert "── the rejected answer after the prompt, tokens 12 to 26\n" in out
+    assert "padded: 4 rows of" in out and ", rejected, " in out
     one = {
         "task": "dpo",
         "data": "max_length: 22, packing: true",
         "train": "micro_batch_size: 1, accumulation_steps: 1",
     }
-    assert "padded: 2 rows of" in preview(rows=PAIRS, **one)[1]
+    _, out, _ = preview(rows=PAIRS, **one)
+    assert "two answers after a prompt of 7 tokens, computed once\n" in out
+    assert "packed: 1 pair in one row of" in out and ", rejected, from position " in out
     code, out, _ = preview(rows=ROWS, task="dpo")
     assert code == 65 and out.startswith("small: dpo, 0 examples\n")
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")

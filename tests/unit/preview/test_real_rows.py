@@ -54,8 +54,9 @@ def test_of_texts_all_but_the_first_token_is_trained(preview: Preview) -> None:
 def test_of_pairs_both_answers_are_trained_after_one_prompt(preview: Preview) -> None:
     found = shown(preview, "dpo_en_demo.json", "dpo")
     given = json.loads((SHARED / "dpo_en_demo.json").read_text(encoding="utf-8"))
-    assert found["examples"] == 2 * len(given) == 600 and found["problems"]["counts"] == {"duplicate": 5}
-    answers = [pair[answer]["value"] for pair in given[:25] for answer in ("chosen", "rejected")]
-    assert [trained(row) for row in found["rows"]] == [answer + END for answer in answers]
-    prompts = [row["tokens"][: row["trained"].index(True)] for row in found["rows"]]
-    assert prompts[::2] == prompts[1::2]
+    assert found["examples"] == len(given) == 300 and found["problems"]["counts"] == {"duplicate": 5}
+    for row, pair in zip(found["rows"], given, strict=False):
+        assert trained(row) == "".join(pair[answer]["value"] + END for answer in ("chosen", "rejected"))
+        (border, _), prompt = row["segments"], row["prompt"]
+        assert row["tokens"][:prompt] == row["tokens"][border : border + prompt]
+        assert not any(row["trained"][:prompt] + row["trained"][border : border + prompt])

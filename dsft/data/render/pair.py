@@ -1,0 +1,31 @@
+"""That the two answers of a preference pair follow the same tokens: takes both rows, gives what is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsft.data.rows import Rendered
+
+_NO_PROMPT = (
+    "the prompt is empty and the tokenizer begins no text with a token of its own, so that nothing predicts "
+    "the first token of either answer; give the pair a prompt"
+)
+_WAY_OUT = "give data.chat_template one that writes them alike, or leave the row out"
+
+
+def pair_mistake(chosen: Rendered, rejected: Rendered) -> str | None:
+    """Why the two cannot be compared; None where they can, or where one has nothing that is trained on: such
+    a pair is left out. Their prompts are all tokens before the first that is trained on."""
+    if not (chosen.trained[1:].any() and rejected.trained[1:].any()):
+        return None
+    ours, theirs = (one.input_ids[: int(np.argmax(one.trained))] for one in (chosen, rejected))
+    if not len(ours) or not len(theirs):
+        return _NO_PROMPT
+    if np.array_equal(ours, theirs):
+        return None
+    shorter = min(len(ours), len(theirs))
+    same = int(np.argmax(np.append(ours[:shorter] != theirs[:shorter], True)))
+    return (
+        f"the two answers do not follow the same tokens: of {len(ours):,} before the chosen one and "
+        f"{len(theirs):,} before the rejected one the first {same:,} are the same; {_WAY_OUT}"
+    )
