@@ -122,7 +122,7 @@ def micro_batch_size(spec: Spec, data_parallel: int) -> int:
 def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> BatchSizes:
     """Of one micro-batch a rank: nothing is accumulated."""
     sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": 1, "global_batch_size": None}
-    return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data)
+    return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data, spec.task)
 
 
 def _inputs(asked: Pass) -> Inputs:
