@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.engine.remembered import Remembered
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 
@@ -105,6 +106,10 @@ class Engine(Scorer, Protocol):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
+        ...
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
+        """The values that these parameters of the policy have now, to score with them later."""
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
+from dsft.engine.remembered import Remembered, remember
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -92,6 +93,9 @@ class PipelineEngine:
         finally:
             self._keep = None
         return tuple(scored)
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
+        return remember(self._engine, parameters)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
+from dsft.engine.remembered import Remembered, remember
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -71,6 +72,9 @@ class ZeroEngine:
         self._engine.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
         return tuple(kept(self._logps(batch), batch) for batch in batches)
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
+        return remember(self._engine, parameters)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

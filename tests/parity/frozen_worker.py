@@ -6,7 +6,9 @@ Rank 0 writes {case name: {figure: largest difference}}; a rank that fails write
 
 score     |log-probability − whole model's|, absolute, over the targets
 policy    |loss − the same steps' without a reference beside them|, absolute, over the steps
-left      names of what is left in DeepSpeed once the engine is closed: a number
+left      what is left of the engine, once it is closed, in DeepSpeed and of its parameters: a number
+reference |answer's log-probability − the start's|, relative, of a reference inside the policy, in each step
+switched  adapters that are off, or values that are not the policy's own, once the reference was asked
 """
 
 from __future__ import annotations
@@ -23,20 +25,26 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import groups
+from safetensors.torch import save_file
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.lora import PREFIX, WEIGHTS
+from dsft.model.policy import Policy
+from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
+from dsft.reference.adapter import refer_to_start
 from dsft.reference.model import open_reference
 from dsft.spec.schema import Spec
 
@@ -57,14 +65,35 @@ MODES: dict[str, dict[str, Any]] = {
     "zero3": {"reference_zero_stage": 3},
     "zero3_offload": {"reference_zero_stage": 3, "reference_offload": "cpu"},
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4},
+    "dora": {"rank": 4, "use_dora": True},
+    "head": {"rank": 4, "modules_to_save": ["lm_head"]},
+    "continued": {"rank": 4},
+    "continued_dora": {"rank": 4, "use_dora": True, "modules_to_save": ["lm_head"]},
+}
+INSIDE: dict[str, tuple[str, ...]] = {
+    "lora": ("1", "3"),
+    "dora": ("0",),
+    "head": ("2", "pipeline"),
+    "continued": ("1",),
+    "continued_dora": ("2", "3", "pipeline"),
+}
+"""The ZeRO stages of a policy that is its own reference."""
 STEPS = 3
 
 
-def spec_of(zero_stage: int, dpo: dict[str, Any], precision: str = "fp32", stages: int = 1) -> Spec:
+def spec_of(
+    zero_stage: int,
+    dpo: dict[str, Any],
+    precision: str = "fp32",
+    stages: int = 1,
+    model: dict[str, Any] | None = None,
+) -> Spec:
     return Spec.model_validate({
         "name": "reference",
         "task": "dpo",
-        "model": {"from_config": LLAMA},
+        "model": {"from_config": LLAMA, **(model or {})},
         "data": {"train": [{"path": "none.jsonl"}], "max_length": 32},
         "train": {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "seed": SEED},
         "optim": {"name": "adamw", "learning_rate": 1e-2},
@@ -78,7 +107,9 @@ def micro_batch(seed: int, rows: int = 2, length: int = 13) -> MicroBatch:
     ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
     targets = ids.roll(-1, 1).masked_fill(torch.arange(length) < 4, NO_TARGET)
     targets[:, -1] = NO_TARGET
-    return MicroBatch(ids, torch.arange(length).repeat(rows, 1), targets)
+    counts = (targets != NO_TARGET).sum(1).view(-1, 2)
+    pairs = Pairs(torch.arange(rows // 2), counts)
+    return MicroBatch(ids, torch.arange(length).repeat(rows, 1), targets, pairs=pairs)
 
 
 def batches(world: World, step: int) -> list[MicroBatch]:
@@ -142,17 +173,80 @@ def beside(world: World, zero_stage: int, mode: str) -> dict[str, float]:
     return {"score": max(differences), "policy": policy}
 
 
-def losses(world: World, spec: Spec, before: Callable[[int], None]) -> list[float]:
+def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: str) -> dict[str, float]:
+    """A policy with adapters that trains, and is its own reference, before each of its steps."""
+    lora = {**ADAPTERS[trained], **({"path": adapter} if trained.startswith("continued") else {})}
+    spec = spec_of(zero_stage, {"reference": "adapter"}, stages=stages, model={"lora": lora})
+    places = Layout(world.world_size, stages, world.world_size // stages)
+    world = World(world.rank, world.world_size, world.local_rank, places, world.device)
+    lonely = losses(world, spec, lambda step: None)
+    differences, switched = [0.0], [0]
+
+    def asking(policy: Policy, engine: Engine) -> Callable[[int], None]:
+        refer = refer_to_start(policy, engine, spec)
+
+        def ask(step: int) -> None:
+            found = batches(world, step)
+            before = [home.detach().clone() for home in held(policy)]
+            filled = refer(found)
+            same = zip(before, held(policy), strict=True)
+            switched.append(sum(not torch.equal(a, b) for a, b in same) + adapters_off(policy))
+            if world.stage == stages - 1:
+                for batch, logps in zip(filled, whole_scores(spec, found), strict=True):
+                    wanted = answer_logps(logps, batch)
+                    assert batch.pairs is not None and batch.pairs.reference is not None
+                    differences.append(float(((batch.pairs.reference - wanted) / wanted).abs().max()))
+
+        return ask
+
+    accompanied = losses(world, spec, asking=asking)
+    policy = max(abs(a - b) for a, b in zip(lonely, accompanied, strict=True))
+    moved = abs(lonely[-1] - lonely[0])
+    assert moved > 1e-3, f"nothing was learned: {lonely}"
+    return {"reference": max(differences), "policy": policy, "switched": float(max(switched))}
+
+
+def held(policy: Policy) -> list[Tensor]:
+    return [getattr(parameter, "ds_tensor", parameter) for parameter in policy.parameters()]
+
+
+def adapters_off(policy: Policy) -> int:
+    return sum(getattr(module, "_disable_adapters", False) for module in policy.modules())
+
+
+def write_adapter(folder: Path, lora: dict[str, Any]) -> None:
+    """One that changes what the model says."""
+    model = spec_of(0, {}, model={"lora": lora}).model
+    named = build_model(model, FACTS, SEED, torch.float32).named_trained()
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        PREFIX + name: parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in named.items()
+    }
+    folder.mkdir(parents=True)
+    save_file(values, folder / WEIGHTS)
+
+
+def losses(
+    world: World,
+    spec: Spec,
+    before: Callable[[int], None] = lambda step: None,
+    asking: Callable[[Policy, Engine], Callable[[int], None]] | None = None,
+) -> list[float]:
     batch = batch_sizes(spec.train, world.layout.data_parallel)
     config = deepspeed_config(spec, batch)
-    policy = build_model(spec.model, FACTS, SEED, torch.float32, keep=keep_for(config, world))
+    stages = world.layout.pipeline_stages
+    keep = keep_for(config, world)
+    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, stages, keep=keep)
     engine: Any = build_engine(policy, spec, config, world, next_token())
+    if asking is not None:
+        before = asking(policy, engine)
     found = []
     for step in range(STEPS):
         before(step)
         mine = batches(world, step)
         targets = torch.tensor([float(sum((b.targets != NO_TARGET).sum() for b in mine))])
-        counts = {"tokens": int(world.sum(targets))}
+        counts = {"tokens": int(world.sum(targets)) // stages}
         result = engine.step(mine, counts, 1e-2)
         found.append(float(world.sum(result.sums)) / counts["tokens"])
     destroy(engine)
@@ -165,7 +259,7 @@ def destroy(engine: Any) -> None:
     parameter_offload.FWD_MODULE_STACK.clear()
 
 
-def cases(world: World) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+def cases(world: World, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     for mode in MODES:
         for precision in ("fp32", "bf16"):
             yield f"{mode}-{precision}", functools.partial(alone, world, mode, precision)
@@ -173,6 +267,12 @@ def cases(world: World) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     for zero_stage in (0, 1, 2, 3):
         for mode in ("replicated", "zero3"):
             yield f"beside-{zero_stage}-{mode}", functools.partial(beside, world, zero_stage, mode)
+    for trained, lora in ADAPTERS.items():
+        world.first(functools.partial(write_adapter, folder / trained, lora))
+        for name in INSIDE[trained]:
+            zero_stage, stages = (1, world.world_size) if name == "pipeline" else (int(name), 1)
+            case = functools.partial(inside, world, zero_stage, stages, trained, str(folder / trained))
+            yield f"inside-{name}-{trained}", case
 
 
 def main(output: Path, words: list[str]) -> None:
@@ -180,7 +280,7 @@ def main(output: Path, words: list[str]) -> None:
     world = join(launched, Layout(launched.world_size, 1, launched.world_size))
     figures: dict[str, dict[str, float]] = {}
     try:
-        for name, case in cases(world):
+        for name, case in cases(world, output.parent / "adapters"):
             if not words or any(word in name for word in words):
                 everywhere = world.gather(case())
                 figures[name] = {k: max(mine[k] for mine in everywhere) for k in everywhere[0]}

@@ -10,7 +10,7 @@ import pytest
 from tests.launching import torchrun
 
 WORKER = Path(__file__).parent / "frozen_worker.py"
-BOUNDS = {"score": 1e-6, "policy": 0.0, "left": 0.0}
+BOUNDS = {"score": 1e-6, "policy": 0.0, "left": 0.0, "reference": 1e-6, "switched": 0.0}
 BOUNDS_BF16 = {**BOUNDS, "score": 0.0}  # the same kernels on the same shapes
 
 
@@ -29,6 +29,9 @@ NAMES = [
     *(f"{mode}-{precision}" for mode in MODES for precision in ("fp32", "bf16")),
     "pipeline-fp32",
     *(f"beside-{stage}-{mode}" for stage in range(4) for mode in ("replicated", "zero3")),
+    *("inside-1-lora", "inside-3-lora", "inside-0-dora", "inside-2-head", "inside-pipeline-head"),
+    *("inside-1-continued", "inside-2-continued_dora", "inside-3-continued_dora"),
+    "inside-pipeline-continued_dora",
 ]  # fmt: skip
 
 
