@@ -1,0 +1,214 @@
+"""The check at step 0, against an engine made of numbers: what it lets pass, and each cause by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.lay import collate
+from dsft.engine.api import Kept, log_probabilities
+from dsft.errors import SpecError
+from dsft.objective.answers import answer_logps
+from dsft.reference import check
+from dsft.reference.check import Start, answers, check_start
+from dsft.spec.schema import Dpo
+
+PAIRS, VOCABULARY = 6, 32
+
+
+def pair(number: int, prompt: Sequence[int] = (1, 2, 3)) -> Example:
+    chosen, rejected = ([4 + number] * (5 + number), [5 + number, *range(4, 9)])
+    ids = [*prompt, *chosen, *prompt, *rejected]
+    trained = [0] * len(prompt) + [1] * len(chosen) + [0] * len(prompt) + [1] * len(rejected)
+    segments = (len(prompt) + len(chosen), len(prompt) + len(rejected))
+    return Example(np.array(ids, np.int32), np.array(trained, bool), f"pairs.jsonl:{number + 1}", segments)
+
+
+@dataclass
+class Engine:
+    """A token's log-probability from its weight and the mean of what stands before it."""
+
+    weights: Tensor = field(default_factory=lambda: torch.linspace(-1, 1, VOCABULARY))
+    adapter: float = 0.0
+    dropout: float = 0.0
+    rounding: float = 0.0
+    is_last: bool = True
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        scored = tuple(kept(self.logps(batch, training), batch) for batch in micro_batches)
+        return scored if self.is_last else ()
+
+    def logps(self, batch: MicroBatch, training: bool) -> Tensor:
+        before = self.weights[batch.input_ids].cumsum(1) / torch.arange(1, batch.input_ids.shape[1] + 1)
+        own = self.weights[batch.targets.clamp(min=0)]
+        noise = self.dropout * torch.rand(own.shape) if training else 0.0
+        shape = torch.Generator().manual_seed(own.numel())
+        rounded = self.rounding * torch.randn(own.shape, generator=shape)  # by the layout
+        logps = -torch.exp(own + before + self.adapter) + noise + rounded
+        return logps.masked_fill(batch.targets == NO_TARGET, 0.0)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        kept, self.adapter = self.adapter, 0.0
+        yield
+        self.adapter = kept
+
+
+class World:
+    """Of one rank, and of another one's value."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine, *self.others]
+
+
+def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> Start:
+    """Two micro-batches of three pairs; the reference has scored `rows`."""
+    own = [pair(number) for number in range(PAIRS)]
+    batches = []
+    for ids in np.arange(PAIRS).reshape(2, 3):
+        batch, scored = (
+            collate([some[i] for i in ids], pad_id=0, pair_ids=ids) for some in (own, rows or own)
+        )
+        (logps,) = reference.score([scored], answer_logps)
+        assert batch.pairs is not None
+        batches.append(replace(batch, pairs=replace(batch.pairs, reference=logps)))
+    return Start(Dpo(), Dataset.of(own), batches, 0)
+
+
+def said(start: Start, engine: Engine, world: Any = None) -> str:
+    policy: Any = SimpleNamespace(causal_lm=None)
+    return check_start(start, engine, policy, world or World())  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "own_attention", lambda model: nullcontext())
+
+
+def test_one_model_in_both_passes() -> None:
+    text = said(with_reference(Engine()), Engine())
+    assert f"the loss of DPO is {math.log(2):.6f}" in text
+    assert "on 6 pairs rewards and margins are 0" in text and "1e-05 is rounding" in text
+
+
+def refused(start: Start, engine: Engine) -> str:
+    with pytest.raises(SpecError) as raised:
+        said(start, engine)
+    return str(raised.value)
+
+
+OTHER = torch.linspace(-1, 1.05, VOCABULARY)
+
+
+def test_dropout_is_named() -> None:
+    text = refused(with_reference(Engine()), Engine(dropout=0.05))
+    assert "dropout is on" in text and "switch it off" in text
+    assert "other weights" not in text
+
+
+def test_another_models_weights_are_named() -> None:
+    text = refused(with_reference(Engine(weights=OTHER)), Engine())
+    assert "other weights than the policy starts from" in text and "dropout" not in text
+    assert "pairs.jsonl:" in text
+
+
+def test_another_template_is_named() -> None:
+    """Other tokens before the same answers."""
+    rows = [pair(number, prompt=(1, 9, 2, 3)) for number in range(PAIRS)]
+    text = refused(with_reference(Engine(), rows), Engine())
+    assert "no pair is the same in both" in text and "another chat template" in text
+
+
+def test_other_rows_are_named_by_those_that_are_the_same() -> None:
+    rows = [pair(number) for number in (0, 1, 2, 3, 5, 4)]
+    text = refused(with_reference(Engine(), rows), Engine())
+    assert "4 of 6 pairs are the same in both" in text and "of other rows" in text
+    assert "pairs.jsonl:5" in text and "pairs.jsonl:6" in text and "pairs.jsonl:1 " not in text
+
+
+def test_an_adapter_that_the_reference_lacks_is_named() -> None:
+    engine = Engine(adapter=0.1)
+    start = replace(with_reference(Engine()), without_adapter=engine.without_adapter)
+    assert "the policy without its adapter" in refused(start, engine)
+
+
+def test_an_adapter_left_on_the_reference_is_named() -> None:
+    engine = Engine()
+    start = replace(with_reference(Engine(adapter=0.1)), without_adapter=engine.without_adapter)
+    assert "or an adapter on it" in refused(start, engine)
+
+
+def test_the_adapter_that_both_have_passes() -> None:
+    engine = Engine(adapter=0.1)
+    start = replace(with_reference(Engine(adapter=0.1)), without_adapter=engine.without_adapter)
+    assert "are one" in said(start, engine)
+
+
+def test_rounding_is_measured_and_more_than_that_refused() -> None:
+    """bf16's, of 0.01 nats a token."""
+    rounded = Engine(rounding=0.01)
+    layout = with_reference(Engine(rounding=-0.007))  # as another layout rounds
+    assert "are one" in said(layout, rounded)
+    assert "other weights" in refused(
+        with_reference(Engine(weights=torch.linspace(-1, 1.6, VOCABULARY))), rounded
+    )
+
+
+def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
+    """Rewards of 2e-5, where 1e-5 is allowed."""
+    start = with_reference(Engine())
+    (first, second) = start.micro_batches
+    assert first.pairs is not None and first.pairs.reference is not None
+    for nats, passes in ((0.8e-4, True), (2e-4, False)):
+        moved = first.pairs.reference.clone()
+        moved[1, 0] += nats
+        changed = replace(first, pairs=replace(first.pairs, reference=moved))
+        one = replace(start, micro_batches=[changed, second])
+        if passes:
+            said(one, Engine())
+        else:
+            assert "5 of 6 pairs" in refused(one, Engine())
+
+
+def test_what_is_not_a_number_is_refused() -> None:
+    refused(with_reference(Engine(weights=torch.full((VOCABULARY,), math.nan))), Engine())
+    refused(with_reference(Engine()), Engine(weights=torch.full((VOCABULARY,), math.nan)))
+
+
+def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without the last stage, or whose own pairs are right."""
+    gathered: list[Any] = []
+    monkeypatch.setattr(World, "gather", lambda self, mine: gathered.append(mine) or [mine])
+    with pytest.raises(SpecError):
+        said(with_reference(Engine(weights=OTHER)), Engine())
+    monkeypatch.undo()
+    monkeypatch.setattr(check, "own_attention", lambda model: nullcontext())
+    right = with_reference(Engine())
+    for mine in (Engine(), Engine(is_last=False)):
+        with pytest.raises(SpecError, match="are the same in both" if mine.is_last else "other weights"):
+            said(right, mine, World(gathered[0]))
+
+
+def test_answers_of_a_shared_prompt_are_whole_again() -> None:
+    ids, trained = np.arange(9, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1, 1, 1], bool)
+    shared = Example(ids, trained, "a:1", (5, 4), (0, 2))  # prompt 0 1 2, chosen 3 4, [2] rejected 6 7 8
+    chosen, rejected = answers(shared)
+    assert chosen.input_ids.tolist() == [0, 1, 2, 3, 4]
+    assert rejected.input_ids.tolist() == [0, 1, 5, 6, 7, 8]
+    assert rejected.trained.tolist() == [False] * 3 + [True] * 3
