@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
-from dsft.plan.head import BYTES_PER_LOGIT, chunk_limit, in_chunks
+from dsft.plan.head import BYTES_PER_LOGIT, SCORED_PARTS, chunk_limit, in_chunks, kept_rows
 
 PRODUCT_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a product that is then added to a wider sum
 
@@ -71,7 +71,7 @@ class Head(nn.Linear):
 
     shaping           what the model does with the layer's product
     uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
-                      can then be made in the forward, without computing the logits twice
+                      can then be made and added up in the forward
     label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
     chunk_bytes       what the logits of a chunk may take; None: the device's chunk_limit
     """
@@ -102,10 +102,13 @@ class Head(nn.Linear):
         if not torch.is_grad_enabled():
             return chunks.score(hidden, self.weight, self.bias, targets)[0]
         # float16 keeps too little of gradients that are not yet multiplied by the loss scale.
-        in_forward = self.uniform and hidden.dtype != torch.float16
-        function = GradientInForward if in_forward else Recomputed
+        in_forward = (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
+        function = GradientInForward if in_forward else GradientInBackward
         logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
         return logps
+
+    def _is_frozen(self) -> bool:
+        return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))
 
 
 def install_head(causal_lm: PreTrainedModel) -> Head | None:
@@ -155,18 +158,35 @@ class Chunks:
     chunk_bytes: int
 
     def score(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden (n, H), weight (V, H), bias (V,), targets (n,) -> log-probabilities (n,), and what
-        `normalise` gives, (n, 2)."""
+        `normalise` gives, (n, 2). kept (k, V): gets the gradient by the product of the first k rows."""
         logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
-        for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
+        kept = weight.new_empty(0, len(weight)) if kept is None else kept
+        for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
             logits = self.shaping(product(hidden[rows], weight, bias))
-            values = self._values(logits, targets[rows])
+            values, into = self._values(logits, targets[rows]), kept[rows]
+            slope = self.shaping.slope(logits[: len(into)])
             sums[rows] = normalise(logits)
             logps[rows] = values - log_sum(sums[rows])
-            del logits
+            columns = targets[rows, None][: len(into)]
+            gradient = self._gradient(logits[: len(into)], columns, torch.ones_like(columns), len(weight))
+            into.copy_(gradient.mul_(slope))
+            del logits, slope, gradient
         return logps, sums
+
+    def kept_rows(self, hidden: Tensor, weight: Tensor) -> int:
+        """Of how many rows `score` is to keep the gradient; float16 would lose what is not yet multiplied by
+        the loss scale."""
+        if weight.dtype == torch.float16:
+            return 0
+        return kept_rows(len(hidden), len(weight) * weight.element_size(), self.chunk_bytes)
 
     def score_with_gradients(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, ...]
@@ -196,33 +216,41 @@ class Chunks:
     def gradients(
         self,
         upstream: Tensor,
+        kept: Tensor,
         sums: Tensor,
         inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
-        """The same for any upstream gradient (n,), from inputs = (hidden, weight, bias, targets). Pieces are
-        of the vocabulary here: each row of the weight's gradient is then written once, in its own type."""
+        """The same for any upstream gradient (n,), from inputs = (hidden, weight, bias, targets) and what
+        `score` has kept of the first rows. Pieces are of the vocabulary here: each row of the weight's
+        gradient is then written in its own type."""
         hidden, weight, bias, targets = inputs
-        top, total = sums.split(1, dim=1)
+        first, last = hidden.split((len(kept), len(hidden) - len(kept)))
+        pulls, pull = upstream[: len(kept)], upstream[len(kept) :]
+        pulled = (first * pulls[:, None]).to(first.dtype)
+        top, total = sums[len(kept) :].split(1, dim=1)
         by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
         by_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
-        for tokens in pieces(weight.shape[0], len(hidden), self.chunk_bytes):
+        if by_hidden is not None:
+            by_hidden[: len(kept)] = torch.mm(kept, weight).mul(pulls[:, None])
+        for tokens in pieces(weight.shape[0], len(last), self.chunk_bytes):
             part = weight[tokens]
-            logits = self.shaping(product(hidden, part, None if bias is None else bias[tokens]))
+            logits = self.shaping(product(last, part, None if bias is None else bias[tokens]))
             slope = self.shaping.slope(logits)
-            here = targets[:, None] - tokens.start
+            here = targets[len(kept) :, None] - tokens.start
             inside = (here >= 0) & (here < len(part))
             logits.sub_(top).exp_().div_(total)
             gradient = self._gradient(logits, here.clamp(0, len(part) - 1), inside, len(weight))
-            gradient.mul_(slope).mul_(upstream[:, None])
+            gradient.mul_(slope).mul_(pull[:, None])
             if by_bias is not None:
-                by_bias[tokens] = gradient.sum(0)
+                by_bias[tokens] = gradient.sum(0) + pulls.to(kept.dtype) @ kept[:, tokens]
             gradient = gradient.to(weight.dtype)
             if by_hidden is not None:
-                add_product(by_hidden, gradient, part)
+                add_product(by_hidden[len(kept) :], gradient, part)
             if by_weight is not None:
-                torch.mm(gradient.t(), hidden, out=by_weight[tokens])
+                torch.mm(kept[:, tokens].t(), pulled, out=by_weight[tokens])
+                by_weight[tokens].addmm_(gradient.t(), last)
             del logits, slope, gradient
         return [None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias]
 
@@ -283,28 +311,31 @@ def _wide(like: Tensor, shape: Any) -> Tensor:
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-class Recomputed(torch.autograd.Function):
-    """Log-probabilities under any upstream gradient; the backward computes the logits again."""
+class GradientInBackward(torch.autograd.Function):
+    """Log-probabilities under any upstream gradient. The gradient by the logits is kept of as many rows as a
+    chunk has bytes for; of the others the backward computes the logits again."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
     ) -> Tensor:
-        logps, sums = chunks.score(hidden, weight, bias, targets)
-        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        kept = weight.new_empty(chunks.kept_rows(hidden, weight), len(weight))
+        logps, sums = chunks.score(hidden, weight, bias, targets, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, sums, kept)
         ctx.chunks = chunks
         return logps
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        hidden, weight, bias, targets, sums, kept = ctx.saved_tensors
         inputs = (hidden, weight, bias, targets)
-        return *ctx.chunks.gradients(upstream, sums, inputs, ctx.needs_input_grad), None, None
+        return *ctx.chunks.gradients(upstream, kept, sums, inputs, ctx.needs_input_grad), None, None
 
 
 class GradientInForward(torch.autograd.Function):
-    """Log-probabilities under an upstream gradient that is one number for all of them, for one backward."""
+    """Log-probabilities under an upstream gradient that is one number for all of them, or any where only the
+    hidden states need one; for one backward."""
 
     @staticmethod
     def forward(
@@ -322,9 +353,11 @@ class GradientInForward(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the head's gradients are used up: it has one backward for each forward")
-        scale = upstream[0] if len(upstream) else upstream.new_zeros(())
+        one = upstream[0] if len(upstream) else upstream.new_zeros(())
         found = [
             None if gradient is None else gradient.mul_(scale).to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+            for gradient, scale, dtype in zip(
+                gradients, (upstream[:, None], one, one), ctx.dtypes, strict=True
+            )
         ]
         return *found, None, None

@@ -9,6 +9,7 @@ CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """What the logits of one chunk may take. Every chunk reads and writes the whole float32 gradient of the
 weight, so a chunk must have many rows to be worth it: 512 of a vocabulary of 65,536 on a CPU, and on a GPU,
 which computes more for each byte that it moves, 1,024 of 131,072."""
+SCORED_PARTS = 4  # of a chunk: where no gradient of the weight is added up, fewer rows at once are as fast
 PLAIN_BYTES = 1 << 24  # below this, what is saved is not worth computing anything twice
 PLAIN_BYTES_PER_LOGIT = 12  # of logits made whole: they, log-probabilities and their gradient, in float32
 
@@ -21,3 +22,9 @@ def chunk_limit(device: str) -> int:
 def in_chunks(logits: int, chunk: int) -> bool:
     """Whether so many logits are too many to be made at once, where a chunk may take so many bytes."""
     return logits * BYTES_PER_LOGIT > min(PLAIN_BYTES, chunk)
+
+
+def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
+    """Of how many rows the gradient by the logits, `row_bytes` each, is kept from the forward for a backward
+    that cannot be known there: as many as a chunk may take."""
+    return min(rows, chunk // row_bytes)

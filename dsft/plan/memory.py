@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from dsft.plan.batch import batch_sizes, longest_example
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
-from dsft.plan.head import BYTES_PER_LOGIT, PLAIN_BYTES_PER_LOGIT, chunk_limit, in_chunks
+from dsft.plan.head import (
+    BYTES_PER_LOGIT,
+    PLAIN_BYTES_PER_LOGIT,
+    SCORED_PARTS,
+    chunk_limit,
+    in_chunks,
+    kept_rows,
+)
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 
@@ -192,17 +199,22 @@ def _embedding(census: Census) -> tuple[int, int]:
 
 
 def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int]:
-    """Logits, and the sum of their chunks' gradients by the weight, which fp16 has no need of; were every
-    token a target."""
+    """Logits, and the sum of their chunks' gradients by the weight, which fp16 and preference pairs have no
+    need of; were every token a target."""
     vocabulary, hidden = _embedding(census)
     chunk = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
     if not in_chunks(tokens * vocabulary, chunk):
         return tokens * vocabulary * PLAIN_BYTES_PER_LOGIT, 0
     outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
-    is_summed = spec.train.precision != "fp16" and any(p.trained for p in weights)
-    gradient = vocabulary * hidden * FP32 if is_summed else 0
-    return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), gradient
+    if spec.train.precision == "fp16" or not any(p.trained for p in weights):
+        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0
+    if spec.task != "dpo":
+        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32
+    row = vocabulary * _weight_bytes(spec)
+    kept = kept_rows(tokens, row, chunk)
+    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if kept == tokens else chunk)
+    return kept * row + at_once, 0
 
 
 def _weight_bytes(spec: Spec) -> int:

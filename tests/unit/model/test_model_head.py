@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.head import (
     Chunks,
+    GradientInBackward,
     Head,
-    Recomputed,
     Shaping,
     install_head,
     pieces,
@@ -115,20 +115,56 @@ def test_any_chunk_gives_the_same(uniform: bool, rows_at_once: int) -> None:
         assert_near(gradient, leaf.grad, 1e-6)
 
 
-def test_the_logits_of_all_tokens_never_exist() -> None:
-    head, hidden, targets = make(rows_at_once=4)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_logits_of_all_tokens_never_exist(uniform: bool) -> None:
+    """What is kept for the backward is counted by its own, narrower type."""
+    head, hidden, targets = make(rows_at_once=4, uniform=uniform)
     sizes: list[int] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = function(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and VOCABULARY in result.shape and HIDDEN not in result.shape:
-                sizes.append(result.numel())
+                sizes.append(result.nbytes if "new_empty" in str(function) else result.nbytes * 2)
             return result
 
     with Watch():
         head(hidden, targets).sum().backward()
-    assert sizes and max(sizes) <= 4 * VOCABULARY
+    assert 4 * VOCABULARY * BYTES_PER_LOGIT < (targets != NO_TARGET).sum() * VOCABULARY * 4
+    assert sizes and max(sizes) <= 4 * VOCABULARY * BYTES_PER_LOGIT
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_frozen_head_computes_no_logits_twice(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """Under any upstream gradient."""
+    head, hidden, targets = make(SHAPINGS[3], bias)
+    head.requires_grad_(False)
+    monkeypatch.setattr(GradientInBackward, "apply", None)  # not taken
+    upstream = torch.randn(targets.shape)
+    head(hidden, targets).backward(upstream)
+    expected, leaves = reference(head, hidden, targets)
+    expected.backward(upstream.double())
+    assert hidden.grad is not None and leaves[0].grad is not None
+    assert_near(hidden.grad, leaves[0].grad, 1e-6)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
+def test_bf16_under_any_gradient(rows_at_once: int) -> None:
+    """None, some and all of the rows kept: as near to float64 as a single product is, by the tensor."""
+    head, hidden, targets = make(dtype=torch.bfloat16, rows_at_once=rows_at_once)
+    upstream = torch.randn(targets.shape)
+    head(hidden, targets).backward(upstream)
+    whole, leaves = reference(head, hidden, targets)
+    whole.backward(upstream.double())
+    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
+        assert gradient.dtype == torch.bfloat16 and leaf.grad is not None
+        assert_near(gradient, leaf.grad, 2e-2)
+
+
+def test_float16_keeps_nothing_that_is_not_yet_scaled() -> None:
+    weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.float16)
+    chunks = Chunks(Shaping(), 0.0, 1 << 20)
+    assert chunks.kept_rows(weight, weight) == 0 < chunks.kept_rows(weight.float(), weight.float())
 
 
 def test_second_order_is_checked_in_float64() -> None:
@@ -138,7 +174,7 @@ def test_second_order_is_checked_in_float64() -> None:
     chunks = Chunks(head.shaping, 0.1, head.chunk_bytes or 0)
     inputs = (hidden.detach().flatten(0, 1)[rows].requires_grad_(), head.weight, head.bias)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: Recomputed.apply(h, w, b, targets.flatten()[rows], chunks), inputs
+        lambda h, w, b: GradientInBackward.apply(h, w, b, targets.flatten()[rows], chunks), inputs
     )
 
 
@@ -228,7 +264,7 @@ def test_without_gradients_and_in_the_plain_path_it_is_the_same(monkeypatch: pyt
         assert torch.equal(head(hidden, targets), expected)
     monkeypatch.setattr(sizes, "PLAIN_BYTES", 1 << 24)
     head.chunk_bytes = None
-    monkeypatch.setattr(Recomputed, "apply", None)  # not taken
+    monkeypatch.setattr(GradientInBackward, "apply", None)  # not taken
     torch.testing.assert_close(head(hidden, targets), expected)
 
 
