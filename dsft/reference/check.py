@@ -1,5 +1,5 @@
-"""Whether training begins where its reference is: takes an engine before its first step, and micro-batches with
-what the reference says of them. Stops a run whose policy and reference would not be the same.
+"""Whether training begins where its reference is: takes an engine before its first step, and micro-batches
+with what the reference says of them. Stops a run whose policy and reference would not be the same.
 
 At step 0 both are one model: rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2. In
 exact numbers; what rounding makes of them is measured on the run's own rows, together and each alone, by the
@@ -32,6 +32,15 @@ FACTOR = 4.0  # the reference's layout may be another than the two that rounding
 FEW, ALONE = 2, 4  # micro-batches of a rank that are looked at, and pairs of these that are scored alone too
 SHOWN = 3  # pairs that an error names
 
+DROPOUT = (
+    "the policy itself gives other values in training than in evaluation: dropout is on, or another layer "
+    "that draws random numbers; switch it off in the model's config"
+)
+BARE = (
+    "the reference is the policy without its adapter, and the adapter that training starts from is not 0; "
+    "let model.lora.path name no trained adapter, or the reference have the same one"
+)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -48,14 +57,13 @@ class Start:
 @dataclass(frozen=True)
 class Found:
     """Of the n answers of this rank's pairs, two by two: log-probabilities (n / 2, 2) in evaluation, in
-    training, by the reference, and without the adapter; num_tokens; rounding: nats per unit of `spread`."""
+    training and by the reference; num_tokens; rounding: nats per unit of `spread`."""
 
     ids: Tensor
     num_tokens: Tensor
     policy: Tensor
     training: Tensor
     reference: Tensor
-    bare: Tensor | None
     rounding: float
 
     def bound(self, dpo: Dpo) -> Tensor:
@@ -63,9 +71,9 @@ class Found:
         nats = self.rounding * spread(self.num_tokens).amax(1)
         return (FACTOR * dpo.beta * nats).clamp(min=EXACT)
 
-    def off(self, logps: Tensor, dpo: Dpo) -> Tensor:
-        """(n / 2,): the largest of both rewards and their margin, against `logps`."""
-        rewards = dpo.beta * (self.policy - logps)
+    def off(self, logps: Tensor, dpo: Dpo, policy: Tensor | None = None) -> Tensor:
+        """(n / 2,): the largest of both rewards and their margin, of the policy against `logps`."""
+        rewards = dpo.beta * ((self.policy if policy is None else policy) - logps)
         margins = rewards[:, :1] - rewards[:, 1:]
         return torch.cat((rewards, margins), dim=1).abs().amax(1)
 
@@ -80,13 +88,13 @@ def spread(num_tokens: Tensor) -> Tensor:
 def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> str:
     """A collective, at step 0, where the reference is the policy's start. Gives a line that says how near it
     is; raises SpecError on every rank where it is not, with the cause as far as it can be told."""
-    found = _look(start, engine, policy, world)
-    ranks = [one for one in world.gather(found) if one is not None]
-    pairs = _joined(ranks)
+    pairs = _joined(world.gather(_look(start, engine, policy, world)))
     bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
-    cause = _cause(pairs, start.dpo, bound)
-    if cause is not None:
-        raise _error(start, pairs, off, bound, cause)
+    if not bool((pairs.off(pairs.training, start.dpo) <= bound).all()):
+        raise _error(start, pairs, off, bound, DROPOUT)
+    if not bool((off <= bound).all()):
+        is_bare = _is_without_adapter(start, engine, world, pairs, bound)
+        raise _error(start, pairs, off, bound, BARE if is_bare else _by_pairs(off <= bound))
     rewards = start.dpo.beta * (pairs.policy - pairs.reference)
     loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
     return (
@@ -100,10 +108,6 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
     batches = start.micro_batches[:FEW]
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
-    bare: tuple[Tensor, ...] | None = None
-    if start.without_adapter is not None:
-        with start.without_adapter():
-            bare = engine.score(batches, answer_logps)
     numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
     rows = [answer for number in numbers[:ALONE] for answer in answers(start.dataset[number])]
     filled = [collate([row], start.pad_id) for row in rows]
@@ -124,7 +128,6 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
         policy=logps,
         training=torch.cat(training).cpu(),
         reference=torch.cat(references).cpu(),
-        bare=None if bare is None else torch.cat(bare).cpu(),
         rounding=float(apart.max()),
     )
 
@@ -140,34 +143,25 @@ def answers(pair: Example) -> tuple[Example, Example]:
     )
 
 
-def _joined(ranks: Sequence[Found]) -> Found:
-    bare = [one.bare for one in ranks if one.bare is not None]
-    columns = {
-        name: torch.cat([getattr(one, name) for one in ranks])
-        for name in ("ids", "num_tokens", "policy", "training", "reference")
-    }
-    return Found(
-        **columns, bare=torch.cat(bare) if bare else None, rounding=max(one.rounding for one in ranks)
-    )
+def _joined(ranks: Sequence[Found | None]) -> Found:
+    known = [one for one in ranks if one is not None]
+    names = ("ids", "num_tokens", "policy", "training", "reference")
+    columns = {name: torch.cat([getattr(one, name) for one in known]) for name in names}
+    return Found(**columns, rounding=max(one.rounding for one in known))
 
 
-def _cause(pairs: Found, dpo: Dpo, bound: Tensor) -> str | None:
-    """None where policy and reference are one."""
-    if not bool((pairs.off(pairs.training, dpo) <= bound).all()):
-        return (
-            "the policy itself gives other values in training than in evaluation: dropout is on, or another "
-            "layer that draws random numbers; switch it off in the model's config"
-        )
-    same = pairs.off(pairs.reference, dpo) <= bound
-    if bool(same.all()):
-        return None
-    if pairs.bare is not None and bool(
-        ((dpo.beta * (pairs.bare - pairs.reference)).abs().amax(1) <= bound).all()
-    ):
-        return (
-            "the reference is the policy without its adapter, and the adapter that training starts from is "
-            "not 0; let model.lora.path name no trained adapter, or the reference have the same one"
-        )
+def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found, bound: Tensor) -> bool:
+    """Whether the reference is the policy without its adapter; a collective."""
+    if start.without_adapter is None:
+        return False
+    with start.without_adapter():
+        bare = engine.score(start.micro_batches[:FEW], answer_logps)
+    ranks = [one for one in world.gather(torch.cat(bare).cpu() if bare else None) if one is not None]
+    return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
+
+
+def _by_pairs(same: Tensor) -> str:
+    """The cause, by which pairs are the same in policy and reference."""
     if bool(same.any()):
         return (
             f"{int(same.sum())} of {len(same)} pairs are the same in both, so weights and template are, and "
