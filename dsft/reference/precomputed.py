@@ -24,7 +24,7 @@ from dsft.engine.world import World
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.inputs import Inputs
 from dsft.launch.environment import Launched, free_port
-from dsft.plan.reference import reference_line, reference_model
+from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference import store
 from dsft.reference.api import Refer
 from dsft.reference.children import End, run_children
@@ -88,7 +88,6 @@ def precompute(
     Raises CheckpointError where dpo.reference_store holds another reference's, or the store says other than
     the reference does; StorageError where it cannot be written or read; what a child raised.
     """
-    assert spec.dpo is not None, "the spec of task dpo is resolved"
     say(reference_line(spec))
     key = processes.first(lambda: key_of(spec, reference_model(spec), inputs))
     folder = store.store_folder(spec, key)
@@ -102,7 +101,7 @@ def precompute(
         missing = read(say).num_missing
         return missing, sum(sizes) - missing
 
-    asked = Pass(spec, key, folder, micro_batch_size, spec.dpo.recheck_rows if again else 0)
+    asked = Pass(spec, key, folder, micro_batch_size, dpo_of(spec).recheck_rows if again else 0)
     with ExitStack() as held:
         missing, there = processes.first(look)
         if missing:

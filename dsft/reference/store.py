@@ -28,6 +28,7 @@ from safetensors.numpy import load, save
 from dsft.checkpoint.files import sync_folder
 from dsft.data.cache.block import TEMPORARY, whole_file
 from dsft.errors import CheckpointError, StorageError
+from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
 from dsft.spec.schema import Spec
 
@@ -56,8 +57,9 @@ class Stored:
 
 def store_folder(spec: Spec, key: Key) -> Path:
     """dpo.reference_store itself, or a folder named by the key below OUTPUT_DIR/.cache/reference."""
-    if spec.dpo is not None and spec.dpo.reference_store is not None:
-        return Path(spec.dpo.reference_store)
+    given = dpo_of(spec).reference_store
+    if given is not None:
+        return Path(given)
     return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
 
 

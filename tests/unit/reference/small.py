@@ -1,0 +1,58 @@
+"""A small preference run: takes a folder, writes rows and a model there, gives a spec of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dsft.data.tokenizer.load import byte_level_tokenizer
+from dsft.spec.schema import Spec
+
+TINY = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 259,
+}  # fmt: skip
+
+
+def rows(path: Path, count: int, said: str = "yes") -> None:
+    messages = [
+        {
+            "prompt": [{"role": "user", "content": f"question {i}"}],
+            "chosen": [{"role": "assistant", "content": f"{said} {i}"}],
+            "rejected": [{"role": "assistant", "content": "no" * (i + 1)}],
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in messages), encoding="utf-8")
+
+
+def model(folder: Path) -> None:
+    """With the byte-level tokenizer, its template in a file of its own."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+
+
+def spec(folder: Path, changed: dict[str, Any] | None = None) -> Spec:
+    """changed: sections whose keys replace those that stand here."""
+    given: dict[str, Any] = {
+        "name": "small",
+        "task": "dpo",
+        "output_dir": str(folder / "runs"),
+        "model": {"name_or_path": str(folder / "model")},
+        "data": {
+            "train": [{"path": str(folder / "a.jsonl")}],
+            "eval": [{"path": str(folder / "b.jsonl")}],
+            "max_length": 256,
+        },
+        "train": {"micro_batch_size": 2, "accumulation_steps": 1, "max_steps": 1, "precision": "fp32"},
+        "optim": {"learning_rate": 1e-3},
+        "dpo": {},
+    }
+    for section, keys in (changed or {}).items():
+        given[section] = given[section] | keys
+    return Spec.model_validate(given)

@@ -1,0 +1,138 @@
+"""What a store's key sees: each thing that gives other log-probabilities, by name, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dsft.data.read import digest
+from dsft.inputs import read_inputs
+from dsft.plan.reference import reference_model
+from dsft.reference.key import Key, differences, key_of
+from tests.unit.reference.small import TINY, model, rows, spec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model(tmp_path / "model")
+    rows(tmp_path / "a.jsonl", 5)
+    rows(tmp_path / "b.jsonl", 2, "held out")
+    return tmp_path
+
+
+def key(folder: Path, changed: dict[str, Any] | None = None) -> Key:
+    mine = spec(folder, changed)
+    return key_of(mine, reference_model(mine), read_inputs(mine, lambda text: None))
+
+
+def one_weight(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] += 2**-10
+    save_file(tensors, path, {"format": "pt"})
+
+
+def one_template_character(folder: Path) -> None:
+    path = folder / "model" / "chat_template.jinja"
+    text = path.read_text(encoding="utf-8")
+    assert "\\n" in text
+    path.write_text(text.replace("\\n", "\\t", 1), encoding="utf-8")
+
+
+def one_row(folder: Path) -> None:
+    path = folder / "b.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").replace("held out 1", "held in 21"), encoding="utf-8")
+
+
+def one_number_of_the_config(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (one_weight, "the weight file model.safetensors holds other bytes than then"),
+        (one_template_character, "the chat template is another than then, from its character"),
+        (one_row, "data.eval had 2 rows of"),
+        (one_number_of_the_config, "the model's config: rms_norm_eps was 1e-06, now 1e-05"),
+    ],
+)
+def test_files_that_change(folder: Path, change: Callable[[Path], None], said: str) -> None:
+    before = key(folder)
+    assert key(folder).digest == before.digest
+    change(folder)
+    now = key(folder)
+    assert now.digest != before.digest
+    assert any(said in clause for clause in differences(before.components, now.components))
+    if change is not one_template_character:  # which changes the rows' tokens, too
+        assert len(differences(before.components, now.components)) == 1
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"data": {"max_length": 128}}, "data.max_length was 256, now 128"),
+        ({"train": {"precision": "bf16"}}, "train.precision was fp32, now bf16"),
+        ({"model": {"add_tokens": ("<new>",)}}, "model.add_tokens"),
+        (
+            {"model": {"name_or_path": None, "from_config": {"model_type": "llama"} | TINY}},
+            "the weights were those of files, now they are fresh ones of model.from_config",
+        ),
+    ],
+)
+def test_keys_of_the_spec_that_change(folder: Path, changed: dict[str, Any], said: str) -> None:
+    before, now = key(folder), key(folder, changed)
+    assert now.digest != before.digest
+    assert any(said in clause for clause in differences(before.components, now.components))
+
+
+def test_a_fresh_model_is_its_config_and_its_seed(folder: Path) -> None:
+    fresh = {"model": {"name_or_path": None, "from_config": {"model_type": "llama"} | TINY}}
+    one, other = key(folder, fresh), key(folder, fresh | {"train": {"seed": 1}})
+    assert differences(one.components, other.components) == ["the fresh model's seed was 42, now 1"]
+
+
+def test_how_it_is_computed_and_where_it_stands_is_not_in_it(folder: Path, tmp_path: Path) -> None:
+    before = key(folder)
+    others: dict[str, Any] = {
+        "train": {"micro_batch_size": 4, "accumulation_steps": 2},
+        "parallel": {"zero_stage": 3},
+        "data": {"packing": True},
+        "dpo": {"beta": 0.5, "share_prompts": True},
+        "optim": {"learning_rate": 1.0},
+    }
+    for section, keys in others.items():
+        assert key(folder, {section: keys} if section != "parallel" else {}).digest == before.digest
+    (folder / "model").rename(folder / "moved")
+    moved = key(folder, {"model": {"name_or_path": str(folder / "moved")}})
+    assert moved.digest == before.digest
+
+
+def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_RACY_NS", -1)
+    before = key(folder)
+    hashed: list[str] = []
+    monkeypatch.setattr(
+        digest.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or pytest.fail("hashed")
+    )
+    assert key(folder).digest == before.digest and not hashed
+
+
+def test_an_adapter_is_part_of_it(folder: Path) -> None:
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text(name)
+    plain, with_lora = key(folder), key(folder, {"model": {"lora": {}}})
+    assert plain.digest == with_lora.digest  # fresh adapters change nothing
+    with_path = {"model": {"lora": {"path": str(adapter)}}}
+    one = key(folder, with_path)
+    (adapter / "adapter_model.safetensors").write_text("trained on")
+    said = differences(one.components, key(folder, with_path).components)
+    assert said == ["the adapter's file adapter_model.safetensors holds other bytes than then"]

@@ -1,0 +1,207 @@
+"""The reference out of a store: made once, by one of several jobs, gone on with, scored again, remembered.
+
+The children are a function here, which writes what a reference would say of each pair."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsft.errors import CheckpointError, StorageError, WorldError
+from dsft.inputs import Inputs, read_inputs
+from dsft.launch.environment import Launched
+from dsft.reference import precomputed, store
+from dsft.reference.passes import Pass
+from dsft.reference.precomputed import (
+    Precomputed,
+    Processes,
+    check_same_reference,
+    memory_of,
+    precompute,
+    remember,
+)
+from dsft.reference.recheck import Again, allowed, check_again, choose_again
+from tests.unit.reference.small import model, rows, spec
+
+ALONE = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)
+SIZES = (5, 2)
+
+
+def values(dataset: int, pairs: Any) -> Any:
+    return np.stack([-1.0 - dataset - pairs, -100.5 - pairs], axis=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model(tmp_path / "model")
+    rows(tmp_path / "a.jsonl", SIZES[0])
+    rows(tmp_path / "b.jsonl", SIZES[1], "held out")
+    return tmp_path
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """Those that were run."""
+    run: list[Pass] = []
+
+    def run_children(asked: Pass, *others: Any) -> None:
+        run.append(asked)
+        for dataset, missing in enumerate(store.read(asked.folder, asked.key, SIZES, print).missing):
+            if len(missing):
+                store.write(asked.folder, asked.key, dataset, missing, values(dataset, missing))
+
+    monkeypatch.setattr(precomputed, "run_children", run_children)
+    return run
+
+
+def made(
+    folder: Path, *, again: bool = False, say: Callable[[str], None] = print, **changed: Any
+) -> tuple[Precomputed, Inputs]:
+    mine = spec(folder, changed)
+    inputs = read_inputs(mine, lambda text: None)
+    return precompute(mine, 2, inputs, Processes(None, ALONE), say, again=again), inputs
+
+
+def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
+    said: list[str] = []
+    found, _ = made(folder, say=said.append)
+    assert len(passes) == 1 and passes[0].num_again == 0 and passes[0].micro_batch_size == 2
+    for dataset, size in enumerate(SIZES):
+        assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
+    assert len(found.refers) == 2
+    assert said[0].startswith("reference: the policy as it starts") and "7 pairs scored in" in said[1]
+    assert said[2] == f"reference: the log-probabilities of 7 pairs are in {found.folder}"
+    assert found.folder.parent == folder / "runs" / ".cache" / "reference"
+    made(folder)
+    assert len(passes) == 1
+    made(folder, again=True)
+    assert len(passes) == 2 and passes[1].num_again == 4
+
+
+def test_it_goes_on_where_it_was_killed(
+    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = precomputed.run_children
+
+    def killed(asked: Pass, *others: Any) -> None:
+        store.write(asked.folder, asked.key, 0, np.arange(3), values(0, np.arange(3)))
+        (asked.folder / "shard-x.safetensors.tmp").write_bytes(b"half")
+        raise WorldError("was ended by signal 9")
+
+    monkeypatch.setattr(precomputed, "run_children", killed)
+    with pytest.raises(WorldError):
+        made(folder)
+    monkeypatch.setattr(precomputed, "run_children", whole)
+    said: list[str] = []
+    found, _ = made(folder, say=said.append)
+    assert "4 pairs scored" in said[1] and "3 were there" in said[1]
+    assert not list(found.folder.glob("*.tmp"))
+    assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
+
+
+def test_two_jobs_at_once_make_one_store(
+    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, began = precomputed.run_children, threading.Event()
+
+    def slow(*given: Any) -> None:
+        began.set()
+        time.sleep(0.5)
+        whole(*given)
+
+    monkeypatch.setattr(precomputed, "run_children", slow)
+    monkeypatch.setattr(precomputed, "_WAIT", 0.05)
+    found: list[Precomputed] = []
+    other = threading.Thread(target=lambda: found.append(made(folder)[0]))
+    other.start()
+    assert began.wait(20)
+    said: list[str] = []
+    mine, _ = made(folder, say=said.append)
+    other.join()
+    assert len(passes) == 1 and mine.key.digest == found[0].key.digest
+    assert any("scores the same pairs; waiting for it" in line for line in said)
+    assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
+
+
+def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list[Pass]) -> None:
+    given = {"reference_store": str(folder / "store")}
+    found, _ = made(folder, dpo=given)
+    assert found.folder == folder / "store"
+    rows(folder / "a.jsonl", SIZES[0], "maybe")
+    with pytest.raises(CheckpointError, match=r"store holds .*: data\.train a had 5 rows"):
+        made(folder, dpo=given)
+    assert len(passes) == 1
+    made(folder)
+    assert len(passes) == 2
+
+
+def test_a_store_that_loses_what_was_written(
+    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precomputed, "run_children", lambda *given: None)
+    with pytest.raises(StorageError, match=r"lacks 7 of 7 pairs .* dpo\.reference_store"):
+        made(folder)
+
+
+def test_a_run_remembers_its_reference(folder: Path, passes: list[Pass]) -> None:
+    run, said = folder / "runs" / "small", []
+    run.mkdir(parents=True)
+    before, _ = made(folder)
+    check_same_reference(run, None, before.key, run, said.append)
+    remember(run, before)
+    check_same_reference(run, None, before.key, run, said.append)
+    check_same_reference(run / "checkpoints/step-1", memory_of(before.key), before.key, run, said.append)
+    assert not said
+    now, _ = made(folder, data={"max_length": 128})
+    with pytest.raises(
+        CheckpointError, match=r"step-1 was trained against .*: data\.max_length was 256, now"
+    ):
+        check_same_reference(run / "checkpoints/step-1", memory_of(before.key), now.key, run, said.append)
+    assert not said
+    check_same_reference(run, None, now.key, run, said.append)
+    assert len(said) == 1 and "another than at the last start" in said[0] and "data.max_length" in said[0]
+    (run / "reference.json").write_text("torn")
+    check_same_reference(run, None, now.key, run, said.append)
+    assert len(said) == 1
+
+
+def test_random_pairs_of_all_datasets_are_chosen() -> None:
+    logps = tuple(np.arange(2.0 * size).reshape(size, 2) for size in (50, 0, 30))
+    logps[0][7] = np.nan
+    held, seen = store.Stored(logps), set()
+    for _ in range(100):
+        chosen = choose_again(held, 6)
+        assert sum(len(one.ids) for one in chosen) == 6
+        for dataset, one in enumerate(chosen):
+            assert np.array_equal(one.logps, logps[dataset][one.ids])
+            seen |= {(dataset, pair) for pair in one.ids.tolist()}
+    assert (0, 7) not in seen and len(seen) > 70
+    assert sum(len(one.ids) for one in choose_again(held, 1000)) == 79
+    assert not sum(len(one.ids) for one in choose_again(held, 0))
+
+
+def test_what_is_scored_otherwise_is_refused_with_both_values(folder: Path, passes: list[Pass]) -> None:
+    found, inputs = made(folder)
+    one = Again(np.array([1, 3]), found.logps[0][[1, 3]])
+    tokens = [
+        int(part[1:].sum())
+        for part in np.split(inputs.train[3].trained, [inputs.train[3].segment_lengths[0]])
+    ]
+    near, far = one.logps.copy(), one.logps.copy()
+    near[1, 1] += 0.9 * allowed("fp32", tokens[1])
+    far[1, 1] += 1.1 * allowed("fp32", tokens[1])
+    check_again(found.folder, inputs.train, one, near, "fp32")
+    check_again(found.folder, inputs.train, one, far, "bf16")
+    with pytest.raises(CheckpointError) as raised:
+        check_again(found.folder, inputs.train, one, far, "fp32")
+    assert f"{folder}/a.jsonl:4: " in str(raised.value) and "rejected answer" in str(raised.value)
+    assert "-103.5" in str(raised.value) and f"{far[1, 1]:.6g}" in str(raised.value)
+    far[1, 1] = np.nan
+    with pytest.raises(CheckpointError):
+        check_again(found.folder, inputs.train, one, far, "bf16")
