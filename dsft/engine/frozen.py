@@ -11,7 +11,7 @@ import contextlib
 import copy
 import gc
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -23,6 +23,7 @@ from torch import Tensor
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Kept, log_probabilities
 from dsft.engine.partition import place_buffers
+from dsft.engine.remembered import home_of
 from dsft.engine.world import World
 from dsft.model.policy import Policy
 
@@ -43,6 +44,10 @@ class Frozen:
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
         scored = ((self._forward(batch), batch) for batch in batches)
         return tuple(kept(logps, batch) for logps, batch in scored if logps is not None)
+
+    def weights(self) -> Iterator[Tensor]:
+        """What this rank holds of the parameters."""
+        return map(home_of, self._policy.parameters())
 
     def close(self) -> None:
         """Free its parameters, and leave nothing of it in DeepSpeed. It scores no more."""

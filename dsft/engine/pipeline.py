@@ -16,7 +16,7 @@ from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
-from dsft.engine.remembered import Remembered, remember
+from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -95,7 +95,7 @@ class PipelineEngine:
         return tuple(scored)
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
-        return remember(self._engine, parameters)
+        return Remembered(self._engine, parameters)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -7,8 +7,8 @@ on the way in and on the way out. Nothing here changes what the optimizer holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,46 +16,41 @@ from torch import Tensor, nn
 
 from dsft.errors import Problem, SpecError
 
-Remembered = Callable[[], AbstractContextManager[None]]
-"""A context in which the parameters have the remembered values. Without gradients, and no step inside; a
-collective under ZeRO 3 in so far as what was gathered is gathered again."""
 
+class Remembered:
+    """values: what this rank holds of each parameter, as it was."""
 
-def remember(engine: Any, parameters: Iterable[nn.Parameter]) -> Remembered:
-    """Raises SpecError where ZeRO 3 computes with other copies than those that it is said to hold."""
-    homes = [_home(parameter) for parameter in parameters]
-    copies = [home.detach().clone() for home in homes]
-    sharded = engine.zero_optimization_stage() == 3
-    if sharded and (engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights()):
-        message = (
-            "'adapter' does not go with zero_hpz_partition_size over 1 or zero_quantized_weights, which keep "
-            "copies of their own; use live or precomputed"
-        )
-        raise SpecError("The reference cannot be computed.", [Problem("dpo.reference", message)])
+    def __init__(self, engine: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises SpecError where ZeRO 3 computes with other copies than those that it is said to hold."""
+        self._homes = [home_of(parameter) for parameter in parameters]
+        self.values = [home.detach().clone() for home in self._homes]
+        self._sharded = engine if engine.zero_optimization_stage() == 3 else None
+        if self._sharded and (engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights()):
+            message = (
+                "'adapter' does not go with zero_hpz_partition_size over 1 or zero_quantized_weights, which "
+                "keep copies of their own; use live or precomputed"
+            )
+            raise SpecError("The reference cannot be computed.", [Problem("dpo.reference", message)])
 
     @contextmanager
-    def in_place() -> Iterator[None]:
-        if sharded:
-            engine.optimizer.empty_partition_cache()
-        _exchange(homes, copies)
+    def in_place(self) -> Iterator[None]:
+        """The parameters have the remembered values meanwhile. Without gradients, and no step inside."""
+        self._exchange()
         try:
             yield
         finally:
-            if sharded:
-                engine.optimizer.empty_partition_cache()
-            _exchange(homes, copies)
+            self._exchange()
 
-    return in_place
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The memory of one for that of the other; no element is copied."""
+        if self._sharded:
+            self._sharded.optimizer.empty_partition_cache()
+        for index, home in enumerate(self._homes):
+            home.data, self.values[index] = self.values[index], home.data
 
 
-def _home(parameter: nn.Parameter) -> Tensor:
+def home_of(parameter: nn.Parameter) -> Tensor:
     """What this rank holds of it, whatever is gathered."""
     home: Tensor = getattr(parameter, "ds_tensor", parameter)
     return home
-
-
-@torch.no_grad()
-def _exchange(homes: list[Tensor], copies: list[Tensor]) -> None:
-    """The memory of one for that of the other; no element is copied."""
-    for index, home in enumerate(homes):
-        home.data, copies[index] = copies[index], home.data

@@ -13,7 +13,7 @@ from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
-from dsft.engine.remembered import Remembered, remember
+from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy
@@ -74,7 +74,7 @@ class ZeroEngine:
         return tuple(kept(self._logps(batch), batch) for batch in batches)
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
-        return remember(self._engine, parameters)
+        return Remembered(self._engine, parameters)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 from torch import Tensor
@@ -13,6 +13,14 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 Refer = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
 """Micro-batches of pairs -> the same with `pairs.reference`. Of a store it only looks them up; of an engine
 it is a collective, and ranks without the last stage get theirs back as they were."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reference that an engine scores. weights: what this rank holds of them, none of which is trained."""
+
+    refer: Refer
+    weights: Callable[[], Iterator[Tensor]]
 
 
 class WithReference(Sequence[MicroBatch]):

@@ -46,6 +46,7 @@ from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
 from dsft.reference.adapter import refer_to_start
 from dsft.reference.model import open_reference
+from dsft.reference.unchanged import Unchanged
 from dsft.spec.schema import Spec
 
 VOCABULARY, SEED = 96, 7
@@ -183,12 +184,14 @@ def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: st
     differences, switched = [0.0], [0]
 
     def asking(policy: Policy, engine: Engine) -> Callable[[int], None]:
-        refer = refer_to_start(policy, engine, spec)
+        start = refer_to_start(policy, engine, spec)
+        unchanged = Unchanged.of_weights(start)
 
         def ask(step: int) -> None:
             found = batches(world, step)
             before = [home.detach().clone() for home in held(policy)]
-            filled = refer(found)
+            filled = start.refer(found)
+            unchanged.prove(world)
             same = zip(before, held(policy), strict=True)
             switched.append(sum(not torch.equal(a, b) for a, b in same) + adapters_off(policy))
             if world.stage == stages - 1:

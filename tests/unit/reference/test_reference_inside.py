@@ -1,0 +1,200 @@
+"""A reference that an engine scores: what is filled, what is switched, what is proved, on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.engine.remembered import Remembered
+from dsft.errors import CheckpointError, MissingInputError, SpecError
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.policy import Policy
+from dsft.reference.adapter import adapter_off, refer_to_start
+from dsft.reference.api import Held, filled
+from dsft.reference.unchanged import Unchanged, weights_digest
+from dsft.spec.schema import Spec
+
+FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+
+
+def spec(tmp_path: Path, model: dict[str, Any], **dpo: Any) -> Spec:
+    return Spec.model_validate({
+        "name": "one",
+        "task": "dpo",
+        "model": model,
+        "data": {"train": [{"path": "pairs.jsonl"}]},
+        "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
+        "optim": {"learning_rate": 1e-5},
+        "dpo": dpo,
+        "output_dir": str(tmp_path),
+    })  # fmt: skip
+
+
+def micro_batch() -> MicroBatch:
+    ids = torch.arange(16).view(2, 8)
+    targets = ids.roll(-1, 1).masked_fill(torch.arange(8) < 3, NO_TARGET)
+    targets[:, -1] = NO_TARGET
+    return MicroBatch(
+        ids, torch.arange(8).repeat(2, 1), targets, pairs=Pairs(torch.tensor([0]), torch.tensor([[4, 4]]))
+    )
+
+
+class Alone:
+    """One rank, and an engine that is the policy itself."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy
+
+    def score(self, micro_batches: Sequence[MicroBatch], kept: Any, *, training: bool = False) -> Any:
+        assert self.policy is not None
+        with torch.no_grad():
+            self.policy.train(training)
+            return tuple(kept(self.policy(b.input_ids, b.position_ids, b.targets), b) for b in micro_batches)
+
+    def remember(self, parameters: Any) -> Remembered:
+        return Remembered(SimpleNamespace(zero_optimization_stage=lambda: 0), parameters)
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def each(self, work: Any) -> Any:
+        return work()
+
+
+def reference_of(found: Sequence[MicroBatch]) -> Tensor:
+    assert found[0].pairs is not None and found[0].pairs.reference is not None
+    return found[0].pairs.reference
+
+
+def moved(policy: Policy) -> None:
+    """As training would, and far."""
+    with torch.no_grad():
+        for parameter in policy.named_trained().values():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_the_reference_of_a_new_adapter_is_the_model_without_it(tmp_path: Path, lora: dict[str, Any]) -> None:
+    made = spec(tmp_path, {"from_config": LLAMA, "lora": {"rank": 2, **lora}}, reference="adapter")
+    policy = build_model(made.model, FACTS, 1, torch.float32)
+    base = build_model(made.model.model_copy(update={"lora": None}), FACTS, 1, torch.float32)
+    held = refer_to_start(policy, Alone(policy), made)  # type: ignore[arg-type]
+    unchanged = Unchanged.of_weights(held)
+    moved(policy)
+    after = [p.detach().clone() for p in policy.parameters()]
+    wanted = Alone(base).score([micro_batch()], lambda logps, batch: logps.double().sum(1))[0]
+    assert torch.allclose(reference_of(held.refer([micro_batch()]))[0], wanted, rtol=1e-6, atol=0)
+    assert all(torch.equal(p, a) for p, a in zip(policy.parameters(), after, strict=True))
+    assert "what they were" in unchanged.prove(Alone())  # type: ignore[arg-type]
+
+
+def test_the_adapter_is_on_again_whatever_happens() -> None:
+    policy = build_model(
+        spec(Path(), {"from_config": LLAMA, "lora": {"rank": 2}}).model, FACTS, 1, torch.float32
+    )
+    moved(policy)
+    own = Alone(policy).score([micro_batch()], lambda logps, batch: logps)[0]
+
+    def fail() -> None:
+        with adapter_off(policy):
+            assert not torch.equal(Alone(policy).score([micro_batch()], lambda logps, _: logps)[0], own)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert torch.equal(Alone(policy).score([micro_batch()], lambda logps, batch: logps)[0], own)
+    assert all(p.requires_grad for p in policy.named_trained().values()) and policy.named_trained()
+
+
+def test_remembered_values_come_and_go_without_a_copy() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    remembered = Alone().remember([parameter])
+    parameter.data += 1
+    place = parameter.data_ptr()
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        with remembered.in_place():
+            assert parameter.tolist() == [0, 0, 0]
+            raise KeyError
+            yield
+
+    with pytest.raises(KeyError), failing():
+        pass
+    assert parameter.tolist() == [1, 1, 1] and parameter.data_ptr() == place
+    assert remembered.values[0].tolist() == [0, 0, 0]
+
+
+def test_a_second_copy_of_the_weights_is_refused() -> None:
+    engine = SimpleNamespace(
+        zero_optimization_stage=lambda: 3,
+        zero_hpz_partition_size=lambda: 2,
+        zero_quantized_weights=lambda: False,
+    )
+    with pytest.raises(SpecError, match="zero_hpz_partition_size"):
+        Remembered(engine, [])
+
+
+def test_micro_batches_are_filled_when_they_are_asked_for() -> None:
+    scored = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -4.0]])]
+    batches = filled([micro_batch()] * 2, scored)
+    assert len(batches) == 2
+    assert [b.pairs.reference.tolist() for b in batches if b.pairs and b.pairs.reference is not None] == [
+        [[-1.0, -2.0]], [[-3.0, -4.0]],
+    ]  # fmt: skip
+    assert torch.equal(reference_of(batches[1:]), scored[1])
+    same = [micro_batch()]
+    assert filled(same, []) is same  # a rank without the last stage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_changed_element_is_another_digest(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5, 7, dtype=dtype)
+    before = weights_digest([tensor, torch.zeros(0)])
+    assert before == weights_digest([tensor.clone()])
+    tensor[4, 6] = 2
+    assert weights_digest([tensor]) != before
+
+
+def test_a_reference_that_has_changed_stops_the_run() -> None:
+    tensor = torch.ones(4)
+    unchanged = Unchanged.of_weights(Held(lambda batches: batches, lambda: iter([tensor])))
+    assert unchanged.prove(Alone()).startswith("reference:")  # type: ignore[arg-type]
+    tensor[2] = 0
+    with pytest.raises(CheckpointError, match="has changed during the run.*nothing is exported"):
+        unchanged.prove(Alone())  # type: ignore[arg-type]
+
+
+def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+    unchanged = Unchanged.of_files(spec(tmp_path, {"name_or_path": str(folder)}))
+    unchanged.prove(Alone())  # type: ignore[arg-type]
+    save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="files are not what they were"):
+        unchanged.prove(Alone())  # type: ignore[arg-type]
+    (folder / "model.safetensors").unlink()
+    folder.rmdir()
+    with pytest.raises(MissingInputError):
+        unchanged.prove(Alone())  # type: ignore[arg-type]
