@@ -30,6 +30,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.launch import environment
 from dsft.plan.layout import layout
 from dsft.plan.promised import load
+from dsft.plan.reference import check_precomputed
 
 QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
@@ -69,6 +70,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="STEP",
         help="write one step's trace into the run's logs; by default the third of this start",
     )
+    parser.add_argument(
+        "--reference_only",
+        "--reference-only",
+        action="store_true",
+        help="train nothing: score the pairs of a preference run by its reference, and end",
+    )
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
@@ -90,6 +97,8 @@ def _step(text: str) -> int:
 
 def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:
     spec = load(options.spec, options.overrides)
+    if options.reference_only:
+        check_precomputed(spec, "--reference_only")
     hostfile = check_promise(spec.cluster.hosts if spec.cluster else None, launched)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
@@ -102,6 +111,11 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         spec, config, notes, kept = merged.spec, merged.config, merged.notes, merged.decided
 
     os.environ.update(environment(spec.cluster))  # whoever started this process
+    if options.reference_only:
+        from dsft.reference.command import score_as_launched
+
+        score_as_launched(spec, batch.micro_batch_size, launched, places)
+        return
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
     run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept, options.profile))

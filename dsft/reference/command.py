@@ -1,27 +1,32 @@
-"""The command `dsft reference`: scores the pairs of a spec by its reference, ahead of its runs, on this host.
+"""The pairs of a spec scored by its reference, ahead of its runs: on this host (`dsft reference`), or by any
+launcher (`dsft/train.py --reference_only`).
 
-Takes a spec's path. Writes the store, and prints what was decided, where it is and what to type next.
+Takes a spec. Writes the store, and prints what was decided, where it is and what to type next.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from dsft.engine.world import join
 from dsft.inputs import read_inputs
 from dsft.launch.environment import Launched, free_port
 from dsft.plan.launch import environment
+from dsft.plan.layout import Layout
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed, reference_layout
 from dsft.reference.passes import micro_batch_size
 from dsft.reference.precomputed import Processes, precompute
+from dsft.spec.schema import Spec
 
-say = partial(print, flush=True)
+Say = Callable[[str], None]
+say: Say = partial(print, flush=True)
 
 
 def score(spec_path: Path, overrides: Sequence[str], ranks: int | None) -> None:
@@ -45,3 +50,13 @@ def score(spec_path: Path, overrides: Sequence[str], ranks: int | None) -> None:
         say("stopped: what is scored is kept, and the same command goes on from there")
         raise
     say(f"next: deepspeed dsft/train.py {shlex.join([str(spec_path), *overrides])}")
+
+
+def score_as_launched(spec: Spec, micro_batch_size: int, launched: Launched, places: Layout) -> None:
+    """On one rank of a launched world, each of which starts a child. Raises as `score` does."""
+    world = join(launched, places)
+    tell: Say = say if world.rank == 0 else lambda text: None
+    inputs = world.each(lambda: read_inputs(spec, tell, first=world.rank == 0))
+    precompute(spec, micro_batch_size, inputs, Processes(world, launched), tell, again=True)
+    tell("next: the same command without --reference_only trains")
+    world.close()
