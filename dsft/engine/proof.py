@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
@@ -40,16 +41,22 @@ def prove_packing(
     engine: Scorer, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
 ) -> str:
     """A collective. Packs a few of the dataset's rows, then changes every second one: the others' losses must
-    stay; and each must have the loss that it has alone, padded, under transformers' own attention.
+    stay; and each must have the loss that it has alone, padded, under transformers' own attention. The same
+    of the answers of preference pairs that share their prompt, where the dataset has such.
 
     Gives a line that says so; raises SpecError on every rank where that does not hold.
     """
-    rows = real_rows(dataset)
+    rows, pairs = real_rows(dataset), shared_pairs(dataset)
     together = engine.score([lay(rows, pad_id), lay(every_second_changed(rows), pad_id)])
+    laid = [pairs, *(answers_changed(pairs, answer) for answer in range(2))] if pairs else []
+    shared = engine.score([lay(examples, pad_id) for examples in laid])
+    answers = [row for pair in pairs for row in whole_rows(pair)]
     with own_attention(policy.causal_lm):
-        alone = engine.score([collate([row], pad_id) for row in rows])
-    world.each(lambda: _compare(together, alone, rows, precision))
-    return "packing: tried on real rows, none sees another, and each has the loss that it has alone"
+        alone = engine.score([collate([row], pad_id) for row in (*rows, *answers)])
+    world.each(lambda: _compare(together, alone[: len(rows)], rows, precision))
+    world.each(lambda: _compare_answers(shared, alone[len(rows) :], pairs, precision))
+    said = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
+    return f"{said}; so have the answers of real pairs that share their prompt" if pairs else said
 
 
 def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
@@ -115,6 +122,73 @@ def every_second_changed(rows: Sequence[Example]) -> list[Example]:
     ]
 
 
+def shared_pairs(dataset: Dataset) -> list[Example]:
+    """Preference pairs whose prompt stands once: one of at most LONG tokens between the two shortest; none
+    where the dataset has none."""
+    looked_at = [example for example in islice(dataset, LOOKED_AT) if any(example.starts or ())]
+    by_length = sorted(looked_at, key=lambda example: len(example.input_ids))
+    longer = [example for example in by_length[2:] if len(example.input_ids) <= LONG]
+    return [*by_length[:1], *longer[-1:], *by_length[1:2]]
+
+
+def _borders(pair: Example) -> tuple[int, int]:
+    """Of a pair whose prompt stands once: tokens of the prompt, and where the rejected answer's part begins,
+    with the prompt's last token once more."""
+    return pair.segment_starts[1] + 1, pair.segment_lengths[0]
+
+
+def whole_rows(pair: Example) -> tuple[Example, Example]:
+    """The prompt and each answer."""
+    prompt, border = _borders(pair)
+
+    def row(tokens: slice) -> Example:
+        ids, trained = ((one[:prompt], one[tokens]) for one in (pair.input_ids, pair.trained))
+        return Example(np.concatenate(ids), np.concatenate(trained), pair.source)
+
+    return row(slice(prompt, border)), row(slice(border + 1, None))
+
+
+def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:
+    """Every token of each pair's chosen (0) or rejected (1) answer replaced by another one of these pairs."""
+    known = np.unique(np.concatenate([pair.input_ids for pair in pairs]))
+    changed = []
+    for pair in pairs:
+        prompt, border = _borders(pair)
+        ids, tokens = pair.input_ids.copy(), slice(border + 1, None) if answer else slice(prompt, border)
+        ids[tokens] = known[(np.searchsorted(known, ids[tokens]) + 1) % len(known)]
+        changed.append(replace(pair, input_ids=ids))
+    return changed
+
+
+def _compare_answers(
+    shared: Sequence[Tensor], alone: Sequence[Tensor], pairs: Sequence[Example], precision: Precision
+) -> None:
+    """Local; nothing to compare on a rank without the last stage. shared: of the pairs as they are, with
+    other chosen answers, and with other rejected ones."""
+    if not shared:
+        return
+    lengths = [length for pair in pairs for length in pair.segment_lengths]
+    before, *changed = (logps[0].split(lengths) for logps in shared)
+    for answer, after in enumerate(changed):
+        for kept, again in list(zip(before, after, strict=True))[1 - answer :: 2]:
+            apart = float((kept - again).abs().max())
+            if not apart <= NEIGHBOUR[precision]:
+                raise _shared_error(f"the other answer changes its loss (a token's by {apart:.2g} nats)")
+    targets = [row.target_count for pair in pairs for row in whole_rows(pair)]
+    for together, own, tokens in zip(before, alone, targets, strict=True):
+        apart = _apart_per_token(together, own[0], tokens)
+        if not apart <= _rounding(tokens, precision):
+            raise _shared_error(f"its loss is {apart:.2g} nats per token from what it is when alone")
+
+
+def _shared_error(found: str) -> SpecError:
+    message = f"of an answer that shares its prompt {found}: set it to false"
+    return SpecError(
+        "Sharing the prompt of two answers was tried on rows of data.train and is not exact.",
+        [Problem("dpo.share_prompts", message)],
+    )
+
+
 def _compare(
     together: Sequence[Tensor], alone: Sequence[Tensor], rows: Sequence[Example], precision: Precision
 ) -> None:
@@ -129,9 +203,18 @@ def _compare(
             raise _error(f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)")
     for packed, own in zip(before, alone, strict=True):
         tokens = len(packed) - 1
-        apart = float((packed - own[0]).double().sum().abs()) / tokens
-        if not apart <= ALONE[precision] * max(tokens**-0.5, 0.1):
+        apart = _apart_per_token(packed, own[0], tokens)
+        if not apart <= _rounding(tokens, precision):
             raise _error(f"a row's loss is {apart:.2g} nats per token from what it is when alone")
+
+
+def _apart_per_token(found: Tensor, own: Tensor, tokens: int) -> float:
+    return abs(float(found.double().sum() - own.double().sum())) / tokens
+
+
+def _rounding(tokens: int, precision: Precision) -> float:
+    """What other kernels may make of the mean loss of so many tokens."""
+    return ALONE[precision] * max(tokens**-0.5, 0.1)
 
 
 def _error(found: str) -> SpecError:

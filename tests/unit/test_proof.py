@@ -14,10 +14,18 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.lay import lay
 from dsft.engine import proof
-from dsft.engine.proof import every_second_changed, prove_head, prove_packing, real_rows
+from dsft.engine.proof import (
+    answers_changed,
+    every_second_changed,
+    prove_head,
+    prove_packing,
+    real_rows,
+    shared_pairs,
+    whole_rows,
+)
 from dsft.errors import SpecError
 from dsft.model import policy as policies
-from dsft.model.attention import attend_per_segment, own_attention
+from dsft.model.attention import KEYWORD, attend_per_segment, own_attention
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
@@ -57,7 +65,10 @@ class Scores:
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         self.given += micro_batches
-        return tuple(self.policy(b.input_ids, b.position_ids, b.targets, b.lengths) for b in micro_batches)
+        return tuple(
+            self.policy(b.input_ids, b.position_ids, b.targets, b.lengths, starts=b.starts)
+            for b in micro_batches
+        )
 
 
 def rows(*lengths: int, segments: bool = False) -> Dataset:
@@ -152,6 +163,74 @@ def test_every_token_of_a_changed_row_is_another() -> None:
     assert set(np.concatenate([row.input_ids for row in after])) <= set(
         np.concatenate([row.input_ids for row in before])
     )
+
+
+# --- answers that share a prompt --------------------------------------------------------------------------
+
+
+def pairs(*tokens: tuple[int, int, int]) -> Dataset:
+    """Of so many tokens of prompt, chosen and rejected answer, the prompt once."""
+    draw = np.random.default_rng(5)
+    examples = []
+    for prompt, chosen, rejected in tokens:
+        ids = draw.integers(3, 128, prompt + chosen + rejected).astype(np.int32)
+        border = prompt + chosen
+        ids = np.insert(ids, border, ids[prompt - 1])
+        trained = (np.arange(len(ids)) >= prompt) & (np.arange(len(ids)) != border)
+        lengths, starts = (border, 1 + rejected), (0, prompt - 1)
+        examples.append(Example(ids, trained, "a:1", lengths, starts))
+    return Dataset.of(examples)
+
+
+REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [REAL, REAL[:1], ((1, 4, 4), (1, 5, 6))])
+def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> None:
+    engine, data = scores(precision), pairs(*tokens)
+    said = prove_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    is_shared = any(prompt > 1 for prompt, *_ in tokens)
+    assert ("the answers of real pairs that share" in said) is is_shared
+    assert any(batch.starts for batch in engine.given) is is_shared
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("mutation", "said"),
+    [
+        (lambda n, start: (n, 0), "from what it is when alone"),  # the second answer without its prompt
+        (lambda n, start: (n, start and start + 2), "the other answer changes its loss"),  # its first token
+        (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
+    ],
+)
+def test_another_prompt_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutation: Any, said: str, precision: str
+) -> None:
+    monkeypatch.setitem(LLAMA, "initializer_range", 0.5)  # a fresh model's answers hardly depend on anything
+    of = policies.packed_keywords
+
+    def mutated(*given: Any) -> Any:
+        return {
+            name: tuple(mutation(*one) for one in segments) if name == KEYWORD else segments
+            for name, segments in of(*given).items()
+        }
+
+    monkeypatch.setattr(policies, "packed_keywords", mutated)
+    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{said}.*: set it to false"):
+        prove(scores(precision), pairs(*REAL), precision)
+
+
+def test_the_pairs_are_real_and_one_answer_at_a_time_is_changed() -> None:
+    chosen = shared_pairs(pairs(*REAL))
+    assert [pair.segments for pair in chosen] == [(15, 4), (50, 11), (14, 9)]
+    (whole, _), (other, again) = whole_rows(chosen[0]), whole_rows(answers_changed(chosen, 0)[0])
+    assert len(whole.input_ids) == 15 and whole.target_count == 9
+    assert np.array_equal(whole.input_ids[:6], other.input_ids[:6])
+    assert not (whole.input_ids[6:] == other.input_ids[6:]).any()
+    assert np.array_equal(again.input_ids, whole_rows(chosen[0])[1].input_ids) and len(again.input_ids) == 9
+    left, right = answers_changed(chosen, 1)[0].input_ids, chosen[0].input_ids
+    assert np.array_equal(left[:16], right[:16]) and not (left[16:] == right[16:]).any()
 
 
 # --- the head ---------------------------------------------------------------------------------------------
