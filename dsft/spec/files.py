@@ -16,7 +16,7 @@ from dsft.spec.document import Path, shown
 from dsft.spec.finding import Finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
-from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX, hub_data
+from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
@@ -29,8 +29,10 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
             yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
-        elif name in BUILTIN and spec.task != "sft":
+        elif name in BUILTIN and spec.task == "pretrain":
             yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
+        elif name in BUILTIN and spec.task == "dpo" and name not in BUILTIN_PAIRS:
+            yield Finding(path, f"{shown(name)} holds conversations, no pairs; use {BUILTIN_PAIRS[0]}")
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:

@@ -99,7 +99,7 @@ class Source(Section):
     path: str = Field(
         min_length=1,
         description="A file, folder or pattern, a data set of the hub (owner/name[:split]), or "
-        "builtin:quickstart, builtin:quickstart-heldout.",
+        "builtin:quickstart, builtin:quickstart-heldout; of pairs builtin:quickstart-pairs, -pairs-heldout.",
     )
     format: (
         Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto"] | None

@@ -9,7 +9,14 @@ from itertools import takewhile
 from pathlib import PurePath
 
 BUILTIN_PREFIX = "builtin:"
-BUILTIN = (f"{BUILTIN_PREFIX}quickstart", f"{BUILTIN_PREFIX}quickstart-heldout")
+BUILTIN = (
+    f"{BUILTIN_PREFIX}quickstart",
+    f"{BUILTIN_PREFIX}quickstart-heldout",
+    f"{BUILTIN_PREFIX}quickstart-pairs",
+    f"{BUILTIN_PREFIX}quickstart-pairs-heldout",
+)
+BUILTIN_PAIRS = BUILTIN[2:]
+"""Those of them that are preference pairs; the others are conversations."""
 KINDS: Mapping[str, str] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

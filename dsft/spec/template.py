@@ -29,6 +29,19 @@ _PRETRAIN_DATA = """\
   packing: true                      # rows of exactly max_length; false: a row per document
 """
 
+_DPO_DATA = """\
+  train: [{path: "builtin:quickstart-pairs"}]          # yours: prompt, chosen, rejected; docs/formats.md
+  eval: [{path: "builtin:quickstart-pairs-heldout"}]   # held-out pairs; [] for none
+  max_length: 256                    # tokens of a prompt and one answer
+  on_too_long: error                 # error | drop | truncate
+  packing: true                      # pairs without padding; what is learned does not change
+
+dpo:                                 # docs/dpo.md
+  beta: 0.1                          # how strongly the reference holds the policy
+  loss_type: sigmoid                 # sigmoid | robust | ipo | hinge | apo_zero | simpo | orpo
+  reference: precomputed             # precomputed | live | adapter (with model.lora)
+"""
+
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
 # dsft validate {path}    checks it; values can be replaced here and in training: train.max_steps=10
@@ -37,7 +50,7 @@ name: {name}
 task: {task}
 
 model:
-  # Fresh weights; for a pretrained model write instead: name_or_path: meta-llama/Llama-3.1-8B
+  # Fresh weights; for a pretrained model write instead: name_or_path: {pretrained}
   from_config: {{model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4,
                 num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
                 tie_word_embeddings: false}}
@@ -52,9 +65,9 @@ parallel:
   offload_optimizer: {{device: none}}  # none | cpu, with zero_stage 1 to 3
 
 train:                               # two of the three batch keys; the third follows
-  micro_batch_size: 8                # examples per forward pass of a rank
+  micro_batch_size: 8                # {examples} per forward pass of a rank
   accumulation_steps: 1              # micro-batches per optimizer step
-  # global_batch_size: 64            # examples per optimizer step, over all ranks
+  # global_batch_size: 64            # {examples} per optimizer step, over all ranks
   num_train_epochs: 1
   max_steps: 100                     # optimizer steps; null for num_train_epochs
   log_every: 1                       # optimizer steps
@@ -63,7 +76,7 @@ train:                               # two of the three batch keys; the third fo
   seed: 42
 
 optim:
-  learning_rate: 1e-3                # for a pretrained model rather 1e-5
+  learning_rate: {rate}                # for a pretrained model rather {small_rate}
   weight_decay: 0.0
   lr_scheduler_type: cosine          # {schedules}
   warmup_ratio: 0.1                  # fraction of all steps
@@ -75,6 +88,19 @@ checkpoint: {{every: 50, keep_last: 2, resume: auto}}
 wandb: {{project: dsft, mode: auto}}   # auto | online | offline | disabled
 output_dir: runs
 """
+
+_OF_ROWS = {
+    "pretrained": "meta-llama/Llama-3.1-8B",
+    "examples": "examples",
+    "rate": "1e-3",
+    "small_rate": "1e-5",
+}
+_OF_PAIRS = {
+    "pretrained": "runs/SFT/export",
+    "examples": "pairs",
+    "rate": "1e-3",
+    "small_rate": "5e-7",
+}
 
 _SCHEDULES = "linear | cosine | constant | constant_with_warmup | ..."
 
@@ -97,9 +123,8 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
 
     SpecError where the task is not built or a file would be overwritten; StorageError where the disk refuses.
     """
-    if task not in ("sft", "pretrain"):
-        reason = "is not built yet" if task == "dpo" else "is not offered"
-        raise _refuse("--task", f"{shown(task)} {reason}; use sft or pretrain")
+    if task not in ("sft", "pretrain", "dpo"):
+        raise _refuse("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
         raise _refuse("NAME", f"{shown(name)} cannot be a folder of its own; {rule}")
@@ -122,13 +147,20 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
 
 
 def _spec_text(name: str, task: str, path: FilePath) -> str:
-    data = (
-        _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
-        if task == "pretrain"
-        else _SFT_DATA
-    )
+    data = {
+        "sft": _SFT_DATA,
+        "pretrain": _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path)))),
+        "dpo": _DPO_DATA,
+    }
+    of_task = _OF_PAIRS if task == "dpo" else _OF_ROWS
     return _TEMPLATE.format(
-        name=_text(name), task=task, data=data, path=path, schema=SCHEMA_FILE, schedules=_SCHEDULES
+        name=_text(name),
+        task=task,
+        data=data[task],
+        path=path,
+        schema=SCHEMA_FILE,
+        schedules=_SCHEDULES,
+        **of_task,
     )
 
 

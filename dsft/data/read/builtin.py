@@ -2,7 +2,8 @@
 
 Takes a name. Gives chat rows, the same on every machine: questions and answers about invented facts of
 animals, in short and regular English, some with a second question. The held-out rows ask what the training
-rows tell, in combinations of words that these do not have. Touches nothing.
+rows tell, in combinations of words that these do not have. Of the preference pairs the rejected answer says
+another value of the same fact. Touches nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX
 
 NAMES = tuple(path.removeprefix(BUILTIN_PREFIX) for path in BUILTIN)
-QUICKSTART, QUICKSTART_HELDOUT = NAMES
+QUICKSTART, QUICKSTART_HELDOUT, PAIRS, PAIRS_HELDOUT = NAMES
 
 _ANIMALS = ("ant", "bear", "cow", "duck", "eel", "fox", "goat", "hare", "lion", "mole", "owl", "pig")
 _FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
@@ -38,23 +39,35 @@ _HELD_OUT_EVERY = 21  # of the rows, in a fixed shuffle
 
 
 def builtin_rows(name: str) -> list[dict[str, Any]]:
-    """Rows of `builtin:NAME`, each {"messages": [...]}: about 1,100 for quickstart, 50 held out.
+    """Rows of `builtin:NAME`, each {"messages": [...]}: about 1,100 for quickstart, 50 held out; of pairs
+    {"prompt": [...], "chosen": [...], "rejected": [...]}, as many.
 
     Raises KeyError for another name.
     """
     if name not in NAMES:
         raise KeyError(name)
     conversations = _shuffled(_single_questions() + _double_questions())
-    held_out = name == QUICKSTART_HELDOUT
-    chosen = [c for i, c in enumerate(conversations) if (i % _HELD_OUT_EVERY == 0) == held_out]
-    return [{"messages": _messages(conversation)} for conversation in chosen]
+    held_out = name in (QUICKSTART_HELDOUT, PAIRS_HELDOUT)
+    chosen = [_messages(c) for i, c in enumerate(conversations) if (i % _HELD_OUT_EVERY == 0) == held_out]
+    if name in (QUICKSTART, QUICKSTART_HELDOUT):
+        return [{"messages": messages} for messages in chosen]
+    return [_pair(messages, number) for number, messages in enumerate(chosen)]
+
+
+def _pair(messages: list[dict[str, str]], number: int) -> dict[str, Any]:
+    """The last answer against a wrong one, another by the row's number."""
+    *prompt, said = messages
+    of_facts = [[answer.format(v=value) for value in values] for values, _, answer in _FACTS.values()]
+    wrong = [text for told in of_facts if said["content"] in told for text in told if text != said["content"]]
+    rejected = said | {"content": wrong[number % len(wrong)]}
+    return {"prompt": prompt, "chosen": [said], "rejected": [rejected]}
 
 
 def _turn(animal: int, attribute: str, way: int) -> tuple[str, str]:
     values, questions, answer = _FACTS[attribute]
     # 7 and the length of the attribute's name spread the values, so that no rule but memory tells them
     value = values[(animal * 7 + animal // 3 + len(attribute)) % len(values)]
-    return questions[way].format(a=_ANIMALS[animal]), answer.format(a=_ANIMALS[animal], v=value)
+    return questions[way].format(a=_ANIMALS[animal]), answer.format(v=value)
 
 
 def _single_questions() -> list[list[tuple[str, str]]]:

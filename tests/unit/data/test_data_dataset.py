@@ -200,6 +200,19 @@ def test_builtin_rows() -> None:
         builtin_rows("slowstart")
 
 
+def test_builtin_pairs_are_the_same_conversations_with_a_wrong_last_answer_beside_the_right_one() -> None:
+    for name, others in (
+        ("quickstart", "quickstart-pairs"),
+        ("quickstart-heldout", "quickstart-pairs-heldout"),
+    ):
+        rows, pairs = builtin_rows(name), builtin_rows(others)
+        assert [pair["prompt"] + pair["chosen"] for pair in pairs] == [row["messages"] for row in rows]
+        for pair in pairs:
+            (right,), (wrong,) = pair["chosen"], pair["rejected"]
+            assert right["content"] != wrong["content"]
+            assert right["content"].split()[:2] == wrong["content"].split()[:2]
+
+
 def test_builtin_rows_tell_one_value_of_every_fact() -> None:
     """What is held out can be learned: the same question has the same answer everywhere."""
     answers: dict[str, set[str]] = {}

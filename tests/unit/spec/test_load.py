@@ -108,7 +108,12 @@ def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
         path, ["data.train.0.path=builtin:quickstart", "data.eval=[{path: 'builtin:quickstart-heldout'}]"]
     )
     (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=pretrain")
-    assert "holds conversations" in message
+    assert "holds conversations, no texts" in message
+
+
+def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
+    path = write()
+    assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs"])
 
 
 @pytest.mark.parametrize("theirs", [*ALIASES, *LOCAL_ALIASES])

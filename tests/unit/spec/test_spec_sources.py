@@ -62,6 +62,7 @@ def test_a_name_that_no_file_can_have() -> None:
         "d/[a-b]*",
         "x.jsonl.gz",
         "builtin:quickstart",
+        "builtin:quickstart-pairs",
     ],
 )
 def test_what_is_there_is_taken(path: str) -> None:
