@@ -51,7 +51,9 @@ from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
+from dsft.plan.reference import has_engine, in_stages
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
+from dsft.reference.model import config_of
 from dsft.rehearsal import rehearse
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import storage_error
@@ -435,7 +437,10 @@ def held_out_evaluation(
 
 def describe(job: Job, inputs: Inputs) -> None:
     """What the run's folder says of how it was made, and what an export needs beside the weights."""
-    origin = Origin(dump_spec(job.spec), job.config, job.hostfile, job.command, inputs.loaded.account)
+    spec, account = job.spec, inputs.loaded.account
+    by_deepspeed = has_engine(spec) and not in_stages(spec)
+    reference = config_of(spec, inputs.facts) if by_deepspeed else None
+    origin = Origin(dump_spec(spec), job.config, job.hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
 

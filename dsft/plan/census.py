@@ -24,7 +24,7 @@ from typing import Any
 from dsft.errors import DsftError, MissingInputError, Problem, SpecError
 from dsft.plan.ds_config import Elements
 from dsft.plan.layout import layer_range
-from dsft.spec.schema import Model, Spec
+from dsft.spec.schema import Model
 
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,12 +94,12 @@ def census(model: Model, stages: int, cache: Path | None = None) -> Census:
     return result
 
 
-def known_elements(spec: Spec) -> Elements | None:
-    """What the spec and its files tell of the model's size; None for a hub id, whose files another machine
+def known_elements(model: Model, stages: int) -> Elements | None:
+    """What the section and its files tell of the model's size; None for a hub id, whose files another machine
     may not have, and for a folder that is not here."""
-    if _is_hub_id(spec.model):
+    if _is_hub_id(model):
         return None
-    counted = census(spec.model, spec.parallel.pipeline_stages)
+    counted = census(model, stages)
     return Elements(counted.numel, counted.trained)
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from dsft.errors import StorageError
 from dsft.plan.census import known_elements
-from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_config import Elements, deepspeed_config
 from dsft.plan.hostfile import render
 from dsft.plan.launch import deepspeed_script, environment_file, environment_text
 from dsft.plan.promised import load, promised_batch
+from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_model
+from dsft.plan.reference_config import reference_config
 from dsft.spec.schema import Spec
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -36,7 +38,7 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
     write(texts, out)
     for name in texts:
         print(f"wrote {out / name}")
-    if known_elements(spec) is None:
+    if _known(spec) is None:
         print(
             "bucket sizes are the largest: the model's files are not here; training sizes them by the model"
         )
@@ -51,8 +53,11 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     SpecError where the cluster's size does not fit the batch or the pipeline.
     """
     train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
-    config = deepspeed_config(spec, promised_batch(spec), known_elements(spec))
+    config = deepspeed_config(spec, promised_batch(spec), _known(spec))
     texts = {f"ds_configs/{spec.name}.json": json_text(config)}
+    if has_engine(spec) and not in_stages(spec) and dpo_of(spec).reference == "live":
+        known = known_elements(reference_model(spec), 1)
+        texts[f"ds_configs/{spec.name}.reference.json"] = json_text(reference_config(spec, known))
     if spec.cluster is not None:
         texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
     script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out, overrides)
@@ -61,6 +66,10 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     if variables is not None:
         texts[environment_file(spec.name)] = variables
     return texts
+
+
+def _known(spec: Spec) -> Elements | None:
+    return known_elements(spec.model, spec.parallel.pipeline_stages)
 
 
 def json_text(config: Mapping[str, Any]) -> str:

@@ -33,6 +33,21 @@ def reference_model(spec: Spec) -> Model:
     return policy.model_copy(update=own)
 
 
+def needs_reference(spec: Spec) -> bool:
+    """Whether the loss has one."""
+    return spec.task == "dpo" and dpo_of(spec).loss_type not in REFERENCE_FREE
+
+
+def has_engine(spec: Spec) -> bool:
+    """Whether the reference has an engine of its own, before training or beside it."""
+    return needs_reference(spec) and dpo_of(spec).reference != "adapter"
+
+
+def in_stages(spec: Spec) -> bool:
+    """Whether it is cut into the policy's pipeline stages, where DeepSpeed has no part in it."""
+    return spec.parallel.pipeline_stages > 1 and dpo_of(spec).reference_zero_stage is None
+
+
 def reference_stage(spec: Spec) -> int:
     """The ZeRO stage of the frozen model, 0 or 3: what stages 1 and 2 divide, it does not have."""
     asked = dpo_of(spec).reference_zero_stage

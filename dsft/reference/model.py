@@ -5,23 +5,35 @@ Each rank reads and keeps what it holds of them, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dsft.engine.frozen import Frozen, build_frozen
 from dsft.engine.partition import keep_for
+from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.world import World
+from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
+from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
+from dsft.plan.census import census_from
 from dsft.plan.ds_config import Elements
 from dsft.plan.reference import reference_model
 from dsft.plan.reference_config import reference_config
 from dsft.spec.schema import Spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
+    """The DeepSpeed JSON, by the reference's own size. Raises as `take_census`."""
+    counted = census_from(take_census(reference_model(spec), 1, facts))
+    return reference_config(spec, Elements(counted.numel, counted.trained))
 
 
 @dataclass(frozen=True)
@@ -32,12 +44,10 @@ class Reference:
     engine: Frozen
 
 
-def open_reference(
-    spec: Spec, facts: TokenFacts, world: World, elements: Elements | None = None
-) -> Reference:
+def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     """A collective. `world`: of the policy (live) or of the pass's own processes, laid out as
-    `reference_layout` says; `elements`: of the reference, where they are known. Raises as `build_model`."""
-    model, config = reference_model(spec), reference_config(spec, elements)
+    `reference_layout` says. Raises as `build_model`."""
+    model, config = reference_model(spec), config_of(spec, facts)
     keep, stages = keep_for(config, world), world.layout.pipeline_stages
 
     def part() -> Policy:
@@ -49,3 +59,11 @@ def open_reference(
 
     policy = world.each(part)
     return Reference(policy, build_frozen(policy, config, world))
+
+
+def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
+    """A collective. What must hold on real rows, as a run proves it of its policy; a line for each."""
+    engine, policy = reference.engine, reference.policy
+    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
+    if spec.data.packing:
+        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)

@@ -21,7 +21,6 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
-from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.world import World, join
 from dsft.errors import NonFiniteError, OutOfMemoryError, WorldError
 from dsft.inputs import Inputs, read_inputs
@@ -32,7 +31,7 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout, reference_model
 from dsft.reference import store
 from dsft.reference.key import Key
-from dsft.reference.model import Reference, open_reference
+from dsft.reference.model import Reference, open_reference, proven
 from dsft.reference.recheck import Again, check_again, choose_again
 from dsft.rehearsal import ran_out
 from dsft.spec.schema import Spec
@@ -102,7 +101,7 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     batch = scoring_batch(spec, asked.micro_batch_size, world.layout.data_parallel)
     plan = world.first(lambda: _planned(asked, datasets))
     reference = open_reference(spec, inputs.facts, world)
-    for line in _proven(reference, spec, inputs, world):
+    for line in proven(reference, spec, inputs, world):
         say(f"reference: {line}")
     scorer = Scorer(asked, datasets, batch, inputs.pad_id, world, reference)
     scorer.check(plan.again)
@@ -153,14 +152,6 @@ def _check_same_files(spec: Spec, world: World) -> None:
 def _planned(asked: Pass, datasets: Sequence[Dataset]) -> _Plan:
     held = store.read(asked.folder, asked.key, [len(one) for one in datasets], lambda text: None)
     return _Plan(held.missing, choose_again(held, asked.num_again))
-
-
-def _proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
-    """On real rows, as a run does of its policy."""
-    engine, policy = reference.engine, reference.policy
-    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
-    if spec.data.packing:
-        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
 
 
 @dataclass(frozen=True)

@@ -58,5 +58,5 @@ def weights_digest(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         for piece in torch.split(tensor.detach().reshape(-1), PIECE):
-            digest.update(memoryview(piece.contiguous().view(torch.uint8).cpu().numpy()))
+            digest.update(piece.contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()

@@ -31,13 +31,15 @@ PACKAGES = (
 @dataclass(frozen=True)
 class Origin:
     """spec: resolved, as YAML; hostfile: its text, None for a run without one; command: argv; data: what
-    became of every row, None where none is read."""
+    became of every row, None where none is read; reference: the DeepSpeed JSON of the reference's own engine,
+    None where it has none."""
 
     spec: str
     deepspeed: Mapping[str, Any]
     hostfile: str | None
     command: Sequence[str]
     data: Mapping[str, Any] | None = None
+    reference: Mapping[str, Any] | None = None
 
 
 def write_folder(run_dir: Path, origin: Origin) -> None:
@@ -47,6 +49,8 @@ def write_folder(run_dir: Path, origin: Origin) -> None:
         "deepspeed.json": _json(redact_tree(origin.deepspeed, os.environ)),
         "versions.json": _json(versions()),
     }
+    if origin.reference is not None:
+        texts["reference.deepspeed.json"] = _json(origin.reference)
     if origin.data is not None:
         texts["data.json"] = _json(redact_tree(origin.data, os.environ))
     if origin.hostfile is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsft.plan.ds_config import Elements
 from dsft.plan.ds_keys import unknown_keys
+from dsft.plan.generate import drift, files
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_layout, reference_line, reference_model, reference_stage
 from dsft.plan.reference_config import reference_config, reference_entries
@@ -105,3 +108,26 @@ def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
     sized = reference_config(made, Elements(whole=40_000_000, trained=40_000_000))
     assert sized["zero_optimization"]["stage3_prefetch_bucket_size"] == 10_000_000
     assert "optimizer" not in sized and "offload_param" not in sized["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("dpo", "parallel", "is_there"),
+    [
+        ({"reference": "live"}, {}, True),
+        ({"reference": "live", "reference_zero_stage": 3}, {"pipeline_stages": 2}, True),
+        ({"reference": "live"}, {"pipeline_stages": 2}, False),
+        ({}, {}, False),
+        ({"reference": "live", "loss_type": "simpo"}, {}, False),
+    ],
+)
+def test_a_live_reference_gets_a_file_of_its_own(
+    dpo: dict[str, Any], parallel: dict[str, Any], is_there: bool, make_spec: Any, tmp_path: Path
+) -> None:
+    made = make_spec(task="dpo", dpo=dpo, parallel=parallel)
+    texts = files(made, tmp_path / "small.yaml", tmp_path)
+    name = "ds_configs/small.reference.json"
+    assert (name in texts) == is_there
+    if is_there:
+        config = json.loads(texts[name])
+        assert config["zero_optimization"]["stage"] == dpo.get("reference_zero_stage", 0)
+        assert drift(texts, tmp_path).count("reference.json (on disk)") == 1

@@ -39,7 +39,8 @@ def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
     account = {
         "train": {"total": {"tokens": 5, "trained_tokens": 3}, "sources": {"web": {"path": "a.jsonl"}}}
     }
-    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"], account))
+    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"], account, {"zero_optimization": {"stage": 3}}))
+    assert json.loads((tmp_path / "reference.deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
     assert json.loads((tmp_path / "data.json").read_text()) == account
 
 
