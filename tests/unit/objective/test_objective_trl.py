@@ -60,8 +60,8 @@ def trl_dpo(loss_types: list[str], weights: list[float], dpo: Dpo) -> tuple[Tens
         log_probs=by_halves(logps), entropy=flat, mean_logits=flat, is_top1=flat.bool(), aux_loss=None
     )
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=False), accelerator=accelerator(), beta=dpo.beta, loss_types=loss_types,
-        loss_weights=weights, label_smoothing=dpo.label_smoothing, f_divergence_type="reverse_kl",
+        model=SimpleNamespace(training=False), accelerator=accelerator(), beta=dpo.beta,
+        loss_types=loss_types, loss_weights=weights, label_smoothing=dpo.label_smoothing, f_divergence_type="reverse_kl",
         precompute_ref_logps=True, aux_loss_enabled=False, ld_alpha=None, use_weighting=False,
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
     )  # fmt: skip
