@@ -6,7 +6,6 @@ The numbers of pairs count through the steps, the held-out ones after them, as i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -82,10 +81,3 @@ def referred(reference: nn.Module, steps: Sequence[plain.Step[plain.Pair]]) -> T
         [plain.summed_logps(reference, row) for row in pair] for step in steps for pair in plain.rows_of(step)
     ]
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def given(values: Tensor, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    return [
-        replace(batch, pairs=batch.pairs and replace(batch.pairs, reference=values[batch.pairs.ids]))
-        for batch in micro_batches
-    ]

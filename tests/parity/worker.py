@@ -45,6 +45,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine.build import build_engine
+from dsft.engine.frozen import build_frozen
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
@@ -64,6 +65,12 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
+from dsft.plan.reference import reference_model
+from dsft.plan.reference_config import reference_config
+from dsft.reference.adapter import refer_to_start
+from dsft.reference.api import Refer
+from dsft.reference.live import refer_to_engine
+from dsft.reference.lookup import look_up
 from dsft.spec.schema import Spec
 from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, Case, cases
@@ -182,6 +189,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     steps = task.made(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
     held_out = task.made(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
     *batches, held_out_batches = task.shares([*steps, held_out])
+    refer = task.refer(policy, engine)
     sums, norms = [], []
     if case.packed and not case.of_pairs:
         prove_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
@@ -189,13 +197,13 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
-        result = engine.step(batches[number], task.counts(step), RATES[case.optimizer])
+        result = engine.step(refer(batches[number]), task.counts(step), RATES[case.optimizer])
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
     BROKEN["now"] = False
     most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
-    evaluated = world.sum(engine.evaluate(held_out_batches))
+    evaluated = world.sum(engine.evaluate(refer(held_out_batches)))
     final = assemble(world, engine)
     changed = changed_while_frozen(world, policy, whole)
     gathered = [merge(world.gather(g)) for g in gradients]
@@ -238,11 +246,12 @@ class Task:
     made: Callable[..., list[plain.Step[Any]]]
     counts: Callable[[plain.Step[Any]], dict[str, int]]
     shares: Callable[[list[plain.Step[Any]]], list[list[MicroBatch]]]
+    refer: Callable[[Policy, Any], Refer] = lambda policy, engine: lambda micro_batches: micro_batches
 
 
 def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
-    """From those of the last step that `losses` was taken of. Which of two equal rewards is the greater one is
-    rounding, so where a pair has no margin the accuracy is not compared."""
+    """From those of the last step that `losses` was taken of. Which of two equal rewards is greater, rounding
+    decides, so where a pair has no margin the accuracy is not compared."""
     if not isinstance(losses, plain.Preference):
         return 0.0
     expected = {f"/{name}": value for name, value in losses.metrics().items()}
@@ -266,14 +275,32 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
         draw = torch.Generator().manual_seed(SEED)
         for parameter in reference.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
+    stored: list[Tensor] = []
 
     def shares(steps: list[plain.Step[plain.Pair]]) -> list[list[MicroBatch]]:
-        values = pairs.referred(reference, steps)
-        return [pairs.given(values, step) for step in pairs.numbered(steps, world.data_rank, case.form)]
+        stored.append(pairs.referred(reference, steps))
+        return pairs.numbered(steps, world.data_rank, case.form)
+
+    def refer(policy: Policy, engine: Any) -> Refer:
+        if case.reference == "adapter":
+            return refer_to_start(policy, engine, spec).refer
+        return look_up(stored[0].numpy()) if case.reference == "given" else live(case, spec, world)
 
     sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
     losses = plain.Preference(reference, case.loss_type, spec.dpo.beta, sft_weight)
-    return Task(preference(spec.dpo), losses, plain.make_pairs, pairs.counts, shares)
+    return Task(preference(spec.dpo), losses, plain.make_pairs, pairs.counts, shares, refer)
+
+
+def live(case: Case, spec: Spec, world: World) -> Refer:
+    """A second engine, which under ZeRO 3 keeps nothing whole either."""
+    config = reference_config(spec)
+    if case.zero_stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    keep, dtype = keep_for(config, world), DTYPES[case.precision]
+    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.stages, keep)
+    if case.packed:
+        attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
+    return refer_to_engine(build_frozen(policy, config, world)).refer
 
 
 def make_spec(case: Case) -> Spec:
