@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from dsft.checkpoint.card import origin_of
 from dsft.checkpoint.compare import check_same_base, check_same_rows, check_same_run
 from dsft.checkpoint.export import write_beside, write_model_folder
 from dsft.checkpoint.lock import hold
@@ -51,7 +52,7 @@ from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
-from dsft.plan.reference import has_engine, in_stages
+from dsft.plan.reference import has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.reference.model import config_of
 from dsft.rehearsal import rehearse
@@ -406,7 +407,9 @@ def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
     )
 
 
-def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
+def facts_of(job: Job, inputs: Inputs, progress: Progress, *, unchanged: bool = False) -> Facts:
+    """unchanged: whether the reference was shown to be what it was at the start."""
+    reference = reference_facts(job.spec, unchanged=unchanged)
     return Facts(
         progress=asdict(progress),
         spec=job.spec.model_dump(mode="json"),
@@ -416,6 +419,7 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress) -> Facts:
         versions=versions(),
         base=inputs.files if has_frozen(job.spec.model) else None,
         new_rows=asdict(inputs.rows) if inputs.rows else None,
+        origin=origin_of(job.spec.model.name_or_path, inputs.files, reference),
     )
 
 

@@ -21,6 +21,7 @@ MAY_DIFFER = (
     "checkpoint",
     "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
     "data.max_tokens_per_micro_batch",
+    "dpo.share_prompts",
     "data.cache_dir",
     "data.num_workers",
     "data.max_dropped_fraction",  # what they let through is in the fingerprint

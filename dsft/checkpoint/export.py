@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from dsft.checkpoint.card import CARD, Form, model_card
 from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import Checkpoint
@@ -129,7 +130,7 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
         pieces = (piece for entry in entries for piece in _pieces(adapter, entry.name, entry))
         write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})
 
-    size = _write_folder(checkpoint, out, origin, write)
+    size = _write_folder(checkpoint, out, origin, write, "adapter")
     rows = rows_of(checkpoint)
     more = f", all {max(rows.stop, rows.held):,} embeddings among them" if rows else ""
     return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes{more}"
@@ -161,19 +162,21 @@ def export(
         _write_config(aside, model, dtype)
         _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
 
-    size = _write_folder(checkpoint, out, origin, write)
+    merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
+    size = _write_folder(checkpoint, out, origin, write, "merged" if merged else "model")
     return f"{out}: the model after step {checkpoint.step}, {size:,} bytes"
 
 
 def _write_folder(
-    checkpoint: Checkpoint, out: Path, origin: Mapping[str, Any], write: Callable[[Path], None]
+    checkpoint: Checkpoint, out: Path, origin: Mapping[str, Any], write: Callable[[Path], None], form: Form
 ) -> int:
-    """`out` with the checkpoint's model folder and what `write` adds; its size in bytes."""
+    """`out` with the checkpoint's model folder, what `write` adds and its card; its size in bytes."""
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
         write(aside)
+        (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
         _replace(out, aside)

@@ -124,9 +124,6 @@ class TokenRows(Protocol):
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         """(k,): of rows (k,), ascending, each with a token; not checked against the disk's errors."""
 
-    def digests_of(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """(k,): of rows (k,), ascending, a hash of their tokens and of which are trained on."""
-
     def read(self, row: int) -> Rendered: ...
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
         """Its tokens from `start` to `stop`, without a copy of the others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
+from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Data, Train
 
 
@@ -64,11 +65,6 @@ def _token_budget(data: Data, micro_batch_size: int, task: str | None) -> int | 
     if not data.packing:
         return None
     return data.max_tokens_per_micro_batch or micro_batch_size * longest_example(data, task)
-
-
-def longest_example(data: Data, task: str | None) -> int:
-    """In tokens; max_length is that of a row, and a preference pair has two."""
-    return (2 if task == "dpo" else 1) * data.max_length
 
 
 def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dsft.plan.batch import batch_sizes, longest_example
+from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
 from dsft.plan.head import (
@@ -22,6 +22,7 @@ from dsft.plan.head import (
     kept_rows,
 )
 from dsft.plan.layout import Layout
+from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
 FP32 = 4  # bytes

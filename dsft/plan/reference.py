@@ -6,6 +6,9 @@ trained.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from dsft.errors import Problem, SpecError
 from dsft.plan.layout import Layout, layout
 from dsft.spec.preferences import REFERENCE_FREE
@@ -72,6 +75,14 @@ def reference_line(spec: Spec) -> str:
     return f"reference: {_which(spec)}, {_how(spec)} (dpo.reference {dpo.reference})"
 
 
+def reference_facts(spec: Spec, *, unchanged: bool) -> dict[str, Any] | None:
+    """For an export's card, without folders of this machine; None where the loss has no reference. unchanged:
+    whether it was shown to be what it was at the start."""
+    if not needs_reference(spec):
+        return None
+    return {"which": f"{_which(spec)} ({dpo_of(spec).reference})", "unchanged": unchanged}
+
+
 def check_precomputed(spec: Spec, command: str) -> None:
     """Raises SpecError where there is no reference to score ahead of training, as `command` does."""
     dpo = dpo_of(spec)
@@ -97,6 +108,7 @@ def dpo_of(spec: Spec) -> Dpo:
 def _which(spec: Spec) -> str:
     lora, other = spec.model.lora, dpo_of(spec).reference_model
     if other is not None:
+        other = Path(other).name if Path(other).is_absolute() else other
         return f"{other}, another checkpoint than the policy's start (dpo.reference_model)"
     if lora is not None and lora.path is not None:
         return "a frozen copy of the adapter that training starts from"

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
 from dsft.data.steps.pack import micro_batches_of
-from dsft.plan.batch import BatchSizes, longest_example
+from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import total_steps
+from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
 BINS = 12

@@ -94,7 +94,7 @@ def page(view: View) -> str:
     """The whole page."""
     sections = [(name, list(lines)) for name, lines in _sections(view)]
     links = " ".join(f'<a href="#{_anchor(name)}">{_escaped(name)}</a>' for name, lines in sections if lines)
-    body = [f"<h1>{_escaped(f'{view.name}: {view.task}, {view.examples:,} examples')}</h1>"]
+    body = [f"<h1>{_escaped(f'{view.name}: {view.task}, {view.examples:,} {view.unit}s')}</h1>"]
     body += [f'<p class="alarm">{_escaped(line)}</p>' for line in _refusal(view)]
     body += [f"<nav>{links}</nav>"]
     for name, lines in sections:

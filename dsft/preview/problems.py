@@ -24,7 +24,6 @@ KINDS: Mapping[str, str] = {
     "truncated": "truncated",
     "empty": "empty",
     "no_target": "with nothing to train on",
-    "identical": "with two answers that are the same",
     "no_end": "without an end of turn or text",
     "duplicate": "saying what an earlier row says",
 }
@@ -124,8 +123,6 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     empty = lengths <= 1
     no_target = (targets == 0) & ~empty
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
-    if isinstance(rows, PairRows):
-        masks["identical"] = rows.identical[:count] & ~no_target
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
         masks[kind] = (longest_of(rows)[:count] > spec.data.max_length) & ~no_target
@@ -189,6 +186,5 @@ _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
     "truncated": _truncated,
     "empty": lambda source, row, data: f"{source.rows.lengths[row]} tokens, too few to learn from",
     "no_target": lambda source, row, data: f"none of its {source.rows.lengths[row]:,} tokens is trained on",
-    "identical": lambda source, row, data: "both answers are the same",
     "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
 }

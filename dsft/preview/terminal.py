@@ -57,7 +57,7 @@ def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = Tr
 
 def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Text]:
     if not whole:
-        yield Text(f"{view.name}: {view.task}, {view.examples:,} examples", style="bold")
+        yield Text(f"{view.name}: {view.task}, {view.examples:,} {view.unit}s", style="bold")
         yield from (Text(neutral(line)) for line in view.told)
     if view.rows or view.micro_batch or view.worst:
         yield _legend(style)

@@ -88,6 +88,10 @@ class View:
     problems: Problems
     refusal: tuple[str, tuple[Problem, ...]] | None
 
+    @property
+    def unit(self) -> str:
+        return "pair" if self.task == "dpo" else "example"
+
 
 @dataclass(frozen=True)
 class Wanted:

@@ -15,6 +15,7 @@ from dsft.spec.finding import Finding
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
+from dsft.spec.pairs import longest_example
 from dsft.spec.preferences import preference_findings
 from dsft.spec.schema import Optim, Schedule, Spec
 
@@ -357,9 +358,11 @@ def _packing(spec: Spec) -> Iterator[Finding]:
     budget, reads = data.max_tokens_per_micro_batch, ("data.max_tokens_per_micro_batch", "data.packing")
     if budget is not None and not data.packing:
         yield Finding(key, f"{budget} has no effect without data.packing; set it or leave this out", reads)
-    elif budget is not None and budget < data.max_length:
-        message = f"{budget} is less than data.max_length {data.max_length}, so the longest row has no place"
-        yield Finding(key, f"{message}; set it to {data.max_length} or more", (*reads, "data.max_length"))
+    elif budget is not None and budget < (longest := longest_example(data, spec.task)):
+        rows, what = ("", "row") if longest == data.max_length else ("twice ", "pair")
+        message = f"{budget} is less than {rows}data.max_length {data.max_length}, so the longest {what}"
+        message += f" has no place; set it to {longest} or more"
+        yield Finding(key, message, (*reads, "data.max_length"))
     if data.packing and spec.task == "pretrain" and data.on_too_long in ("drop", "truncate"):
         message = f"{shown(data.on_too_long)} has no effect on packed pretraining, where a document goes on"
         keys = ("data.on_too_long", "data.packing", "task")

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
+from dsft.spec.pairs import SHARING
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -22,6 +23,9 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
             yield Finding(("dpo",), message, ("dpo", "task"))
         return
     dpo = spec.dpo or Dpo()
+    if spec.data.train_on == "all":
+        message = "'all' trains on the prompt, which is the same for both answers; use assistant or last"
+        yield Finding(("data", "train_on"), message, ("data.train_on", "task"))
     yield from _policy_is_not_its_reference(spec)
     yield from _loss(dpo)
     if dpo.loss_type in REFERENCE_FREE:
@@ -94,7 +98,7 @@ def _share_prompts(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
         return
     for key, value, possible in (
         ("data.packing", spec.data.packing, (True,)),
-        ("model.attention", spec.model.attention, ("auto", "sdpa")),
+        ("model.attention", spec.model.attention, SHARING),
     ):
         if value not in possible:
             needed = " or ".join(str(one).lower() for one in possible)

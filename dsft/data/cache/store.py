@@ -165,10 +165,6 @@ class StoredRows:
         found = [block.first_tokens(inside) for block, inside in self._in_blocks(rows)]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
-    def digests_of(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
-        found = [block.arrays["digests"][inside] for block, inside in self._in_blocks(rows)]
-        return np.concatenate([np.zeros(0, np.uint64), *found])
-
     def _in_blocks(self, rows: NDArray[np.int32]) -> Iterator[tuple[TokenBlock, NDArray[np.int64]]]:
         """The block of each run of rows (k,), ascending, and their numbers in it."""
         borders = np.searchsorted(rows, self.starts)

@@ -10,6 +10,7 @@ _NO_PROMPT = (
     "the prompt is empty and the tokenizer begins no text with a token of its own, so that nothing predicts "
     "the first token of either answer; give the pair a prompt"
 )
+_SAME = "the chosen and the rejected answer are the same tokens, so there is nothing to prefer"
 _WAY_OUT = "give data.chat_template one that writes them alike, or leave the row out"
 
 
@@ -22,7 +23,7 @@ def pair_mistake(chosen: Rendered, rejected: Rendered) -> str | None:
     if not len(ours) or not len(theirs):
         return _NO_PROMPT
     if np.array_equal(ours, theirs):
-        return None
+        return _SAME if np.array_equal(chosen.input_ids, rejected.input_ids) else None
     shorter = min(len(ours), len(theirs))
     same = int(np.argmax(np.append(ours[:shorter] != theirs[:shorter], True)))
     return (

@@ -64,6 +64,11 @@ class Booked:
         return total(self.ledgers)
 
     @property
+    def unit(self) -> str:
+        """What its ledgers count."""
+        return "pair" if any(isinstance(chosen.read.rows, PairRows) for chosen in self.of.chosen) else "row"
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(chosen.read.name for chosen in self.of.chosen)
 
@@ -98,7 +103,10 @@ class Booked:
             names = ", ".join(chosen.read.source.path for chosen in self.of.chosen) or "no file given"
             raise DataError(f"no rows to {to_what}:", [Problem(names, "holds no row; give a file with rows")])
         bad = [place for chosen in self.of.chosen for place in chosen.read.rows.account.bad][:FEW]
-        problems = [Problem(self.of.what, _nothing_left(sums, data)), *(Problem(*place) for place in bad)]
+        problems = [
+            Problem(self.of.what, _nothing_left(sums, data, self.unit)),
+            *(Problem(*place) for place in bad),
+        ]
         raise DataError(f"no rows are left to {to_what}:", problems)
 
     def lines(self) -> list[str]:
@@ -108,14 +116,18 @@ class Booked:
             said += [note for chosen in self.of.chosen for note in _notes(chosen.read.rows.account)]
             bad = [place for chosen in self.of.chosen for place in chosen.read.rows.account.bad]
             said += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
+        said += [
+            f"left out {place}: both answers are cut to the same tokens"
+            for place in self.first_places(_identical)
+        ]
         if len(self.ledgers) == 1:
-            said.append(self.total.text())
+            said.append(self.total.text(self.unit))
         else:
-            said += table(dict(zip(self.names, self.ledgers, strict=True)))
+            said += table(dict(zip(self.names, self.ledgers, strict=True)), self.unit)
         count, first = self.of.also_in_train or (0, ())
         if count:
-            rows = f"{count:,} of {self.total.rows:,} rows"
-            said.append(f"{rows} say what a row of data.train says; the first: {', '.join(first)}")
+            rows = f"{count:,} of {self.total.rows:,} {self.unit}s"
+            said.append(f"{rows} say what a {self.unit} of data.train says; the first: {', '.join(first)}")
         return [f"{self.of.what}: {line}" for line in said]
 
     def account(self, dataset: Dataset) -> dict[str, Any]:
@@ -138,8 +150,11 @@ class Booked:
                         {"source": place, "reason": reason}
                         for place, reason in chosen.read.rows.account.bad[:MAX_SHOWN]
                     ],
+                    "identical_pairs": places_of(chosen.read, made.identical[:MAX_SHOWN]),
                 }
-                for chosen, ledger, part in zip(self.of.chosen, self.ledgers, dataset.parts, strict=True)
+                for chosen, made, ledger, part in zip(
+                    self.of.chosen, self.cuts, self.ledgers, dataset.parts, strict=True
+                )
             },
         }
         if self.of.also_in_train is not None:
@@ -158,19 +173,19 @@ def _notes(account: Account) -> Iterator[str]:
             yield f"{first} and {count - 1:,} more files: {reason}"
 
 
-def _nothing_left(ledger: Ledger, data: Data) -> str:
+def _nothing_left(ledger: Ledger, data: Data, what: str) -> str:
     left_out = (
         (ledger.held_out, "held out"),
         (ledger.bad, "dropped as bad"),
         (ledger.empty, "empty"),
         (ledger.undesirable, "labelled undesirable"),
         (ledger.dropped, f"dropped as longer than data.max_length ({data.max_length} tokens)"),
-        (ledger.identical, "left out with two answers that are the same"),
+        (ledger.identical, "left out with two answers cut to the same tokens"),
         (ledger.without_target, f"left out with nothing to train on ({ledger.truncated} truncated)"),
     )
     figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
-    read = "1 row was read" if ledger.rows == 1 else f"{ledger.rows:,} rows were read"
-    return f"{read}: {figures}; change what leaves them out, or look at the rows"
+    read = f"1 {what} was read" if ledger.rows == 1 else f"{ledger.rows:,} {what}s were read"
+    return f"{read}: {figures}; change what leaves them out, or look at the {what}s"
 
 
 def book(one: RowSet, cutting: Cutting) -> Booked:
@@ -199,7 +214,7 @@ def _ledger(chosen: Chosen, made: Cut[Any], part: Part) -> Ledger:
         truncated=len(made.truncated),
         split=made.num_split,
         without_end=len(made.unended),
-        identical=len(chosen.identical) + len(made.identical),
+        identical=len(made.identical),
         examples=len(part.lengths),
         example_tokens=int(part.lengths.sum(dtype=np.int64)),
         trained_tokens=int(part.target_counts.sum(dtype=np.int64)),
@@ -221,7 +236,7 @@ def refuse_loss(data: Data, train: Booked) -> None:
             continue
         bad = [place for one in train.of.chosen for place, _ in one.read.rows.account.bad]
         places = [*(bad if rows_of is _left_out else ()), *train.first_places(rows_of)][:FEW]
-        found = f"{count:,} of {sums.rows:,} rows ({count / sums.rows:.3g}) are {what}"
+        found = f"{count:,} of {sums.rows:,} {train.unit}s ({count / sums.rows:.3g}) are {what}"
         rule = f"the limit is {limit:g}; the first: {', '.join(places)}"
         problems.append(Problem(f"data.{key}", f"{found}, {rule}"))
     if problems:
@@ -230,8 +245,11 @@ def refuse_loss(data: Data, train: Booked) -> None:
 
 def _left_out(chosen: Chosen, made: Cut[Any]) -> Ids:
     parts = [made.dropped, made.without_target, chosen.without_target, chosen.empty]
-    parts += [chosen.identical, made.identical]
-    return np.sort(np.concatenate(parts))
+    return np.sort(np.concatenate([*parts, made.identical]))
+
+
+def _identical(chosen: Chosen, made: Cut[Any]) -> Ids:
+    return made.identical
 
 
 def _truncated(chosen: Chosen, made: Cut[Any]) -> Ids:

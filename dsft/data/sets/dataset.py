@@ -59,6 +59,10 @@ class Part(Protocol):
     @property
     def target_counts(self) -> NDArray[np.int32]: ...
     @property
+    def squares(self) -> NDArray[np.int64]:
+        """(n,) what the attention of each example grows with: length², of a pair Σ length² of its rows."""
+
+    @property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
         """What a step counts, by name: (n,) of each example."""
 
@@ -87,6 +91,10 @@ class RowPart:
     @property
     def widths(self) -> NDArray[np.int32]:
         return self.lengths
+
+    @property
+    def squares(self) -> NDArray[np.int64]:
+        return self.lengths.astype(np.int64) ** 2
 
     @property
     def target_counts(self) -> NDArray[np.int32]:
@@ -131,6 +139,13 @@ class ExamplePart:
         if not self.pairs:
             return self.lengths
         return np.array([max(example.segment_lengths) for example in self.examples], dtype=np.int32)
+
+    @cached_property
+    def squares(self) -> NDArray[np.int64]:
+        if not self.pairs:
+            return self.lengths.astype(np.int64) ** 2
+        segments = [zip(one.segment_lengths, one.segment_starts, strict=True) for one in self.examples]
+        return np.array([sum(n * (n + start) for n, start in one) for one in segments], dtype=np.int64)
 
     @cached_property
     def target_counts(self) -> NDArray[np.int32]:
@@ -222,6 +237,11 @@ class Dataset:
     def target_counts(self) -> NDArray[np.int32]:
         """(n,) targets of each example."""
         return _joined([part.target_counts for part in self.parts])
+
+    @cached_property
+    def squares(self) -> NDArray[np.int64]:
+        """(n,) what the attention of each example grows with."""
+        return np.concatenate([np.zeros(0, np.int64), *(part.squares for part in self.parts)])
 
     @cached_property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:

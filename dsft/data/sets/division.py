@@ -59,7 +59,6 @@ class Chosen:
     without_target: Ids
     empty: Ids
     duplicate: Ids
-    identical: Ids
 
     @property
     def content(self) -> NDArray[np.uint64]:
@@ -72,22 +71,17 @@ def _chosen(read: Read, duplicate: NDArray[np.bool_]) -> Chosen:
     empty = lengths <= 1
     undesirable = ~rows.desirable[:count] & ~empty
     without = (targets == 0) & ~empty & ~undesirable
-    identical = np.zeros(count, np.bool_)
-    if isinstance(rows, PairRows):
-        identical = rows.identical[:count] & ~(empty | undesirable | without)
     ledger = Ledger(
         rows=count + rows.account.bad_rows,
         bad=rows.account.bad_rows,
         empty=int(np.count_nonzero(empty)),
         undesirable=int(np.count_nonzero(undesirable)),
         duplicate=int(np.count_nonzero(duplicate)),
-        identical=int(np.count_nonzero(identical)),
         tokens=int(lengths.sum()),
         blank_lines=rows.account.blank_lines,
     )
-    usable = ~(empty | undesirable | without | identical)
-    left_out = (_ids(mask) for mask in (without, empty, duplicate, identical))
-    return Chosen(read, _ids(usable), ledger, *left_out)
+    usable = ~(empty | undesirable | without)
+    return Chosen(read, _ids(usable), ledger, _ids(without), _ids(empty), _ids(duplicate))
 
 
 def _ids(mask: NDArray[np.bool_]) -> Ids:
@@ -146,4 +140,4 @@ def _divided(chosen: Chosen, border: int) -> tuple[Chosen, Chosen]:
     held = chosen.rows[is_held]
     tokens = int(chosen.read.rows.lengths[held].sum())
     kept = replace(chosen, rows=chosen.rows[~is_held], ledger=replace(chosen.ledger, held_out=len(held)))
-    return kept, Chosen(chosen.read, held, Ledger(rows=len(held), tokens=tokens), NONE, NONE, NONE, NONE)
+    return kept, Chosen(chosen.read, held, Ledger(rows=len(held), tokens=tokens), NONE, NONE, NONE)

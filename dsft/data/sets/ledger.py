@@ -19,7 +19,7 @@ class Ledger:
     held_out        to be evaluated on
     dropped         longer than max_length, and left out
     without_target  left out because nothing of them is trained on (after truncation, too)
-    identical       pairs left out because both answers are the same (after truncation, too)
+    identical       pairs left out because both answers are cut to the same tokens
 
     truncated       longer than max_length, of which a part is kept
     split           rows of which several examples have a part
@@ -74,9 +74,9 @@ class Ledger:
         """All counts by name."""
         return asdict(self) | {"masked_tokens": self.masked_tokens, "lost_tokens": self.lost_tokens}
 
-    def text(self) -> str:
-        """One paragraph; what did not happen is left out."""
-        rows, examples = _counted(self.rows, "row"), _counted(self.examples, "example")
+    def text(self, what: str = "row") -> str:
+        """One paragraph; what did not happen is left out. what: a row, or a pair."""
+        rows, examples = _counted(self.rows, what), _counted(self.examples, "example")
         said = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
         said.append(f"{self.trained_tokens:,} of them trained on.")
         happened = (
@@ -88,12 +88,13 @@ class Ledger:
             (self.truncated, "truncated"),
             (self.split, "split"),
             (self.without_target, "left out, with nothing to train on"),
-            (self.identical, "left out, with two answers that are the same"),
+            (self.identical, "left out, with two answers cut to the same tokens"),
             (self.without_end, "without an end of turn"),
         )
-        said += [f"{count:,} {_rows(count)} {what}." for count, what in happened if count]
+        said += [f"{_were(count, what)} {became}." for count, became in happened if count]
         if self.duplicate:
-            said.append(f"{self.duplicate:,} {_say(self.duplicate)} what an earlier row says.")
+            say = "says" if self.duplicate == 1 else "say"
+            said.append(f"{_counted(self.duplicate, what)} {say} what an earlier {what} says.")
         if self.lost_tokens:
             said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
         if self.blank_lines:
@@ -106,12 +107,13 @@ def total(ledgers: Sequence[Ledger]) -> Ledger:
     return Ledger(*(sum(getattr(one, field.name) for one in ledgers) for field in fields(Ledger)))
 
 
-def table(ledgers: Mapping[str, Ledger]) -> list[str]:
-    """Lines of a table, a row a source and one for all; columns in which all is zero are left out."""
+def table(ledgers: Mapping[str, Ledger], what: str = "row") -> list[str]:
+    """Lines of a table, a row a source and one for all; columns in which all is zero are left out. what: is
+    counted, a row or a pair."""
     sums = total(list(ledgers.values()))
     rows = {**ledgers, "all": sums}
     shown = [(name, title) for name, title in _COLUMNS if name in _ALWAYS or getattr(sums, name)]
-    cells = [["", *(title for _, title in shown)]]
+    cells = [["", *(f"{what}s" if name == "rows" else title for name, title in shown)]]
     cells += [[name, *(f"{getattr(one, key):,}" for key, _ in shown)] for name, one in rows.items()]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     laid = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells)
@@ -144,9 +146,5 @@ def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _rows(count: int) -> str:
-    return "row was" if count == 1 else "rows were"
-
-
-def _say(count: int) -> str:
-    return "row says" if count == 1 else "rows say"
+def _were(count: int, what: str) -> str:
+    return f"{_counted(count, what)} {'was' if count == 1 else 'were'}"

@@ -74,14 +74,6 @@ class PairRows:
     def desirable(self) -> NDArray[np.bool_]:
         return self.answers.desirable[::2]
 
-    @cached_property
-    def identical(self) -> NDArray[np.bool_]:
-        """(n,): both answers are the same tokens."""
-        rows = np.arange(len(self.answers.lengths), dtype=np.int32)
-        digests = self.answers.digests_of(rows)
-        identical: NDArray[np.bool_] = digests[::2] == digests[1::2]
-        return identical
-
     def source(self, pair: int) -> str:
         """Where the pair stands: "file:line"."""
         return self.answers.source(2 * pair)
@@ -148,6 +140,16 @@ class PairPart:
     def widths(self) -> Ids:
         widths: Ids = self.pieces.prompts + self.pieces.answers.max(axis=1, initial=0)
         return widths
+
+    @cached_property
+    def squares(self) -> NDArray[np.int64]:
+        """Of a shared prompt the rejected answer's tokens see it, and it is not computed for them again."""
+        rows = (self.pieces.prompts[:, None] + self.pieces.answers).astype(np.int64)
+        seeing = rows.copy()
+        if self.shared:
+            seeing[:, REJECTED] = self.pieces.answers[:, REJECTED] + 1
+        squares: NDArray[np.int64] = (seeing * rows).sum(axis=1)
+        return squares
 
     @cached_property
     def target_counts(self) -> Ids:

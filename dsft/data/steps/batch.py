@@ -88,7 +88,7 @@ class GlobalStep:
     counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n},
                    or of preference pairs {"pairs": n, "chosen_tokens": m}
     num_tokens     global, non-padding input tokens
-    squared        global, Σ length² over the examples: what attention grows with
+    squared        global, Σ length² over the examples (of pairs their rows): what attention grows with
     epoch          how much of the data has been seen after this step, in epochs
     example_ids    global: indices into the dataset of the examples of this step
     sources        global, by name, where the data has several

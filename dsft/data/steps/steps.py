@@ -53,7 +53,7 @@ class TrainSteps:
             num_tokens=int(lengths.sum()),
             epoch=drawn.epoch,
             example_ids=tuple(ids.tolist()),
-            squared=int((lengths**2).sum()),
+            squared=int(self._dataset.squares[drawn.ids].sum()),
             sources=self._sources(drawn, lengths),
         )
 

@@ -65,9 +65,6 @@ class FakeRows:
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         return np.array([self.given[int(row)][0][0] for row in rows], dtype=np.int64)
 
-    def digests_of(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
-        return np.array([hash(repr(self.given[int(row)])) % 2**64 for row in rows], dtype=np.uint64)
-
     def read(self, row: int) -> Rendered:
         self.reads.append(row)
         ids, trained = self.given[row]

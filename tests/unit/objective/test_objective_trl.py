@@ -61,9 +61,9 @@ def trl_dpo(loss_types: list[str], weights: list[float], dpo: Dpo) -> tuple[Tens
     )
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=False), accelerator=accelerator(), beta=dpo.beta,
-        loss_types=loss_types, loss_weights=weights, label_smoothing=dpo.label_smoothing, f_divergence_type="reverse_kl",
-        precompute_ref_logps=True, aux_loss_enabled=False, ld_alpha=None, use_weighting=False,
-        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
+        loss_types=loss_types, loss_weights=weights, label_smoothing=dpo.label_smoothing,
+        f_divergence_type="reverse_kl", precompute_ref_logps=True, aux_loss_enabled=False, ld_alpha=None,
+        use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
     )  # fmt: skip
     trainer_class: Any = DPOTrainer
     loss = trainer_class._compute_loss(trainer, lambda **kwargs: outputs, inputs, return_outputs=False)

@@ -88,7 +88,7 @@ def test_packed_text_has_its_pieces(preview: Preview) -> None:
 
 def test_pairs(preview: Preview) -> None:
     code, out, _ = preview("--rows", "1", rows=PAIRS, task="dpo")
-    assert code == 0 and "small: dpo, 3 examples" in out and "row 2" not in out.split("first micro-batch")[0]
+    assert code == 0 and "small: dpo, 3 pairs" in out and "row 2" not in out.split("first micro-batch")[0]
     title = "27 tokens, 13 trained on, two answers after a prompt of 7 tokens\n"
     assert f"row 1, rows.jsonl:1, {title}── the prompt and the chosen answer, tokens 0 to 11\n" in out
     assert "── the rejected answer after the prompt, tokens 12 to 26\n" in out
@@ -102,9 +102,9 @@ def test_pairs(preview: Preview) -> None:
     assert "two answers after a prompt of 7 tokens, computed once\n" in out
     assert "packed: 1 pair in one row of" in out and ", rejected, from position " in out
     code, out, _ = preview(rows=ROWS, task="dpo")
-    assert code == 65 and out.startswith("small: dpo, 0 examples\n")
+    assert code == 65 and out.startswith("small: dpo, 0 pairs\n")
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
-    assert " 1 row says what an earlier row says." in out
+    assert " 1 pair says what an earlier pair says." in out
     assert "1 row too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
     assert "1 row saying what an earlier row says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
 

@@ -1,0 +1,155 @@
+"""An export's README.md: takes what a checkpoint says of its run, gives the text that the hub shows.
+
+What stands in it comes from a spec and from names of files, so every value is quoted: for YAML by its own
+writer, for Markdown by a backslash before whatever could be markup.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+CARD = "README.md"
+Form = Literal["model", "adapter", "merged"]
+
+_TASKS = {"sft": "next-token loss on answers", "pretrain": "next-token loss on all tokens"}
+_OF_DPO = {"beta": "β", "label_smoothing": "label smoothing", "sft_weight": "weight of the SFT term"}
+_PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
+_HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>()#!|~&$@:]|(?<=www)\.", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
+_LONGEST = 200  # characters of a value
+
+Values = Mapping[str, Any]
+
+
+def origin_of(
+    name_or_path: str | None, files: Sequence[Sequence[str | int]] | None, reference: Values | None = None
+) -> dict[str, Any]:
+    """What a checkpoint must hold for the card, beside the spec. files: of the model that training began
+    from, as `dsft.model.files.fingerprint` tells them, None for a fresh one; reference: as
+    `dsft.plan.reference.reference_facts` gives it."""
+    digest = None if files is None else hashlib.sha256(json.dumps(list(map(list, files))).encode())
+    return {
+        "files": digest and digest.hexdigest(),
+        "is_folder": name_or_path is not None and Path(name_or_path).is_dir(),
+        "reference": reference,
+    }
+
+
+def model_card(state: Values, form: Form) -> str:
+    """state: a checkpoint's `Facts`; what an older dsft did not write there is left out."""
+    spec = state["spec"]
+    head = {
+        **_base_model(spec.get("model", {}), state.get("origin") or {}),
+        "library_name": "peft" if form == "adapter" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": list(_tags(spec, form)),
+    }
+    rows = "\n".join(
+        f"| {name} | {'<br>'.join(map(_quoted, lines))} |" for name, lines in _rows(state, form) if lines
+    )
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False, width=1000)}---\n\n"
+        f"# {_quoted(spec.get('name', 'model'))}\n\n"
+        f"{_what(form)} that dsft trained.\n\n"
+        f"| | |\n|---|---|\n{rows}\n"
+    )
+
+
+def _what(form: Form) -> str:
+    return {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}[form]
+
+
+def _base_model(model: Values, origin: Values) -> dict[str, str]:
+    """Of the hub alone: it refuses a card that names a folder."""
+    name = model.get("name_or_path")
+    is_folder = origin.get("is_folder", name is not None and Path(name).is_dir())
+    return {"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}
+
+
+def _tags(spec: Values, form: Form) -> Iterator[str]:
+    yield "dsft"
+    yield "deepspeed"
+    yield from [spec["task"]] if "task" in spec else []
+    yield from ["lora"] if form != "model" else []
+
+
+def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
+    """The name of a row, and the lines of its value; none where nothing is known."""
+    spec, origin = state["spec"], state.get("origin") or {}
+    model, train = spec.get("model", {}), spec.get("train", {})
+    yield "made from", list(_start(model, train, origin))
+    yield "adapter", list(_adapter(model)) if form != "model" else []
+    yield "objective", list(_objective(spec))
+    yield "reference", list(_reference(origin.get("reference")))
+    yield "data", [_source(name, facts) for name, facts in state.get("data", {}).items()]
+    yield "steps", list(_steps(state))
+    yield "precision", [train["precision"]] if "precision" in train else []
+    held = {**state.get("versions", {})}
+    yield (
+        "versions",
+        [", ".join(f"{name} {held[name]}" for name in _PACKAGES if name in held)] if held else [],
+    )
+
+
+def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
+    name = model.get("name_or_path")
+    if name is not None:
+        yield Path(name).name if Path(name).is_absolute() else name
+        if origin.get("files"):
+            yield f"digest of its weight files, in samples: {origin['files'][:32]}"
+    elif model.get("from_config"):
+        yield f"fresh weights of a {model['from_config'].get('model_type')} config, seed {train.get('seed')}"
+
+
+def _adapter(model: Values) -> Iterator[str]:
+    lora = model.get("lora") or {}
+    if lora:
+        kind = "DoRA" if lora.get("use_dora") else "LoRA"
+        yield f"{kind}, rank {lora.get('rank')}, alpha {lora.get('alpha')}"
+        if lora.get("path") is not None:
+            yield f"continued from {Path(lora['path']).name}"
+
+
+def _objective(spec: Values) -> Iterator[str]:
+    task = spec.get("task")
+    if task != "dpo":
+        yield from [_TASKS[task]] if task in _TASKS else []
+        return
+    dpo = spec.get("dpo") or {}
+    told = [f"{words} {dpo[key]}" for key, words in _OF_DPO.items() if dpo.get(key)]
+    yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *told])
+
+
+def _reference(reference: Values | None) -> Iterator[str]:
+    if reference is not None:
+        yield str(reference["which"])
+        shown = reference.get("unchanged")
+        yield "shown unchanged at the end" if shown else "not shown to be unchanged at this step"
+
+
+def _source(name: str, facts: Values) -> str:
+    return f"{name}: {facts['rows']:,} rows of {facts['tokens']:,} tokens"
+
+
+def _steps(state: Values) -> Iterator[str]:
+    progress, batch = state.get("progress", {}), state.get("batch", {})
+    of = {"dpo": "pairs", "pretrain": "rows"}.get(state["spec"].get("task"), "examples")
+    yield f"{progress['step']:,} steps of {batch['global_batch_size']} {of}"
+    if "epoch" in progress and "num_tokens" in progress:
+        yield f"{progress['epoch']:.2f} epochs, {progress['num_tokens']:,} tokens"
+
+
+def _quoted(value: str) -> str:
+    """One line that Markdown, and HTML in it, shows as it is; without what stands before an address's @."""
+    text = _USER_INFO.sub("", " ".join(str(value).split()))
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", text)

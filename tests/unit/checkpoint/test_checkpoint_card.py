@@ -1,0 +1,147 @@
+"""An export's README.md: what it says of the run, and that no name in it becomes markup."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from dsft.checkpoint.card import CARD, model_card, origin_of
+from dsft.checkpoint.export import export
+from dsft.checkpoint.read import Checkpoint
+
+HOSTILE = "a|b`c*_[x](http://evil)<script>&amp;\n---\ntags: [x]\n# h \u202e$e$ www.evil.org me@evil.org"
+
+
+def state(**more: Any) -> dict[str, Any]:
+    spec = {
+        "name": "llama-dpo",
+        "task": "dpo",
+        "model": {"name_or_path": "meta-llama/Llama-3.1-8B", "lora": None},
+        "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0, "reference": "precomputed"},
+        "train": {"precision": "bf16", "seed": 42},
+    }
+    found: dict[str, Any] = {
+        "spec": spec,
+        "progress": {"step": 1200, "epoch": 1.5, "num_tokens": 123456},
+        "batch": {"global_batch_size": 64},
+        "data": {"data.train pairs": {"rows": 5000, "tokens": 70000, "fingerprint": "ff"}},
+        "versions": {"dsft": "0.6", "torch": "2.13.0", "deepspeed": "0.19.8", "system": "Linux"},
+        "origin": {
+            "files": "ab" * 32,
+            "is_folder": False,
+            "reference": {"which": "the policy as it starts (precomputed)", "unchanged": True},
+        },
+    }
+    model = more.pop("model", {})
+    found["spec"] = {**spec, **more.pop("spec", {}), "model": {**spec["model"], **model}}  # type: ignore[dict-item]
+    return {**found, **more}
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(card.split("---\n")[1])
+    return found
+
+
+def rows(card: str) -> dict[str, str]:
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", card, re.MULTILINE))
+
+
+def test_it_says_what_the_model_was_made_of() -> None:
+    card = model_card(state(), "model")
+    assert front_matter(card) == {
+        "base_model": "meta-llama/Llama-3.1-8B",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["dsft", "deepspeed", "dpo"],
+    }
+    told = rows(card)
+    assert told["made from"].startswith("meta-llama/Llama-3.1-8B<br>digest of its weight files")
+    assert "abababab" in told["made from"]
+    assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
+    assert told[
+        "reference"
+    ] == r"the policy as it starts (precomputed)<br>shown unchanged at the end".replace("(", r"\(").replace(
+        ")", r"\)"
+    )
+    assert told["data"] == r"data.train pairs\: 5,000 rows of 70,000 tokens"
+    assert told["steps"] == "1,200 steps of 64 pairs<br>1.50 epochs, 123,456 tokens"
+    assert (told["precision"], told["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
+
+
+def test_the_hubs_own_reader_takes_it() -> None:
+    data = ModelCard(model_card(state(), "model")).data.to_dict()
+    assert (data["base_model"], data["library_name"]) == ("meta-llama/Llama-3.1-8B", "transformers")
+    adapter = ModelCard(
+        model_card(state(model={"lora": {"rank": 4, "alpha": 8.0}}), "adapter")
+    ).data.to_dict()
+    assert adapter["library_name"] == "peft" and "lora" in adapter["tags"]
+
+
+def test_a_folder_is_no_base_model_of_the_hub_and_where_it_stands_is_not_told(tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "start"
+    folder.mkdir(parents=True)
+    origin = origin_of(str(folder), [("model.safetensors", 10, "00")])
+    assert origin["is_folder"] and re.fullmatch("[0-9a-f]{64}", origin["files"])
+    card = model_card(state(model={"name_or_path": str(folder)}, origin=origin), "model")
+    assert "base_model" not in front_matter(card) and "secret" not in card
+    assert rows(card)["made from"].startswith("start<br>")
+    card = model_card(state(model={"name_or_path": "runs/sft/export"}, origin=None), "model")
+    assert "base_model" not in front_matter(card) and rows(card)["made from"] == "runs/sft/export"
+
+
+def test_a_fresh_model_has_a_seed_and_no_base() -> None:
+    fresh = {"name_or_path": None, "from_config": {"model_type": "llama"}}
+    card = model_card(state(model=fresh, origin=origin_of(None, None)), "model")
+    assert rows(card)["made from"] == "fresh weights of a llama config, seed 42"
+    assert "base_model" not in front_matter(card) and "reference" not in rows(card)
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_an_adapter_says_its_kind(form: Any) -> None:
+    lora = {"rank": 8, "alpha": 16.0, "use_dora": True, "path": "/home/me/old"}
+    told = rows(model_card(state(model={"lora": lora}), form))
+    assert told["adapter"] == "DoRA, rank 8, alpha 16.0<br>continued from old"
+
+
+def test_a_reference_that_was_not_shown_unchanged_is_told_as_such() -> None:
+    origin = {"files": None, "is_folder": False, "reference": {"which": "x", "unchanged": False}}
+    assert "not shown to be unchanged" in rows(model_card(state(origin=origin), "model"))["reference"]
+
+
+@pytest.mark.parametrize("where", ["name", "model", "data", "reference"])
+def test_no_name_becomes_markup_or_another_key(where: str) -> None:
+    made = state()
+    if where == "name":
+        made["spec"]["name"] = HOSTILE
+    elif where == "model":
+        made["spec"]["model"]["name_or_path"] = HOSTILE
+    elif where == "data":
+        made["data"] = {HOSTILE: {"rows": 1, "tokens": 2}}
+    else:
+        made["origin"]["reference"]["which"] = HOSTILE
+    card = model_card(made, "model")
+    assert set(front_matter(card)) <= {"base_model", "library_name", "pipeline_tag", "tags"}
+    assert front_matter(card)["tags"] == ["dsft", "deepspeed", "dpo"]
+    body = card.split("---\n", 2)[2]
+    assert sum(line.startswith("#") for line in body.splitlines()) == 1  # its own heading
+    assert "\u202e" not in card
+    for markup in ("<script", "[x](", "`c", "http:", "&amp;", "me@", "$e$", "www.e"):
+        assert markup not in re.sub(r"\\.", "", body), markup
+    assert re.search(r"(?<!\\)\|b", body) is None  # no column of its own
+
+
+def test_what_stands_before_an_address_is_left_out() -> None:
+    card = model_card(state(model={"name_or_path": "https://me:hunter2@host/model"}), "model")
+    assert "hunter2" not in card and "host/model" in card
+
+
+def test_an_export_has_its_card_and_an_older_checkpoint_has_one_too(maker: Any, tmp_path: Path) -> None:
+    maker.save(4)
+    export(Checkpoint.open(maker.step(4)), tmp_path / "out")  # its state has no model and no origin
+    card = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
+    assert rows(card) == {"steps": "4 steps of 8 examples", "precision": "fp32"}
