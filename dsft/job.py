@@ -43,18 +43,26 @@ from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable, has_frozen
 from dsft.model.census import take_census
+from dsft.model.dropout import switch_off_dropout
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
+from dsft.objective.api import Objective
 from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
 from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census_from
 from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
-from dsft.plan.reference import has_engine, in_stages, reference_facts
+from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
+from dsft.reference.adapter import adapter_off
+from dsft.reference.check import Start as FirstStep
+from dsft.reference.check import check_start
+from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.model import config_of
+from dsft.reference.source import Source, Start, as_it_is, of_zeros, source_of, store_of
 from dsft.rehearsal import rehearse
 from dsft.report.folder import Origin, versions, write_folder
 from dsft.report.jsonl import storage_error
@@ -66,7 +74,6 @@ from dsft.report.sinks import check_installed
 from dsft.spec.load import dump_spec
 from dsft.spec.schema import Spec
 
-OBJECTIVE = next_token()  # sft and pretraining differ in their data alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Say = Callable[[str], None]
 Trace = Callable[[int], AbstractContextManager[object]]
@@ -217,16 +224,18 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     largest = longest(inputs, job.batch, spec.train, last_step)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
-    memory.enter("load")
-    policy, engine = build(job, inputs, world)
-    rehearse(engine, *largest, memory.meter)
+    objective = objective_of(spec)
+    built = build(job, inputs, world, objective, Start(folder, start, say))
+    engine, reference = built.engine, built.reference
+    rehearse(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
     memory.enter("load")
     say(
         bring_to(engine, start, progress, world)
         if start
         else f"starting at step 0: {folder} has no checkpoint"
     )
-    prove(job, inputs, world, policy, engine, say)
+    for line in prove(job, inputs, world, built, fresh=start is None):
+        say(line)
     report = open_report(job, inputs.loaded, world, last_step, progress.step)
     latest: Record = {}
 
@@ -238,15 +247,15 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
 
     def keep(progress: Progress, held_out_loss: float | None) -> None:
         fragments, shapes, facts = engine.owned(), engine.shapes(), facts_of(job, inputs, progress)
+        facts = replace(facts, reference=reference.memory if reference else None)
         if held_out_loss is not None and math.isfinite(held_out_loss):
             facts = replace(facts, held_out_loss=held_out_loss)
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
 
-    pad, alpha = inputs.pad_id, spec.train.neftune_alpha
-    steps = TrainSteps(inputs.train, job.batch, world.data_rank, spec.train.seed, pad, alpha)
-    evaluate = held_out_evaluation(job, inputs, world, engine)
+    steps = train_steps(job, inputs, world)
+    evaluate = held_out_evaluation(job, inputs, world, engine, objective, reference)
     hooks = Run(
         world.sum,
         during("evaluation", evaluate, memory) if evaluate else None,
@@ -256,11 +265,14 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         world.rank,
         mfu_of(job, inputs, counted, world),
         trace_of(job, traced, world, report.line),
+        reference.now if reference else as_it_is,
     )
     memory.enter("steady")
     try:
-        with ahead(steps, last_step, world.device) as soon:
-            end = fit(engine, OBJECTIVE, soon, schedule(spec, last_step, job.batch), hooks, progress)
+        with ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is) as soon:
+            end = fit(engine, objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
+        if reference:
+            report.line(reference.unchanged.prove(world))
     finally:
         report.close(latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
@@ -355,24 +367,50 @@ def trace_of(job: Job, traced: int | None, world: World, say: Say) -> Trace:
     return StepTrace(job.folder, traced, say)
 
 
-def build(job: Job, inputs: Inputs, world: World) -> tuple[Policy, Engine]:
-    """This rank's part of the model, from its fresh or pretrained values, and the engine that holds it."""
+def objective_of(spec: Spec) -> Objective:
+    """sft and pretraining differ in their data alone."""
+    return preference(dpo_of(spec)) if spec.task == "dpo" else next_token()
+
+
+@dataclass(frozen=True)
+class Built:
+    """This rank's part of the model, its engine, and the reference where the objective has one."""
+
+    policy: Policy
+    engine: Engine
+    reference: Source | None = None
+
+
+def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: Start) -> Built:
+    """From fresh or pretrained values. A reference's stored values are there before the model is."""
     spec = job.spec
     dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
     keep = keep_for(job.config, world)
     if inputs.files is not None:
         prove_same(f"model.name_or_path {spec.model.name_or_path!r}", inputs.files, world)
+    has_store = objective.needs_reference and dpo_of(spec).reference == "precomputed"
+    size = job.batch.micro_batch_size
+    stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None
+
+    switched_off: list[str] = []
 
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)
         check_trainable(policy.causal_lm)
+        if spec.task == "dpo":
+            switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing:
             attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
         return policy
 
     policy = world.each(part)
+    if switched_off:
+        start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
     world.first(lambda: write_beside(job.model_folder, kept_beside(policy.causal_lm)))
-    return policy, build_engine(policy, spec, job.config, world, OBJECTIVE)
+    engine = build_engine(policy, spec, job.config, world, objective)
+    if not objective.needs_reference:
+        return Built(policy, engine)
+    return Built(policy, engine, source_of(spec, inputs, world, policy, engine, stored, start.say))
 
 
 def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:
@@ -383,13 +421,30 @@ def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World
     return f"going on from step {progress.step}: {start.path}"
 
 
-def prove(job: Job, inputs: Inputs, world: World, policy: Policy, engine: Engine, say: Say) -> None:
-    """What must hold on real rows before anything is trained."""
-    spec = job.spec
-    say(prove_head(engine, policy, inputs.train, world, inputs.pad_id))
+def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) -> Iterator[str]:
+    """What must hold on real rows before anything is trained, a line each. fresh: no step is done."""
+    spec, policy, engine = job.spec, built.policy, built.engine
+    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.data.packing:
-        pad = inputs.pad_id
-        say(prove_packing(engine, policy, inputs.train, world, spec.train.precision, pad))
+        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
+    if built.reference and fresh and dpo_of(spec).reference_model is None:
+        yield prove_start(job, inputs, world, built, built.reference)
+
+
+def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
+    """That a policy that has learned nothing is its reference, on pairs of the first step."""
+    spec, policy, pad = job.spec, built.policy, inputs.pad_id
+    micro_batches = reference.refers[0](train_steps(job, inputs, world).step(0).micro_batches)
+    bare = partial(adapter_off, policy) if spec.model.lora is not None else None
+    first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)
+    return check_start(first, built.engine, policy, world)
+
+
+def train_steps(job: Job, inputs: Inputs, world: World) -> TrainSteps:
+    train = job.spec.train
+    return TrainSteps(
+        inputs.train, job.batch, world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
+    )
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
@@ -424,17 +479,25 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress, *, unchanged: bool = 
 
 
 def held_out_evaluation(
-    job: Job, inputs: Inputs, world: World, engine: Engine
+    job: Job, inputs: Inputs, world: World, engine: Engine, objective: Objective, reference: Source | None
 ) -> Callable[[int], Record] | None:
+    """step -> metrics; None where nothing is held out."""
     if not inputs.held_out:
         return None
+    if objective.of_answers is not None:
+        refers = reference.refers[1:] if reference else [None] * len(inputs.held_out)
+        sets = [
+            PairSet(one, *evaluation(one.data, job.batch, world.data_rank, inputs.pad_id), refer)
+            for one, refer in zip(inputs.held_out, refers, strict=True)
+        ]
+        return pair_evaluation(sets, objective, dpo_of(job.spec), engine, world, job.folder)
     names = [held_out.name for held_out in inputs.held_out]
     dealt = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
     counts = [count for _, count in dealt]
 
     def evaluate(step: int) -> Record:
         sums = [engine.evaluate(micro_batches) for micro_batches, _ in dealt]
-        return evaluation_record(OBJECTIVE, world.sum(torch.stack(sums)), counts, names)
+        return evaluation_record(objective, world.sum(torch.stack(sums)), counts, names)
 
     return evaluate
 

@@ -34,6 +34,12 @@ MAY_DIFFER = (
     "train.num_train_epochs",
     "train.log_every",
     "train.eval_every",
+    "dpo.reference",  # which values there are is compared by themselves
+    "dpo.reference_zero_stage",
+    "dpo.reference_offload",
+    "dpo.reference_store",
+    "dpo.recheck_rows",
+    "dpo.share_prompts",
     "train.eval_on_start",
 )
 """Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""

@@ -68,6 +68,7 @@ class Facts:
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
     new_rows  of the embeddings, as NewRows has them; None where there are none
     origin    what an export's card says beside that: see `dsft.checkpoint.card.origin_of`
+    reference  of preference pairs whose log-probabilities were stored: their key
     held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
@@ -81,6 +82,7 @@ class Facts:
     base: Sequence[tuple[str, int, str]] | None = None
     new_rows: Mapping[str, int] | None = None
     origin: Mapping[str, Any] | None = None
+    reference: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ class Unbuilt:
 LEAVE_OUT = "leave the key out"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("task", ("sft", "pretrain"), "use sft or pretrain"),
-    Unbuilt("dpo", (None,), "leave the section out"),
     Unbuilt(
         "model.attention",
         ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 
-from dsft.data.steps.batch import GlobalStep
+from dsft.data.steps.batch import GlobalStep, MicroBatch
+
+Fill = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
 
 
 class Steps(Protocol):
@@ -25,9 +27,10 @@ class StepsAhead:
     """
 
     def __init__(
-        self, steps: Steps, total_steps: int, device: torch.device, thread: ThreadPoolExecutor
+        self, steps: Steps, total_steps: int, device: torch.device, thread: ThreadPoolExecutor, fill: Fill
     ) -> None:
         self._steps, self._total, self._device, self._thread = steps, total_steps, device, thread
+        self._fill = fill
         self._next: tuple[int, Future[GlobalStep]] | None = None
 
     def step(self, index: int) -> GlobalStep:
@@ -44,17 +47,21 @@ class StepsAhead:
 
     def _make(self, index: int) -> GlobalStep:
         made = self._steps.step(index)
-        return replace(made, micro_batches=tuple(batch.to(self._device) for batch in made.micro_batches))
+        filled = self._fill(made.micro_batches)
+        return replace(made, micro_batches=tuple(batch.to(self._device) for batch in filled))
 
 
 @contextmanager
-def ahead(steps: Steps, total_steps: int, device: torch.device) -> Iterator[StepsAhead]:
-    """The thread ends with the block. `total_steps`: the run's last step is the one before this number."""
+def ahead(
+    steps: Steps, total_steps: int, device: torch.device, fill: Fill = lambda batches: batches
+) -> Iterator[StepsAhead]:
+    """The thread ends with the block. `total_steps`: the run's last step is the one before this number. fill:
+    adds to a step's micro-batches what is known of them, in the thread."""
     if device.type == "cuda":  # a new thread has GPU 0, where pinning would open a context
         thread = ThreadPoolExecutor(1, "dsft-next-step", torch.cuda.set_device, (device,))
     else:
         thread = ThreadPoolExecutor(1, "dsft-next-step")
     try:
-        yield StepsAhead(steps, total_steps, device, thread)
+        yield StepsAhead(steps, total_steps, device, thread, fill)
     finally:
         thread.shutdown(cancel_futures=True)

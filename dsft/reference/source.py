@@ -1,0 +1,124 @@
+"""A run's reference, whichever of the three ways it comes.
+
+Takes what a run has before and after its policy is built; gives what fills micro-batches in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsft.checkpoint.read import Checkpoint
+from dsft.data.steps.batch import MicroBatch
+from dsft.engine.api import Engine
+from dsft.engine.world import World
+from dsft.inputs import Inputs
+from dsft.launch.environment import Launched
+from dsft.model.policy import Policy
+from dsft.plan.reference import dpo_of, reference_line
+from dsft.reference.adapter import refer_to_start
+from dsft.reference.api import Refer
+from dsft.reference.live import refer_to_engine
+from dsft.reference.model import open_reference
+from dsft.reference.precomputed import (
+    Precomputed,
+    Processes,
+    check_same_reference,
+    memory_of,
+    precompute,
+    remember,
+)
+from dsft.reference.unchanged import Unchanged
+from dsft.spec.schema import Spec
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """refers: of data.train, then of each held-out set; stored: where they look up, which any thread can do
+    ahead of a step; unchanged: proves at the end that it is what it was."""
+
+    refers: Sequence[Refer]
+    unchanged: Unchanged
+    stored: Precomputed | None = None
+
+    @property
+    def memory(self) -> Mapping[str, Any] | None:
+        """What a checkpoint says of it."""
+        return memory_of(self.stored.key) if self.stored else None
+
+    @property
+    def ahead(self) -> Refer:
+        """While a step of training is made."""
+        return self.refers[0] if self.stored else as_it_is
+
+    @property
+    def now(self) -> Refer:
+        """Right before a step of training, a collective."""
+        return as_it_is if self.stored else self.refers[0]
+
+
+def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    return micro_batches
+
+
+def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
+    """For a rehearsal, which asks for no value."""
+    pairs = micro_batch.pairs
+    if pairs is None:
+        return micro_batch
+    zeros = torch.zeros(len(pairs.ids), 2, dtype=torch.float64)
+    return replace(micro_batch, pairs=replace(pairs, reference=zeros))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder, and the checkpoint that it goes on from."""
+
+    folder: Path
+    checkpoint: Checkpoint | None
+    say: Say
+
+    def check_and_remember(self, found: Precomputed) -> None:
+        """Raises CheckpointError where the run began against another reference."""
+        held = self.checkpoint.state.get("reference") if self.checkpoint is not None else None
+        where = self.checkpoint.path if self.checkpoint is not None else self.folder
+        check_same_reference(where, held, found.key, self.folder, self.say)
+        remember(self.folder, found)
+
+
+def store_of(
+    spec: Spec, inputs: Inputs, world: World, launched: Launched, micro_batch_size: int, start: Start
+) -> Precomputed:
+    """The store, made where it is not there. A collective before the policy is built."""
+    again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
+    processes = Processes(world, launched)
+    found = precompute(spec, micro_batch_size, inputs, processes, start.say, again=again)
+    world.first(lambda: start.check_and_remember(found))
+    return found
+
+
+def source_of(
+    spec: Spec,
+    inputs: Inputs,
+    world: World,
+    policy: Policy,
+    engine: Engine,
+    stored: Precomputed | None,
+    say: Say,
+) -> Source:
+    """A collective, before any step or checkpoint has changed the policy."""
+    if stored is not None:
+        return Source(stored.refers, Unchanged.of_files(spec), stored)
+    say(reference_line(spec))
+    sets = 1 + len(inputs.held_out)
+    if dpo_of(spec).reference == "adapter":
+        held = refer_to_start(policy, engine, spec)
+    else:
+        held = refer_to_engine(open_reference(spec, inputs.facts, world).engine)
+    return Source([held.refer] * sets, Unchanged.of_weights(held))
