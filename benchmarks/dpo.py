@@ -131,6 +131,7 @@ def report(
             spread(column(found, TRAINING)),
             spread(column(found, WITH_PASS)),
             spread(column(found, "reference_seconds"), 1),
+            spread([sample.cpu_seconds for sample in found], 0),
             spread(column(found, RSS), 0),
             spread(column(found, RSS_ALL), 0),
             f"{difference(found[-1].values['losses'], first):.1e}",
@@ -139,6 +140,7 @@ def report(
     ]
     header = [
         *("min / median / max", "pairs/s", "with the reference's pass", "seconds of the pass"),
+        "seconds of the processor, start to end",
         *("peak MB of a process", "of all processes", f"loss, off {VARIANTS[next(iter(samples))]}'s"),
     ]
     rows = [
