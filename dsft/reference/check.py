@@ -32,10 +32,9 @@ FACTOR = 4.0  # the reference's layout may be another than the two that rounding
 FEW, ALONE = 2, 4  # micro-batches of a rank that are looked at, and pairs of these that are scored alone too
 SHOWN = 3  # pairs that an error names
 
-DROPOUT = (
-    "the policy itself gives other values in training than in evaluation: dropout is on, or another layer "
-    "that draws random numbers; switch it off in the model's config"
-)
+TRAINING = "in training the policy's rewards are other than in evaluation"
+DROPOUT = "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
+REWARDS = "before the first step rewards are not 0"
 BARE = (
     "the reference is the policy without its adapter, and the adapter that training starts from is not 0; "
     "let model.lora.path name no trained adapter, or the reference have the same one"
@@ -90,11 +89,12 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
     is; raises SpecError on every rank where it is not, with the cause as far as it can be told."""
     pairs = _joined(world.gather(_look(start, engine, policy, world)))
     bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
-    if not bool((pairs.off(pairs.training, start.dpo) <= bound).all()):
-        raise _error(start, pairs, off, bound, DROPOUT)
+    drawn = pairs.off(pairs.training, start.dpo)
+    if not bool((drawn <= bound).all()):
+        raise _error(TRAINING, _worst(start, pairs, drawn, bound), DROPOUT)
     if not bool((off <= bound).all()):
         is_bare = _is_without_adapter(start, engine, world, pairs, bound)
-        raise _error(start, pairs, off, bound, BARE if is_bare else _by_pairs(off <= bound))
+        raise _error(REWARDS, _worst(start, pairs, off, bound), BARE if is_bare else _by_pairs(off <= bound))
     rewards = start.dpo.beta * (pairs.policy - pairs.reference)
     loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
     return (
@@ -128,8 +128,16 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
         policy=logps,
         training=torch.cat(training).cpu(),
         reference=torch.cat(references).cpu(),
-        rounding=float(apart.max()),
+        rounding=max(
+            float(apart.max()), _epsilon(policy) * float((logps / num_tokens.clamp(min=1)).abs().mean())
+        ),
     )
+
+
+def _epsilon(policy: Policy) -> float:
+    """Of the coarsest type of its parameters. By one rounding of a token's logits layouts may always differ,
+    however equal those two are that are compared."""
+    return max(torch.finfo(p.dtype).eps for p in policy.parameters())
 
 
 def answers(pair: Example) -> tuple[Example, Example]:
@@ -174,14 +182,15 @@ def _by_pairs(same: Tensor) -> str:
     )
 
 
-def _error(start: Start, pairs: Found, off: Tensor, bound: Tensor, cause: str) -> SpecError:
-    worst = torch.argsort(off / bound, descending=True)[:SHOWN]
-    shown = ", ".join(
-        f"{start.dataset.source(int(pairs.ids[i]))} {float(off[i]):.2g}"
-        for i in worst
-        if not off[i] <= bound[i]
-    )
-    at = f" ({shown}; {float(bound.max()):.1g} is rounding)" if shown else ""
-    message = f"before the first step rewards are not 0{at}, as they must be at the start; {cause}"
+def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
+    """The pairs that are farthest off, and what would be allowed."""
+    order = torch.argsort(off / bound, descending=True)[:SHOWN]
+    names = [
+        f"{start.dataset.source(int(pairs.ids[i]))} by {off[i]:.2g}" for i in order if not off[i] <= bound[i]
+    ]
+    return f"{', '.join(names)}; up to {float(bound.max()):.1g} is rounding"
+
+
+def _error(what: str, where: str, cause: str) -> SpecError:
     title = "The policy does not start from its reference."
-    return SpecError(title, [Problem("dpo.reference", message)])
+    return SpecError(title, [Problem("dpo.reference", f"{what} ({where}): {cause}")])

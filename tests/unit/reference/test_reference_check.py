@@ -92,7 +92,7 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> 
 
 
 def said(start: Start, engine: Engine, world: Any = None) -> str:
-    policy: Any = SimpleNamespace(causal_lm=None)
+    policy: Any = SimpleNamespace(causal_lm=None, parameters=lambda: iter([torch.zeros(1)]))
     return check_start(start, engine, policy, world or World())  # type: ignore[arg-type]
 
 

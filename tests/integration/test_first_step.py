@@ -1,0 +1,40 @@
+"""The check at step 0 on real engines of two ranks: what passes, in every layout and type, and each cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import torchrun
+
+pytest.importorskip("deepspeed")
+
+NO_PAIR = "no pair is the same in both"
+CAUSES = {
+    "dropout": "dropout is on",
+    "other weights": NO_PAIR,
+    "other weights, pipeline": NO_PAIR,
+    "one weight in bf16": NO_PAIR,
+    "another template": NO_PAIR,
+    "other rows": "the others are of other rows",
+    "an adapter that the reference lacks": "the policy without its adapter",
+}
+
+
+@pytest.mark.timeout(300)
+def test_the_check_at_step_0() -> None:
+    done = torchrun(Path(__file__).with_name("first_step_worker.py"), 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    assert len(cases) == 14
+    for case in cases:
+        first, second = case["said"]
+        assert first == second  # on every rank
+        cause = CAUSES.get(case["case"])
+        if cause is None:
+            assert "policy and reference are one" in first and "0.6931" in first, case
+            assert "1e-05 is rounding" in first or "bf16" in case["case"], case
+        else:
+            assert cause in first and "pairs.jsonl:" in first, case
