@@ -56,6 +56,7 @@ from dsft.plan.flops import peak_tflops, work
 from dsft.plan.layout import Layout
 from dsft.plan.memory import memory as memory_plan
 from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_facts
+from dsft.plan.reference_memory import with_reference
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.reference.adapter import adapter_off
 from dsft.reference.check import Start as FirstStep
@@ -331,7 +332,8 @@ def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P
 
 def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase, Peaks]:
     """The plan's bytes of the fullest rank, for micro-batches of so many tokens."""
-    ranks = memory_plan(counted, job.spec, job.layout, {}, tokens).stages
+    alone = memory_plan(counted, job.spec, job.layout, {}, tokens)
+    ranks = with_reference(alone, counted, job.spec, job.layout, {}, tokens)[0].stages
     figures: dict[Phase, Peaks] = {}
     for phase in PHASES:
         if on_gpu:

@@ -11,6 +11,8 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import Memory, memory
+from dsft.plan.reference import dpo_of, has_engine, reference_model
+from dsft.plan.reference_memory import Reference, with_reference
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
@@ -22,7 +24,8 @@ THIS_HOST = "localhost"
 @dataclass(frozen=True)
 class Plan:
     """hosts: host -> ranks in their order. assumed: the spec has no cluster and no size was asked for, so the
-    number of processes is the smallest that works."""
+    number of processes is the smallest that works. memory: with what the reference takes beside the policy;
+    reference: what it takes itself."""
 
     spec: Spec
     hosts: Mapping[str, int]
@@ -32,6 +35,8 @@ class Plan:
     census: Census
     memory: Memory
     warnings: tuple[str, ...]
+    reference: Reference | None
+    reference_census: Census
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,18 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if problems:
         raise SpecError("The plan cannot be made.", problems)
-    sizes = memory(counted, spec, places, hosts)
+    of_reference = _reference_census(spec, counted, cache)
+    sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
     told = (*warnings(spec), *_memory_warnings(spec, sizes))
-    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told)
+    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference)
+
+
+def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census:
+    """The policy's own, where the reference is its start."""
+    if not has_engine(spec) or dpo_of(spec).reference_model is None:
+        return counted
+    return census(reference_model(spec), spec.parallel.pipeline_stages, cache)
 
 
 def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:

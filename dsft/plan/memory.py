@@ -7,8 +7,9 @@ The numbers are those of a step's fullest moment. Padding of flat buffers is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -43,6 +44,7 @@ class RankMemory:
                 chunks' gradients by the output layer's weight
     logits      of them, the logits, which is what evaluation takes
     offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
+    reference   weights of a reference beside the policy (`with_reference`); those on the CPU are in offloaded
     """
 
     stage: int
@@ -57,11 +59,13 @@ class RankMemory:
     head: int
     logits: int
     offloaded: int
+    reference: int = 0
 
     @property
     def states(self) -> int:
         """On the GPU, without activations and head."""
-        return self.parameters + self.gradients + self.master + self.moments + self.buffers
+        kept = self.parameters + self.master + self.moments + self.reference
+        return kept + self.gradients + self.buffers
 
     @property
     def device(self) -> int:
@@ -69,7 +73,7 @@ class RankMemory:
 
     def phase(self, phase: str) -> int:
         """On the GPU, in one of the phases that a run's memory is measured in; 0 for another."""
-        kept = self.parameters + self.master
+        kept = self.parameters + self.master + self.reference
         return {
             "load": kept,
             "first_step": self.device,
@@ -93,23 +97,49 @@ def memory(
 ) -> Memory:
     """`hosts`: host -> ranks, in the order of the ranks; `tokens`: of the largest micro-batch, by default the
     most that the spec allows."""
-    batch = batch_sizes(spec.train, layout.data_parallel)
-    most = spec.data.max_tokens_per_micro_batch or (
-        batch.micro_batch_size * longest_example(spec.data, spec.task)
-    )
-    flow = _Flow(layout, batch.accumulation_steps, tokens or most)
+    steps = batch_sizes(spec.train, layout.data_parallel).accumulation_steps
+    most = tokens or most_tokens(spec, layout)
     stages = tuple(
-        _with_activations(_rank(stage, census, spec, layout), census, spec, flow)
-        for stage in range(layout.pipeline_stages)
+        stage_memory(stage, census, spec, layout, most, steps) for stage in range(layout.pipeline_stages)
     )
-    on_cpu = runs_on_cpu(spec)
+    return Memory(stages, of_host(stages, layout, hosts, on_cpu=runs_on_cpu(spec)))
+
+
+def most_tokens(spec: Spec, layout: Layout) -> int:
+    """Of a micro-batch, as the spec allows."""
+    size = batch_sizes(spec.train, layout.data_parallel).micro_batch_size
+    return spec.data.max_tokens_per_micro_batch or size * longest_example(spec.data, spec.task)
+
+
+def stage_memory(
+    stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, micro_batches: int = 1
+) -> RankMemory:
+    """One rank of a stage, where micro-batches of at most so many tokens pass through the stages."""
+    flow = _Flow(layout, micro_batches, tokens)
+    return _with_activations(_rank(stage, census, spec, layout), census, spec, flow)
+
+
+class OnRank(Protocol):
+    """Bytes on a rank's GPU, and of its host."""
+
+    @property
+    def device(self) -> int: ...
+    @property
+    def offloaded(self) -> int: ...
+
+
+def of_host(
+    stages: Sequence[OnRank], layout: Layout, hosts: Mapping[str, int], *, on_cpu: bool
+) -> dict[str, int]:
+    """Host -> bytes of all its ranks, the GPUs' too where these are the CPU. hosts: host -> ranks, in the
+    order of the ranks."""
     totals: dict[str, int] = {}
     first = 0
     for host, slots in hosts.items():
         ranks = [stages[layout.stage(rank)] for rank in range(first, first + slots)]
         totals[host] = sum(rank.offloaded + (rank.device if on_cpu else 0) for rank in ranks)
         first += slots
-    return Memory(stages, totals)
+    return totals
 
 
 def runs_on_cpu(spec: Spec) -> bool:
@@ -171,7 +201,7 @@ def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow)
         if parameter.layer is not None and len(parameter.shape) == 2:
             layers[parameter.layer] = layers.get(parameter.layer, 0) + sum(parameter.shape)
     hidden = _embedding(census)[1]
-    token = flow.tokens * _weight_bytes(spec)
+    token = flow.tokens * weight_bytes(spec)
     one_layer = max(layers.values(), default=0) * token
     inputs = len(layers) * hidden * token * flow.in_flight(rank.stage)
     is_last = rank.stage == flow.layout.pipeline_stages - 1
@@ -212,13 +242,13 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int]:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0
     if spec.task != "dpo":
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32
-    row = vocabulary * _weight_bytes(spec)
+    row = vocabulary * weight_bytes(spec)
     kept = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if kept == tokens else chunk)
     return kept * row + at_once, 0
 
 
-def _weight_bytes(spec: Spec) -> int:
+def weight_bytes(spec: Spec) -> int:
     return FP32 if spec.train.precision == "fp32" else 2
 
 
@@ -230,10 +260,10 @@ def _moment_bytes(spec: Spec) -> int:
 
 def _parameters(parameters: tuple[Parameter, ...], spec: Spec, ranks: int) -> int:
     if spec.parallel.zero_stage < 3:
-        return sum(parameter.numel for parameter in parameters) * _weight_bytes(spec)
+        return sum(parameter.numel for parameter in parameters) * weight_bytes(spec)
     shares = sum(-(-parameter.numel // ranks) for parameter in parameters)
     kept = sum(parameter.numel for parameter in parameters if parameter.numel <= PERSIST_BELOW)
-    return (shares + kept) * _weight_bytes(spec)
+    return (shares + kept) * weight_bytes(spec)
 
 
 def _gradients(whole: int, share: int, spec: Spec) -> int:
@@ -245,10 +275,10 @@ def _gradients(whole: int, share: int, spec: Spec) -> int:
         return whole * (2 + FP32) if bf16 else whole * FP32  # bf16: and their fp32 copy in the update
     if zero == 1 and not offloaded:
         # bf16: BF16_Optimizer's fp32 buffer is whole. Else whole until reduced into the rank's share.
-        return whole * (2 + FP32) if bf16 else whole * _weight_bytes(spec) + share * FP32
+        return whole * (2 + FP32) if bf16 else whole * weight_bytes(spec) + share * FP32
     if not offloaded:
         return share * FP32
-    return {1: whole, 2: share, 3: 0}[zero] * _weight_bytes(spec)
+    return {1: whole, 2: share, 3: 0}[zero] * weight_bytes(spec)
 
 
 def _buffers(whole: int, bucket: int, spec: Spec) -> int:
@@ -259,5 +289,5 @@ def _buffers(whole: int, bucket: int, spec: Spec) -> int:
     overlapped = zero < 3 and spec.parallel.pipeline_stages == 1
     if zero == 0 or (zero == 1 and spec.train.precision == "bf16"):
         return 0
-    gathered = min(whole, LIVE) * _weight_bytes(spec) if zero == 3 else 0
+    gathered = min(whole, LIVE) * weight_bytes(spec) if zero == 3 else 0
     return bucket * reduced * (2 if overlapped else 1) + gathered

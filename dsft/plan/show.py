@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
-from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries
+from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
 from dsft.plan.promised import load
+from dsft.plan.reference import has_engine, in_stages, reference_line
+from dsft.plan.reference_config import reference_entries
+from dsft.plan.reference_memory import Reference, ReferenceMemory
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.spec.patterns import group_of
 
@@ -79,10 +82,34 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
+        "reference": _reference_mapping(plan),
         "deepspeed": deepspeed_config(spec, _known_batch(plan), _elements(plan)),
         "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan), _elements(plan))},
         "warnings": list(plan.warnings),
     }
+
+
+def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
+    """None where the loss has no reference; deepspeed: None where DeepSpeed has no engine of its own."""
+    reference = plan.reference
+    if reference is None:
+        return None
+    keys = _reference_keys(plan)
+    return {
+        "line": reference_line(plan.spec),
+        "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device} for rank in reference.stages],
+        "per_host": None if reference.hosts is None else dict(reference.hosts),
+        "deepspeed": nested(keys) if keys else None,
+        "reasons": {entry.key: entry.reason for entry in keys},
+    }
+
+
+def _reference_keys(plan: Plan) -> tuple[Entry, ...]:
+    """None of them where the policy's engine scores, or a pipeline, which DeepSpeed has no part in."""
+    if not has_engine(plan.spec) or in_stages(plan.spec):
+        return ()
+    counted = plan.reference_census
+    return reference_entries(plan.spec, Elements(counted.numel, counted.trained))
 
 
 def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
@@ -109,9 +136,15 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield _heading("Memory")
     yield _memory(plan)
     yield Text(NOT_COUNTED)
+    if plan.reference is not None:
+        yield _heading("Reference")
+        yield from map(Text, _reference(plan, plan.reference))
     if explain:
         yield _heading("DeepSpeed")
         yield _keys(entries(plan.spec, _known_batch(plan), _elements(plan)))
+        if _reference_keys(plan):
+            yield _heading("DeepSpeed, of the reference")
+            yield _keys(_reference_keys(plan))
     if plan.warnings:
         yield _heading("Warnings")
         for warning in plan.warnings:
@@ -191,8 +224,9 @@ def _memory(plan: Plan) -> Table:
     table = _table(
         "per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages))
     )
-    for label, field in (
+    rows = (
         ("parameters", "parameters"),
+        ("reference", "reference"),
         ("gradients", "gradients"),
         ("fp32 weights", "master"),
         ("optimizer states", "moments"),
@@ -200,17 +234,47 @@ def _memory(plan: Plan) -> Table:
         ("activations, about", "activations"),
         ("logits, about", "head"),
         ("total", "device"),
-    ):
-        table.add_row(label, *(_size(getattr(rank, field)) for rank in stages))
+    )
+    for label, field in rows:
+        sizes = [getattr(rank, field) for rank in stages]
+        if field != "reference" or any(sizes):
+            table.add_row(label, *map(_size, sizes))
     table.add_section()
-    for label, size in _host_rows(plan):
+    for label, size in _host_rows(plan.memory.hosts):
         table.add_row(label, size, *[""] * (len(stages) - 1))
     return table
 
 
-def _host_rows(plan: Plan) -> list[tuple[str, str]]:
+def _reference(plan: Plan, reference: Reference) -> Iterator[str]:
+    """Which it is, and what it takes; beside the policy its weights are in the table above."""
+    line = reference_line(plan.spec).removeprefix("reference: ")
+    yield f"{line[0].upper()}{line[1:]}."
+    if reference.hosts is not None:
+        yield "Scored before the policy is there, by processes of their own. They take at most:"
+        for rank in reference.stages:
+            stage = f"stage {rank.stage}, " if len(reference.stages) > 1 else ""
+            yield f"  {stage}per GPU {_size(rank.device)}: {_of_reference(rank)}"
+        for label, size in _host_rows(reference.hosts):
+            yield f"  {label} {size}"
+    elif reference.stages:
+        for rank in reference.stages:
+            stage = f"Stage {rank.stage} takes" if len(reference.stages) > 1 else "It takes"
+            yield f"{stage} per GPU {_size(rank.device)} while it scores: {_of_reference(rank)}."
+
+
+def _of_reference(rank: ReferenceMemory) -> str:
+    parts = [
+        (rank.parameters, "weights"),
+        (rank.offloaded, "weights in the host's memory"),
+        (rank.gathered, "gathered, at most"),
+        (rank.activations, "activations, about"),
+        (rank.logits, "logits, about"),
+    ]
+    return ", ".join(f"{words} {_size(size)}" for size, words in parts if size)
+
+
+def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     """One row per host, or one for all where they are alike."""
-    sizes = plan.memory.hosts
     if len(set(sizes.values())) == 1:
         label = "each host" if len(sizes) > 1 else f"host {next(iter(sizes))}"
         return [(label, _size(next(iter(sizes.values()))))]

@@ -114,3 +114,29 @@ def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
 def test_rows_longer_than_the_models_positions_are_refused(make_spec: Any) -> None:
     with pytest.raises(SpecError, match="data.max_length: 129 is over the model's 128 positions"):
         build_plan(make_spec(data={"max_length": 129}), 1, Path())
+
+
+def test_the_reference_of_pairs_is_shown_with_its_reason(plan: Any) -> None:
+    made = plan(4, task="dpo", parallel={"zero_stage": 2})
+    shown = text(made, explain=True)
+    assert "The policy as it starts, whole on every rank, since ZeRO 2 divides nothing" in shown
+    assert "Scored before the policy is there" in shown and "weights 3.8 MiB" in shown
+    assert "DeepSpeed, of the reference" in shown
+    told = as_mapping(made)["reference"]
+    assert told["per_gpu"][0]["parameters"] == 4_000_000 and told["per_host"] == {"localhost": 0}
+    assert told["deepspeed"]["zero_optimization"] == {"stage": 0}
+    assert set(told["reasons"]) >= {"zero_optimization.stage"}
+
+
+def test_a_live_reference_has_a_row_of_its_own(plan: Any) -> None:
+    shown = text(plan(4, task="dpo", dpo={"reference": "live"}))
+    assert "\n reference " in shown and "while it scores" in shown
+    assert "\n reference " not in text(plan(4, task="dpo"))
+
+
+def test_without_a_reference_nothing_is_said_of_one(plan: Any) -> None:
+    assert "eference" not in text(plan(4), explain=True)
+    made = plan(4, task="dpo", dpo={"loss_type": "orpo"})
+    assert as_mapping(made)["reference"] is None
+    staged = plan(4, task="dpo", parallel={"pipeline_stages": 2})
+    assert as_mapping(staged)["reference"]["deepspeed"] is None  # DeepSpeed has no part in it

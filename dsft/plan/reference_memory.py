@@ -1,0 +1,144 @@
+"""Bytes that a run's reference takes: beside the policy, or in a pass of its own before it. Takes the plan of
+the policy's memory and the reference's census; pure arithmetic, and as much an estimate as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import PERSIST_BELOW
+from dsft.plan.layout import Layout
+from dsft.plan.memory import Memory, RankMemory, most_tokens, of_host, runs_on_cpu, stage_memory, weight_bytes
+from dsft.plan.reference import (
+    dpo_of,
+    has_engine,
+    needs_reference,
+    reference_layout,
+    reference_model,
+    reference_stage,
+)
+from dsft.spec.schema import Parallel, Spec
+
+
+@dataclass(frozen=True)
+class ReferenceMemory:
+    """Of an engine of its own, on one rank of a stage; on its GPU, but the last, in its host's memory.
+
+    parameters  there between their uses
+    gathered    at ZeRO 3, at most so many at once
+    activations of the largest layer: a forward pass keeps no more
+    logits      that are there at once, at most
+    offloaded   parameters on the CPU
+    """
+
+    stage: int
+    elements: int
+    parameters: int
+    gathered: int
+    activations: int
+    logits: int
+    offloaded: int
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.gathered + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Reference:
+    """stages: one rank of each, empty where the policy's own engine scores; hosts: host -> bytes of a pass of
+    its own, None where it stands beside the policy, whose figures then have it."""
+
+    stages: tuple[ReferenceMemory, ...]
+    hosts: Mapping[str, int] | None
+
+
+def with_reference(
+    sizes: Memory,
+    census: Census,
+    spec: Spec,
+    layout: Layout,
+    hosts: Mapping[str, int],
+    tokens: int | None = None,
+) -> tuple[Memory, Reference | None]:
+    """The policy's memory with what stays beside it, and the reference's own; None where the loss has none.
+
+    census: of the reference, or the policy's where it is the policy's start; tokens: as in `memory`.
+    """
+    if not needs_reference(spec):
+        return sizes, None
+    if not has_engine(spec):
+        copies = tuple(_copies(rank, census, spec, layout) for rank in sizes.stages)
+        return _beside(sizes, copies, (0,) * len(copies), spec, layout, hosts), Reference((), None)
+    found = _stages(census, spec, layout, tokens or most_tokens(spec, layout))
+    if dpo_of(spec).reference == "precomputed":
+        return sizes, Reference(found, _per_host(found, spec, layout, hosts))
+    of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
+    held, offloaded = zip(*((one.parameters, one.offloaded) for one in of_rank), strict=True)
+    return _beside(sizes, held, offloaded, spec, layout, hosts), Reference(found, None)
+
+
+def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceMemory, ...]:
+    """As of a policy that has nothing to train."""
+    places = reference_layout(spec, layout.world_size)
+    parallel = Parallel(zero_stage=reference_stage(spec), pipeline_stages=places.pipeline_stages)
+    own = spec.model_copy(update={"model": reference_model(spec), "parallel": parallel})
+    parameters = tuple(replace(p, trained=False) for p in census.parameters if _is_its(p, own))
+    frozen = replace(census, parameters=parameters)
+    return tuple(
+        _frozen(stage_memory(stage, frozen, own, places, tokens), frozen, own)
+        for stage in range(places.pipeline_stages)
+    )
+
+
+def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceMemory:
+    parameters, offloaded = rank.parameters, 0
+    if dpo_of(spec).reference_offload == "cpu":
+        small = sum(p.numel for p in census.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(spec)
+        parameters, offloaded = small, rank.parameters - small
+    return ReferenceMemory(
+        rank.stage, rank.elements, parameters, rank.buffers, rank.one_layer, rank.logits, offloaded
+    )
+
+
+def _is_its(parameter: Parameter, own: Spec) -> bool:
+    """A policy's new adapter is none of the reference's."""
+    return own.model.lora is not None or not _is_adapters(parameter)
+
+
+def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int:
+    """Of an adapter that training continues, and of what is trained beside one: `refer_to_start`."""
+    sharded, lora = spec.parallel.zero_stage == 3, spec.model.lora
+    by_copy = sharded or (lora is not None and lora.path is not None)
+    trained = [p for p in census.stage(rank.stage, layout.pipeline_stages) if p.trained]
+    kept = [p.numel for p in trained if by_copy or not _is_adapters(p)]
+    ranks = layout.data_parallel if sharded else 1
+    return sum(-(-numel // ranks) for numel in kept) * weight_bytes(spec)
+
+
+def _is_adapters(parameter: Parameter) -> bool:
+    return ".lora_" in parameter.name
+
+
+def _beside(
+    sizes: Memory,
+    held: tuple[int, ...],
+    offloaded: tuple[int, ...],
+    spec: Spec,
+    layout: Layout,
+    hosts: Mapping[str, int],
+) -> Memory:
+    stages = tuple(
+        replace(rank, reference=on_gpu, offloaded=rank.offloaded + on_host)
+        for rank, on_gpu, on_host in zip(sizes.stages, held, offloaded, strict=True)
+    )
+    return Memory(stages, of_host(stages, layout, hosts, on_cpu=runs_on_cpu(spec)))
+
+
+def _per_host(
+    found: tuple[ReferenceMemory, ...], spec: Spec, layout: Layout, hosts: Mapping[str, int]
+) -> dict[str, int]:
+    places = reference_layout(spec, layout.world_size)
+    return of_host(found, places, hosts, on_cpu=runs_on_cpu(spec))

@@ -1,0 +1,124 @@
+"""What a reference takes, beside the policy or before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import PERSIST_BELOW
+from dsft.plan.layout import layout
+from dsft.plan.memory import Memory, memory
+from dsft.plan.reference_memory import Reference, with_reference
+
+BIG, SMALL, RANK = 1_000_000, 100, 8
+
+
+def census(*, lora: bool = False) -> Census:
+    layers = [Parameter(f"layers.{i}.w", (1000, 1000), i, False, (), not lora) for i in range(4)]
+    norms = [Parameter(f"layers.{i}.n", (SMALL,), i, False, (), not lora) for i in range(4)]
+    outside = [
+        Parameter("embed", (2000, 1000), None, True, (), not lora),
+        Parameter("head", (2000, 1000), None, False, ()),
+    ]
+    adapters = [
+        Parameter(f"layers.{i}.w.lora_{part}.weight", (RANK, 1000), i, False, ())
+        for i in range(4)
+        for part in "AB"
+    ]
+    return Census("X", 4, None, (*outside, *layers, *norms, *(adapters if lora else ())))
+
+
+WHOLE = 8 * BIG + 4 * SMALL
+ADAPTER = 8 * RANK * 1000
+
+
+@pytest.fixture
+def planned(make_spec: Any) -> Any:
+    def run(*, lora: bool = False, **sections: Any) -> tuple[Memory, Reference | None]:
+        sections = {"task": "dpo", "train": {"precision": "bf16"}, "data": {"max_length": 64}, **sections}
+        spec, hosts = make_spec(**sections), {"a": 2, "b": 2}
+        counted, places = census(lora=lora), layout(spec.parallel, 4)
+        return with_reference(memory(counted, spec, places, hosts), counted, spec, places, hosts)
+
+    return run
+
+
+def test_a_live_reference_stands_beside_the_policy_and_in_its_total(planned: Any) -> None:
+    sizes, reference = planned(dpo={"reference": "live"})
+    alone, none = planned(dpo={"loss_type": "simpo"})
+    assert none is None
+    assert sizes.stages[0].reference == 2 * WHOLE == reference.stages[0].parameters
+    assert sizes.stages[0].device == alone.stages[0].device + 2 * WHOLE
+    assert sizes.stages[0].phase("load") == alone.stages[0].phase("load") + 2 * WHOLE
+    assert reference.hosts is None and reference.stages[0].gathered == 0
+
+
+def test_a_sharded_one_takes_a_share_and_what_it_gathers(planned: Any) -> None:
+    sizes, reference = planned(dpo={"reference": "live", "reference_zero_stage": 3})
+    (rank,) = reference.stages
+    assert rank.parameters == sizes.stages[0].reference == 2 * (WHOLE // 4 + 4 * SMALL)
+    assert (rank.gathered, rank.offloaded) == (2 * WHOLE, 0)
+
+
+def test_one_on_the_cpu_leaves_the_gpu_what_stays_gathered(planned: Any) -> None:
+    offloaded = {"reference": "live", "reference_zero_stage": 3, "reference_offload": "cpu"}
+    sizes, reference = planned(dpo=offloaded)
+    (rank,) = reference.stages
+    assert SMALL < PERSIST_BELOW < BIG
+    assert rank.parameters == sizes.stages[0].reference == 2 * 4 * SMALL
+    assert rank.offloaded == 2 * WHOLE // 4
+    assert sizes.hosts == {"a": rank.offloaded * 2, "b": rank.offloaded * 2}
+
+
+def test_a_precomputed_one_takes_nothing_in_training(planned: Any) -> None:
+    sizes, reference = planned(dpo={})
+    alone, _ = planned(dpo={"loss_type": "simpo"})
+    assert sizes == alone
+    (rank,) = reference.stages
+    assert rank.device == 2 * WHOLE + rank.activations + rank.logits
+    assert rank.device < sizes.stages[0].device  # no gradients, no moments, one layer at a time
+    assert reference.hosts == {"a": 0, "b": 0}
+
+
+def test_on_cpus_the_pass_is_in_the_hosts_memory(planned: Any) -> None:
+    cluster = {"hosts": {"a": 2, "b": 2}, "accelerator": {"name": "cpu"}}
+    _, reference = planned(dpo={}, cluster=cluster)
+    assert reference.hosts == {"a": 2 * reference.stages[0].device, "b": 2 * reference.stages[0].device}
+
+
+def test_a_pass_in_stages_has_each_stages_share(planned: Any) -> None:
+    _, reference = planned(dpo={}, parallel={"zero_stage": 1, "pipeline_stages": 2})
+    first, last = reference.stages
+    assert first.parameters + last.parameters == 2 * WHOLE
+    assert first.logits == 0 < last.logits
+    _, whole = planned(dpo={"reference_zero_stage": 0}, parallel={"zero_stage": 1, "pipeline_stages": 2})
+    assert [rank.parameters for rank in whole.stages] == [2 * WHOLE]
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "path", "copied"),
+    [(1, None, 2 * BIG), (1, "adapter", 2 * BIG + ADAPTER), (3, None, (2 * BIG + ADAPTER) // 4)],
+)
+def test_an_adapters_reference_has_a_copy_of_what_cannot_be_switched_off(
+    planned: Any, zero_stage: int, path: str | None, copied: int
+) -> None:
+    model = {"lora": {"modules_to_save": ["head"], "path": path}}
+    sizes, reference = planned(
+        lora=True, model=model, dpo={"reference": "adapter"}, parallel={"zero_stage": zero_stage}
+    )
+    assert sizes.stages[0].reference == 2 * copied
+    assert reference.stages == () and reference.hosts is None
+
+
+def test_a_new_adapter_is_no_part_of_a_live_reference(planned: Any) -> None:
+    _, without = planned(lora=True, model={"lora": {}}, dpo={"reference": "live"})
+    _, continued = planned(lora=True, model={"lora": {"path": "adapter"}}, dpo={"reference": "live"})
+    assert without.stages[0].elements == WHOLE and continued.stages[0].elements == WHOLE + ADAPTER
+
+
+def test_longer_pairs_take_more(planned: Any) -> None:
+    _, short = planned(dpo={}, data={"max_length": 64})
+    _, long = planned(dpo={}, data={"max_length": 128})
+    assert long.stages[0].activations == 2 * short.stages[0].activations
