@@ -145,7 +145,8 @@ class Data(Section):
     max_tokens_per_micro_batch: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of a packed micro-batch; by default micro_batch_size × max_length.",
+        description="Tokens of a packed micro-batch; by default micro_batch_size × max_length, of pairs "
+        "twice that.",
     )
     eval_fraction: float | None = Field(
         default=None,
