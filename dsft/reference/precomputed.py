@@ -81,15 +81,24 @@ class Precomputed:
 
 
 def precompute(
-    spec: Spec, micro_batch_size: int, inputs: Inputs, processes: Processes, say: Say, *, again: bool
+    spec: Spec,
+    micro_batch_size: int,
+    inputs: Inputs,
+    processes: Processes,
+    say: Say,
+    *,
+    again: bool,
+    known: Callable[[Key], None] = lambda key: None,
 ) -> Precomputed:
-    """A collective of the processes. again: pairs that are there already are scored once more, by children.
+    """A collective of the processes. again: pairs that are there already are scored once more, by children;
+    known: is called with the key before anything is scored, and may refuse it.
 
     Raises CheckpointError where dpo.reference_store holds another reference's, or the store says other than
     the reference does; StorageError where it cannot be written or read; what a child raised.
     """
     say(reference_line(spec))
     key = processes.first(lambda: key_of(spec, reference_model(spec), inputs))
+    processes.first(lambda: known(key))
     folder = store.store_folder(spec, key)
     sizes = [len(inputs.train), *(len(one.data) for one in inputs.held_out)]
 

@@ -22,6 +22,7 @@ from dsft.model.policy import Policy
 from dsft.plan.reference import dpo_of, reference_line
 from dsft.reference.adapter import refer_to_start
 from dsft.reference.api import Refer
+from dsft.reference.key import Key
 from dsft.reference.live import refer_to_engine
 from dsft.reference.model import open_reference
 from dsft.reference.precomputed import (
@@ -84,12 +85,11 @@ class Start:
     checkpoint: Checkpoint | None
     say: Say
 
-    def check_and_remember(self, found: Precomputed) -> None:
+    def check(self, key: Key) -> None:
         """Raises CheckpointError where the run began against another reference."""
         held = self.checkpoint.state.get("reference") if self.checkpoint is not None else None
         where = self.checkpoint.path if self.checkpoint is not None else self.folder
-        check_same_reference(where, held, found.key, self.folder, self.say)
-        remember(self.folder, found)
+        check_same_reference(where, held, key, self.folder, self.say)
 
 
 def store_of(
@@ -98,8 +98,8 @@ def store_of(
     """The store, made where it is not there. A collective before the policy is built."""
     again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
     processes = Processes(world, launched)
-    found = precompute(spec, micro_batch_size, inputs, processes, start.say, again=again)
-    world.first(lambda: start.check_and_remember(found))
+    found = precompute(spec, micro_batch_size, inputs, processes, start.say, again=again, known=start.check)
+    world.first(lambda: remember(start.folder, found))
     return found
 
 

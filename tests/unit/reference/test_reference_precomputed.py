@@ -17,6 +17,7 @@ from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import Launched
 from dsft.reference import precomputed, store
+from dsft.reference.key import Key
 from dsft.reference.passes import Pass
 from dsft.reference.precomputed import (
     Precomputed,
@@ -139,6 +140,18 @@ def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list
     assert len(passes) == 1
     made(folder)
     assert len(passes) == 2
+
+
+def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[Pass]) -> None:
+    mine = spec(folder)
+    inputs = read_inputs(mine, lambda text: None)
+
+    def refuse(key: Key) -> None:
+        raise CheckpointError(key.digest)
+
+    with pytest.raises(CheckpointError):
+        precompute(mine, 2, inputs, Processes(None, ALONE), print, again=False, known=refuse)
+    assert not passes and not (folder / "runs" / ".cache" / "reference").exists()
 
 
 def test_a_store_that_loses_what_was_written(
