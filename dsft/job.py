@@ -247,7 +247,11 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     retention = Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_best)
 
     def keep(progress: Progress, held_out_loss: float | None) -> None:
-        fragments, shapes, facts = engine.owned(), engine.shapes(), facts_of(job, inputs, progress)
+        ends = progress.step == last_step
+        if reference and ends:
+            report.line(reference.unchanged.prove(world))
+        fragments, shapes = engine.owned(), engine.shapes()
+        facts = facts_of(job, inputs, progress, unchanged=ends)
         facts = replace(facts, reference=reference.memory if reference else None)
         if held_out_loss is not None and math.isfinite(held_out_loss):
             facts = replace(facts, held_out_loss=held_out_loss)
@@ -272,8 +276,6 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     try:
         with ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is) as soon:
             end = fit(engine, objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
-        if reference:
-            report.line(reference.unchanged.prove(world))
     finally:
         report.close(latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)

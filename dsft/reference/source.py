@@ -24,7 +24,7 @@ from dsft.reference.adapter import refer_to_start
 from dsft.reference.api import Refer
 from dsft.reference.key import Key
 from dsft.reference.live import refer_to_engine
-from dsft.reference.model import open_reference
+from dsft.reference.model import open_reference, proven
 from dsft.reference.precomputed import (
     Precomputed,
     Processes,
@@ -120,5 +120,8 @@ def source_of(
     if dpo_of(spec).reference == "adapter":
         held = refer_to_start(policy, engine, spec)
     else:
-        held = refer_to_engine(open_reference(spec, inputs.facts, world).engine)
+        live = open_reference(spec, inputs.facts, world)
+        for line in proven(live, spec, inputs, world):
+            say(f"reference: {line}")
+        held = refer_to_engine(live.engine)
     return Source([held.refer] * sets, Unchanged.of_weights(held))
