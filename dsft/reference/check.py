@@ -129,15 +129,15 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
         training=torch.cat(training).cpu(),
         reference=torch.cat(references).cpu(),
         rounding=max(
-            float(apart.max()), _epsilon(policy) * float((logps / num_tokens.clamp(min=1)).abs().mean())
+            float(apart.max()), _unit_roundoff(policy) * float((logps / num_tokens.clamp(min=1)).abs().mean())
         ),
     )
 
 
-def _epsilon(policy: Policy) -> float:
+def _unit_roundoff(policy: Policy) -> float:
     """Of the coarsest type of its parameters. By one rounding of a token's logits layouts may always differ,
     however equal those two are that are compared."""
-    return max(torch.finfo(p.dtype).eps for p in policy.parameters())
+    return max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
 
 
 def answers(pair: Example) -> tuple[Example, Example]:

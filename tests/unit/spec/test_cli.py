@@ -79,7 +79,7 @@ def test_no_files(dsft, write: Write) -> None:  # noqa: ANN001
     assert dsft("validate", path, "--no-files")[0] == 0
 
 
-@pytest.mark.parametrize("task", ["sft", "pretrain"])
+@pytest.mark.parametrize("task", ["sft", "pretrain", "dpo"])
 def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Write, task: str) -> None:  # noqa: ANN001
     write()
     code, out, _ = dsft("init", "fresh", "--task", task)

@@ -114,6 +114,9 @@ def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
 def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
     path = write()
     assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs"])
+    assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs", "task=dpo"])
+    (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=dpo")
+    assert "holds conversations, no pairs; use builtin:quickstart-pairs" in message
 
 
 @pytest.mark.parametrize("theirs", [*ALIASES, *LOCAL_ALIASES])
