@@ -59,6 +59,7 @@ from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_facts
 from dsft.plan.reference_memory import with_reference
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.reference.adapter import adapter_off
+from dsft.reference.check import FEW
 from dsft.reference.check import Start as FirstStep
 from dsft.reference.check import check_start
 from dsft.reference.evaluate import PairSet, pair_evaluation
@@ -438,8 +439,9 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
 def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
     """That a policy that has learned nothing is its reference, on pairs of the first step."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
-    micro_batches = reference.refers[0](train_steps(job, inputs, world).step(0).micro_batches)
-    bare = partial(adapter_off, policy) if spec.model.lora is not None else None
+    micro_batches = reference.refers[0](train_steps(job, inputs, world).step(0).micro_batches[:FEW])
+    # Not under ZeRO 3, where every pass must use the modules that the last one did.
+    bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
     first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)
     return check_start(first, built.engine, policy, world)
 
