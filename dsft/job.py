@@ -251,11 +251,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         ends = progress.step == last_step
         if reference and ends:
             report.line(reference.unchanged.prove(world))
+        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=ends)
         fragments, shapes = engine.owned(), engine.shapes()
-        facts = facts_of(job, inputs, progress, unchanged=ends)
-        facts = replace(facts, reference=reference.memory if reference else None)
-        if held_out_loss is not None and math.isfinite(held_out_loss):
-            facts = replace(facts, held_out_loss=held_out_loss)
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
@@ -415,7 +412,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     engine = build_engine(policy, spec, job.config, world, objective)
     if not objective.needs_reference:
         return Built(policy, engine)
-    return Built(policy, engine, source_of(spec, inputs, world, policy, engine, stored, start.say))
+    return Built(policy, engine, source_of(spec, inputs, world, policy, engine, stored, start))
 
 
 def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:
@@ -468,9 +465,17 @@ def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
     )
 
 
-def facts_of(job: Job, inputs: Inputs, progress: Progress, *, unchanged: bool = False) -> Facts:
+def facts_of(
+    job: Job,
+    inputs: Inputs,
+    progress: Progress,
+    held_out_loss: float | None,
+    reference: Source | None,
+    *,
+    unchanged: bool,
+) -> Facts:
     """unchanged: whether the reference was shown to be what it was at the start."""
-    reference = reference_facts(job.spec, unchanged=unchanged)
+    model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
         progress=asdict(progress),
         spec=job.spec.model_dump(mode="json"),
@@ -478,9 +483,11 @@ def facts_of(job: Job, inputs: Inputs, progress: Progress, *, unchanged: bool = 
         data=inputs.loaded.identity,
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
-        base=inputs.files if has_frozen(job.spec.model) else None,
+        held_out_loss=held_out_loss if is_known else None,
+        base=inputs.files if has_frozen(model) else None,
         new_rows=asdict(inputs.rows) if inputs.rows else None,
-        origin=origin_of(job.spec.model.name_or_path, inputs.files, reference),
+        reference=reference.memory if reference else None,
+        origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
     )
 
 

@@ -92,11 +92,7 @@ def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     yield "data", [_source(name, facts) for name, facts in state.get("data", {}).items()]
     yield "steps", list(_steps(state))
     yield "precision", [train["precision"]] if "precision" in train else []
-    held = {**state.get("versions", {})}
-    yield (
-        "versions",
-        [", ".join(f"{name} {held[name]}" for name in _PACKAGES if name in held)] if held else [],
-    )
+    yield "versions", list(_versions(state.get("versions", {})))
 
 
 def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
@@ -137,6 +133,14 @@ def _reference(reference: Values | None) -> Iterator[str]:
 
 def _source(name: str, facts: Values) -> str:
     return f"{name}: {facts['rows']:,} rows of {facts['tokens']:,} tokens"
+
+
+def _versions(held: Values) -> Iterator[str]:
+    """Where dsft is a checkout, its commit."""
+    known = {**held, **({"dsft": f"at commit {held['commit'][:12]}"} if "commit" in held else {})}
+    told = [f"{name} {known[name]}" for name in _PACKAGES if name in known]
+    if told:
+        yield ", ".join(told)
 
 
 def _steps(state: Values) -> Iterator[str]:

@@ -187,13 +187,13 @@ def check_same_reference(
         say(f"reference: another than at the last start in {folder}: {'; '.join(others)}")
 
 
-def remember(folder: Path, found: Precomputed) -> None:
+def remember(folder: Path, key: Key, store: Path | None = None) -> None:
     """Write the run's reference.json. Raises StorageError."""
     path = folder / MEMORY
     try:
         with whole_file(path) as out:
-            text = json.dumps({"store": str(found.folder)} | memory_of(found.key), indent=1)
-            out.write(text.encode())
+            where = {"store": str(store)} if store is not None else {}
+            out.write(json.dumps(where | memory_of(key), indent=1).encode())
     except OSError as error:
         raise storage_error(path, error) from None
 

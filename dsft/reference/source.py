@@ -19,10 +19,10 @@ from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.launch.environment import Launched
 from dsft.model.policy import Policy
-from dsft.plan.reference import dpo_of, reference_line
+from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference.adapter import refer_to_start
 from dsft.reference.api import Refer
-from dsft.reference.key import Key
+from dsft.reference.key import Key, key_of
 from dsft.reference.live import refer_to_engine
 from dsft.reference.model import open_reference, proven
 from dsft.reference.precomputed import (
@@ -41,27 +41,28 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """refers: of data.train, then of each held-out set; stored: where they look up, which any thread can do
-    ahead of a step; unchanged: proves at the end that it is what it was."""
+    """refers: of data.train, then of each held-out set; key: what it is; unchanged: proves at the end that it
+    is what it was; is_stored: they look it up, which any thread can do ahead of a step."""
 
     refers: Sequence[Refer]
+    key: Key
     unchanged: Unchanged
-    stored: Precomputed | None = None
+    is_stored: bool = False
 
     @property
-    def memory(self) -> Mapping[str, Any] | None:
+    def memory(self) -> Mapping[str, Any]:
         """What a checkpoint says of it."""
-        return memory_of(self.stored.key) if self.stored else None
+        return memory_of(self.key)
 
     @property
     def ahead(self) -> Refer:
         """While a step of training is made."""
-        return self.refers[0] if self.stored else as_it_is
+        return self.refers[0] if self.is_stored else as_it_is
 
     @property
     def now(self) -> Refer:
         """Right before a step of training, a collective."""
-        return as_it_is if self.stored else self.refers[0]
+        return as_it_is if self.is_stored else self.refers[0]
 
 
 def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -91,6 +92,13 @@ class Start:
         where = self.checkpoint.path if self.checkpoint is not None else self.folder
         check_same_reference(where, held, key, self.folder, self.say)
 
+    def checked(self, spec: Spec, inputs: Inputs) -> Key:
+        """Of a reference without a store, remembered in the run's folder. Raises as `check` and `key_of`."""
+        key = key_of(spec, reference_model(spec), inputs)
+        self.check(key)
+        remember(self.folder, key)
+        return key
+
 
 def store_of(
     spec: Spec, inputs: Inputs, world: World, launched: Launched, micro_batch_size: int, start: Start
@@ -99,7 +107,7 @@ def store_of(
     again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
     processes = Processes(world, launched)
     found = precompute(spec, micro_batch_size, inputs, processes, start.say, again=again, known=start.check)
-    world.first(lambda: remember(start.folder, found))
+    world.first(lambda: remember(start.folder, found.key, found.folder))
     return found
 
 
@@ -110,18 +118,20 @@ def source_of(
     policy: Policy,
     engine: Engine,
     stored: Precomputed | None,
-    say: Say,
+    start: Start,
 ) -> Source:
-    """A collective, before any step or checkpoint has changed the policy."""
+    """A collective, before any step or checkpoint has changed the policy. Raises CheckpointError where the
+    run began against another reference."""
     if stored is not None:
-        return Source(stored.refers, Unchanged.of_files(spec), stored)
-    say(reference_line(spec))
+        return Source(stored.refers, stored.key, Unchanged.of_files(spec), is_stored=True)
+    start.say(reference_line(spec))
+    key = world.first(lambda: start.checked(spec, inputs))
     sets = 1 + len(inputs.held_out)
     if dpo_of(spec).reference == "adapter":
         held = refer_to_start(policy, engine, spec)
     else:
         live = open_reference(spec, inputs.facts, world)
         for line in proven(live, spec, inputs, world):
-            say(f"reference: {line}")
+            start.say(f"reference: {line}")
         held = refer_to_engine(live.engine)
-    return Source([held.refer] * sets, Unchanged.of_weights(held))
+    return Source([held.refer] * sets, key, Unchanged.of_weights(held))

@@ -73,6 +73,12 @@ def test_it_says_what_the_model_was_made_of() -> None:
     assert (told["precision"], told["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
 
 
+def test_a_checkout_has_a_commit() -> None:
+    versions = {"dsft": "not installed", "commit": "0123456789abcdef+", "torch": "2.13.0"}
+    told = rows(model_card(state(versions=versions), "model"))["versions"]
+    assert told == "dsft at commit 0123456789ab, torch 2.13.0"
+
+
 def test_the_hubs_own_reader_takes_it() -> None:
     data = ModelCard(model_card(state(), "model")).data.to_dict()
     assert (data["base_model"], data["library_name"]) == ("meta-llama/Llama-3.1-8B", "transformers")

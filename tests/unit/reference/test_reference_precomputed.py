@@ -167,7 +167,7 @@ def test_a_run_remembers_its_reference(folder: Path, passes: list[Pass]) -> None
     run.mkdir(parents=True)
     before, _ = made(folder)
     check_same_reference(run, None, before.key, run, said.append)
-    remember(run, before)
+    remember(run, before.key, before.folder)
     check_same_reference(run, None, before.key, run, said.append)
     check_same_reference(run / "checkpoints/step-1", memory_of(before.key), before.key, run, said.append)
     assert not said
