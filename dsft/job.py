@@ -59,9 +59,8 @@ from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_facts
 from dsft.plan.reference_memory import with_reference
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation, total_steps
 from dsft.reference.adapter import adapter_off
-from dsft.reference.check import FEW
+from dsft.reference.check import FEW, check_start
 from dsft.reference.check import Start as FirstStep
-from dsft.reference.check import check_start
 from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.model import config_of
 from dsft.reference.source import Source, Start, as_it_is, of_zeros, source_of, store_of
