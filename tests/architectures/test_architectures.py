@@ -55,6 +55,14 @@ def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str) 
     assert found["names"] == [], "names that stand in one of the two folders"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind not in PACKED])
+def test_answers_that_share_their_prompt_equal_two_rows(kind: str) -> None:
+    results, log = launch()
+    assert kind in results, log
+    found = results[kind]["shared"]
+    assert max(found["answers"], found["gradient"]) <= max(BOUND, 4 * found["rounding"]), found
+
+
 def bound(results: dict[str, Any], step: str, figure: str) -> float:
     """1e-6, or four times what the plain loop itself is off from float64."""
     return max(BOUND, 4 * float(results["float64"][step][figure]))

@@ -12,7 +12,8 @@ weights      |weight after both steps − plain| ÷ the tensor's largest |elemen
 export       |logits of the exported folder − logits of the final weights|, absolute
 
 The mode "float64" has the same figures of the plain loop in float32 against itself in float64: what an
-architecture's own rounding is.
+architecture's own rounding is. The mode "shared" is of preference pairs in one process, where attention is
+per segment: answers' log-probabilities and gradients with each prompt once, against rows by themselves.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ from dsft.model.head import BYTES_PER_LOGIT
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.model.weights import Keep
+from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
-from tests.parity import plain
+from tests.parity import pairs, plain
 from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -216,7 +218,7 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     expected = plain_outcome(model, steps)
     exact = plain_outcome(AutoModelForCausalLM.from_pretrained(folder).double(), steps)
-    results: dict[str, Any] = {"float64": differences(expected, exact)}
+    results: dict[str, Any] = {"float64": differences(expected, exact), "shared": shared_prompts(folder)}
     for mode, outcome in outcomes.items():
         if isinstance(outcome, str):
             results[mode] = {"refused": outcome}
@@ -263,6 +265,33 @@ def off(found: Tensors, expected: Tensors) -> float:
         float((found[n] - e).abs().max() / (largest if is_noise[n] else e.abs().max()))
         for n, e in expected.items()
     )
+
+
+def shared_prompts(folder: Path) -> dict[str, float]:
+    """answers: |log-probability − padded| ÷ |padded|; gradient: as of a step, each answer weighed otherwise;
+    rounding: the larger of both, of the padded rows against themselves in float64."""
+    if attention_for_packed(folder) != "auto":
+        return {}
+    policy, task = build(make_spec(folder, "zero2"), Keep()), plain.make_pairs(5, (3,), 1, VOCABULARY)[0]
+    shared = answers_of(policy, pairs.micro_batch(plain.rows_of(task), 0, "shared"))
+    with own_attention(policy.causal_lm):
+        padded = pairs.micro_batch(plain.rows_of(task), 0, "padded")
+        alone, exact = answers_of(policy, padded), answers_of(policy.double(), padded)
+    answers, gradient = apart(shared, alone)
+    return {"answers": answers, "gradient": gradient, "rounding": max(apart(alone, exact))}
+
+
+def answers_of(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensors]:
+    logps = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths, starts=batch.starts)
+    answers = answer_logps(logps, batch)
+    weights = torch.arange(1.0, 1.0 + answers.numel(), dtype=answers.dtype).view_as(answers)
+    trained = policy.named_trained()
+    found = torch.autograd.grad((answers * weights).sum(), list(trained.values()), allow_unused=True)
+    return answers.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+
+def apart(one: tuple[Tensor, Tensors], other: tuple[Tensor, Tensors]) -> tuple[float, float]:
+    return float(((one[0] - other[0]) / other[0]).abs().max()), off(one[1], other[1])
 
 
 def exported(folder: Path, mode: str, model: PreTrainedModel, final: Tensors) -> dict[str, Any]:
