@@ -79,6 +79,7 @@ def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
 def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> str:
     """What was too large, what was measured, and what would fit."""
     rows, length = longest.input_ids.shape
+    rows_each = 1 if longest.pairs is None else 2
     what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"
     reason = " ".join(error.split())[:200]
     said = f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
@@ -90,8 +91,8 @@ def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> s
     fit = min(fit, rows * length - 1)  # all of it did not
     if longest.lengths is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
-    elif fit >= length:
-        way_out = f"set train.micro_batch_size to {fit // length} or less"
+    elif fit >= rows_each * length:
+        way_out = f"set train.micro_batch_size to {fit // (rows_each * length)} or less"
     else:
-        way_out = f"set train.micro_batch_size to 1 and data.max_length to {fit} or less"
+        way_out = f"set train.micro_batch_size to 1 and data.max_length to {fit // rows_each} or less"
     return f"{said}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {more}."

@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit
 
 GIB = 2**30
@@ -20,6 +21,11 @@ GIB = 2**30
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return MicroBatch(tokens, tokens, tokens, lengths)
+
+
+def of_pairs(rows: int, length: int) -> MicroBatch:
+    ids = torch.arange(rows // 2)
+    return replace(micro_batch(rows, length), pairs=Pairs(ids, torch.ones(rows // 2, 2).long()))
 
 
 def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
@@ -50,6 +56,8 @@ def test_what_fits_by_a_straight_line(taken: list[Taken], limit: int, fit: int |
         (micro_batch(4, 100), 80, "set train.micro_batch_size to 1 and data.max_length to 80 or less"),
         (micro_batch(1, 400, (200, 200)), 250, "set data.max_tokens_per_micro_batch to 250 or less"),
         (micro_batch(4, 100), 4000, "set train.micro_batch_size to 3 or less"),  # all of it did not fit
+        (of_pairs(8, 100), 650, "set train.micro_batch_size to 3 or less"),
+        (of_pairs(8, 100), 180, "set train.micro_batch_size to 1 and data.max_length to 90 or less"),
     ],
 )
 def test_the_way_out_is_a_size_of_the_spec(batch: MicroBatch, fit: int, way_out: str) -> None:
@@ -68,7 +76,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
 WORKER = """
 import resource, sys
 import torch
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
 from dsft.rehearsal import rehearse
 from dsft.report.memory import MemoryMeter

@@ -132,12 +132,18 @@ def _loaded(data: Data, booked: Sequence[Booked], cutting: Cutting) -> Loaded:
     held_out = tuple(HeldOut(one.of.name, one.dataset()) for one in booked[1:])
     lines = [line for one in booked for line in one.lines()]
     lines += [f"data.train: {line}" for line in shares_text(booked[0].names, train)]
+    if train.is_pairs and cutting.share_prompts:
+        lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
     datasets = (train, *(one.data for one in held_out))
     sets = [one.account(made) for one, made in zip(booked, datasets, strict=True)]
     account = {
         "train": sets[0],
         "held_out": {one.of.name or "eval": mine for one, mine in zip(booked[1:], sets[1:], strict=True)},
-        "settings": {"on_too_long": cutting.how, "max_length": cutting.max_length}
+        "settings": {
+            "on_too_long": cutting.how,
+            "max_length": cutting.max_length,
+            "share_prompts": cutting.share_prompts,
+        }
         | data.model_dump(mode="json", include=_SETTINGS),
     }
     identity = {

@@ -435,6 +435,30 @@ def test_max_rows_and_held_out_are_pairs(tmp_path: Path) -> None:
     assert all(len(example.segment_lengths) == 2 for example in both)
 
 
+def test_a_shared_prompt_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(strings("a?", "b", "c")) + "\n", encoding="utf-8")
+    data = Data(train=(Source(path=str(path)),), packing=True)
+    for share in (False, True):
+        loaded = load_data(Wanted(data), TOKENIZER, share_prompts=share)
+        assert ("computed once for both answers" in loaded.lines[-1]) == share
+        assert loaded.account["settings"]["share_prompts"] == share
+        assert loaded.account["train"]["total"]["example_tokens"] == (7 if share else 8)
+
+
+def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
+    sources = []
+    for name, count in (("a", 3), ("b", 9)):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [json.dumps(strings(f"{name}{number}?", "b", "c")) + "\n" for number in range(count)]
+        path.write_text("".join(rows), encoding="utf-8")
+        sources.append(Source(path=str(path), weight=0.5))
+    data = load_data(Wanted(Data(train=tuple(sources))), TOKENIZER).train
+    step = TrainSteps(data, BatchSizes(12, 12, 1, 1, None), 0, 0, 0).step(0)
+    assert {name: of.examples for name, of in step.sources.items()} == {"a": 6, "b": 6}
+    assert step.counts == {"pairs": 12, "chosen_tokens": 24} and step.squared == 2 * 12 * 25
+
+
 def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
     source = FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)])
     _, part = part_of(PairRows(source), 99, "error")
