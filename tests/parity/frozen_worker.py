@@ -62,10 +62,12 @@ LLAMA = {
     "initializer_range": 0.2,
 }
 MODES: dict[str, dict[str, Any]] = {
+    "default": {},
     "replicated": {"reference_zero_stage": 0},
     "zero3": {"reference_zero_stage": 3},
     "zero3_offload": {"reference_zero_stage": 3, "reference_offload": "cpu"},
 }
+BESIDE = ((0, "zero3"), (1, "replicated"), (2, "zero3"), (3, "replicated"), (3, "zero3_offload"))
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4},
     "dora": {"rank": 4, "use_dora": True},
@@ -157,16 +159,21 @@ def in_stages(world: World) -> dict[str, float]:
     return {"score": score, "left": float(sum(p.numel() for p in reference.policy.parameters()))}
 
 
-def beside(world: World, zero_stage: int, mode: str) -> dict[str, float]:
+def beside(world: World, zero_stage: int, mode: str, stages: int = 1) -> dict[str, float]:
     """A policy that trains, and a reference that is asked before each of its steps."""
-    spec = spec_of(zero_stage, MODES[mode])
+    spec = spec_of(zero_stage, MODES[mode], stages=stages)
+    places = Layout(world.world_size, stages, world.world_size // stages)
+    world = World(world.rank, world.world_size, world.local_rank, places, world.device)
     lonely = losses(world, spec, lambda step: None)
     reference = open_reference(spec, FACTS, world)
     differences = [0.0]
 
     def ask(step: int) -> None:
         found = batches(world, step)
-        differences.append(apart(reference.engine.score(found), whole_scores(spec, found)))
+        scored = reference.engine.score(found)
+        assert bool(scored) == (world.stage == stages - 1)
+        if scored:
+            differences.append(apart(scored, whole_scores(spec, found)))
 
     accompanied = losses(world, spec, ask)
     reference.engine.close()
@@ -263,13 +270,13 @@ def destroy(engine: Any) -> None:
 
 
 def cases(world: World, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    for mode in MODES:
+    for mode in list(MODES)[1:]:
         for precision in ("fp32", "bf16"):
             yield f"{mode}-{precision}", functools.partial(alone, world, mode, precision)
     yield "pipeline-fp32", functools.partial(in_stages, world)
-    for zero_stage in (0, 1, 2, 3):
-        for mode in ("replicated", "zero3"):
-            yield f"beside-{zero_stage}-{mode}", functools.partial(beside, world, zero_stage, mode)
+    for zero_stage, mode in BESIDE:
+        yield f"beside-{zero_stage}-{mode}", functools.partial(beside, world, zero_stage, mode)
+    yield "beside-pipeline", functools.partial(beside, world, 1, "default", stages=world.world_size)
     for trained, lora in ADAPTERS.items():
         world.first(functools.partial(write_adapter, folder / trained, lora))
         for name in INSIDE[trained]:

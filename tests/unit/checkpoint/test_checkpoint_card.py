@@ -109,7 +109,7 @@ def test_a_fresh_model_has_a_seed_and_no_base() -> None:
 
 @pytest.mark.parametrize("form", ["adapter", "merged"])
 def test_an_adapter_says_its_kind(form: Any) -> None:
-    lora = {"rank": 8, "alpha": 16.0, "use_dora": True, "path": "/home/me/old"}
+    lora = {"rank": 8, "alpha": 16.0, "use_dora": True, "path": "/models/old"}
     told = rows(model_card(state(model={"lora": lora}), form))
     assert told["adapter"] == "DoRA, rank 8, alpha 16.0<br>continued from old"
 
