@@ -31,6 +31,7 @@ EXACT = 1e-5  # rewards, margins and the loss: what fp32 reaches, and the least 
 FACTOR = 4.0  # the reference's layout may be another than the two that rounding is measured in
 FEW, ALONE = 2, 4  # micro-batches of a rank that are looked at, and pairs of these that are scored alone too
 SHOWN = 3  # pairs that an error names
+CLEAR = 10.0  # times the bound: what a pair of another row is off by, where other weights move all a little
 
 TRAINING = "in training the policy's rewards are other than in evaluation"
 DROPOUT = "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
@@ -94,7 +95,7 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
         raise _error(TRAINING, _worst(start, pairs, drawn, bound), DROPOUT)
     if not bool((off <= bound).all()):
         is_bare = _is_without_adapter(start, engine, world, pairs, bound)
-        raise _error(REWARDS, _worst(start, pairs, off, bound), BARE if is_bare else _by_pairs(off <= bound))
+        raise _error(REWARDS, _worst(start, pairs, off, bound), BARE if is_bare else _by_pairs(off, bound))
     rewards = start.dpo.beta * (pairs.policy - pairs.reference)
     loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
     return (
@@ -168,17 +169,19 @@ def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found
     return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
 
 
-def _by_pairs(same: Tensor) -> str:
+def _by_pairs(off: Tensor, bound: Tensor) -> str:
     """The cause, by which pairs are the same in policy and reference."""
-    if bool(same.any()):
+    same, far = off <= bound, off > CLEAR * bound
+    counted = f"{int(same.sum())} of {len(same)} pairs are the same in both"
+    if bool(same.any() and (same | far).all()):
         return (
-            f"{int(same.sum())} of {len(same)} pairs are the same in both, so weights and template are, and "
-            "the others are of other rows; make the reference's log-probabilities anew from these data"
+            f"{counted}, so weights and template are, and the others are of other rows; make the reference's "
+            "log-probabilities anew from these data"
         )
     return (
-        "no pair is the same in both: the reference has other weights than the policy starts from, or an "
-        "adapter on it, or its rows were made with another chat template or tokenizer; give "
-        "dpo.reference_model where another reference is meant, or make its log-probabilities anew"
+        f"{counted}: the reference has other weights than the policy starts from, or an adapter on it, or "
+        "its rows were made with another chat template or tokenizer; give dpo.reference_model where another "
+        "reference is meant, or make its log-probabilities anew"
     )
 
 

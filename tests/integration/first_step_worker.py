@@ -1,5 +1,5 @@
-"""One rank of the check at step 0 on real engines: prints, per case, what it said. Started by
-test_first_step.py with two ranks.
+"""One rank of the check at step 0 on real engines: prints, per case, what it said, and how far the scores of
+an evaluation are from the reference's. Started by test_first_step.py with two ranks.
 
 The reference's log-probabilities are those of the whole model, each answer alone, with the weights, rows and
 adapter of the case.
@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.load import HeldOut
 from dsft.data.steps.lay import collate
-from dsft.data.steps.steps import TrainSteps
+from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
@@ -44,6 +45,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.reference.adapter import adapter_off
 from dsft.reference.check import Start, answers, check_start
+from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.lookup import look_up
 from dsft.spec.schema import Dpo, Model, Spec
 
@@ -99,13 +101,13 @@ def main() -> None:
     world = join(detect(os.environ), Layout(ranks, 1, ranks))
     for case in CASES:
         own = replace(world, layout=Layout(ranks, case.stages, ranks // case.stages))
-        said = world.gather(outcome(case, own))
+        said, apart = zip(*world.gather(outcome(case, own)), strict=True)
         if world.rank == 0:
-            print("CASE " + json.dumps({"case": case.name, "said": said}), flush=True)
+            print("CASE " + json.dumps({"case": case.name, "said": said, "apart": apart}), flush=True)
     world.close()
 
 
-def outcome(case: Case, world: World) -> str:
+def outcome(case: Case, world: World) -> tuple[str, float]:
     spec = make_spec(case, world)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     dtype = DTYPES[case.precision]
@@ -125,10 +127,17 @@ def outcome(case: Case, world: World) -> str:
     steps = TrainSteps(dataset, sizes, world.data_rank, SEED, PAD)
     micro_batches = look_up(logps.numpy())(steps.step(0).micro_batches)
     without = partial(adapter_off, policy) if case.lora else None
+    held_out = HeldOut(None, dataset)
+    dealt = evaluation(dataset, sizes, world.data_rank, PAD)
+    table = score_pairs(PairSet(held_out, *dealt, look_up(logps.numpy())), engine, world)
+    assert table.reference is not None and torch.equal(table.reference, logps)
+    assert table.num_tokens.tolist() == [[sum(a.trained) for a in answers(one)] for one in pairs]
+    apart = float((table.logps - logps).abs().max())
     try:
-        return check_start(Start(dpo, dataset, micro_batches, PAD, without), engine, policy, world)
+        first = Start(dpo, dataset, micro_batches, PAD, without)
+        return check_start(first, engine, policy, world), apart
     except SpecError as error:
-        return str(error)
+        return str(error), apart
     finally:
         engine._engine.destroy()
         groups.mpu = None

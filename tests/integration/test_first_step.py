@@ -1,4 +1,5 @@
-"""The check at step 0 on real engines of two ranks: what passes, in every layout and type, and each cause."""
+"""The check at step 0 on real engines of two ranks: what passes, in every layout and type, and each cause.
+Held-out pairs are scored by the same engines."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from tests.launching import torchrun
 
 pytest.importorskip("deepspeed")
 
-NO_PAIR = "no pair is the same in both"
+WEIGHTS = "pairs are the same in both: the reference has other weights"
 CAUSES = {
     "dropout": "dropout is on",
-    "other weights": NO_PAIR,
-    "other weights, pipeline": NO_PAIR,
-    "one weight in bf16": NO_PAIR,
-    "another template": NO_PAIR,
+    "other weights": WEIGHTS,
+    "other weights, pipeline": WEIGHTS,
+    "one weight in bf16": WEIGHTS,
+    "another template": WEIGHTS,
     "other rows": "the others are of other rows",
     "an adapter that the reference lacks": "the policy without its adapter",
 }
@@ -32,9 +33,11 @@ def test_the_check_at_step_0() -> None:
     for case in cases:
         first, second = case["said"]
         assert first == second  # on every rank
+        assert case["apart"][0] == case["apart"][1]
         cause = CAUSES.get(case["case"])
         if cause is None:
             assert "policy and reference are one" in first and " 0.693" in first, case
             assert "1e-05 is rounding" in first or "bf16" in case["case"], case
+            assert case["apart"][0] < (1.0 if "bf16" in case["case"] else 1e-4), case
         else:
             assert cause in first and "pairs.jsonl:" in first, case
