@@ -28,7 +28,7 @@ from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.data.sets.load import Loaded
 from dsft.data.steps.ahead import ahead
-from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.ending import finish
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
@@ -63,6 +63,7 @@ from dsft.reference.check import FEW, check_start
 from dsft.reference.check import Start as FirstStep
 from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.model import config_of
+from dsft.reference.recheck import random_pairs
 from dsft.reference.source import Source, Start, as_it_is, of_zeros, source_of, store_of
 from dsft.rehearsal import rehearse
 from dsft.report.folder import Origin, versions, write_folder
@@ -433,9 +434,14 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
 
 
 def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
-    """That a policy that has learned nothing is its reference, on pairs of the first step."""
+    """That a policy that has learned nothing is its reference, on pairs of the first step, and of a store on
+    random ones too, other ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
-    micro_batches = reference.refers[0](train_steps(job, inputs, world).step(0).micro_batches[:FEW])
+    looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
+    if reference.stored is not None:
+        ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
+        looked_at += tuple(Laid(inputs.train, ids, job.batch, world.data_rank, pad)) if len(ids) else ()
+    micro_batches = reference.refers[0](looked_at)
     # Not under ZeRO 3, where every pass must use the modules that the last one did.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
     first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)

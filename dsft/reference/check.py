@@ -29,7 +29,7 @@ from dsft.spec.schema import Dpo
 
 EXACT = 1e-5  # rewards, margins and the loss: what fp32 reaches, and the least that is asked of any type
 FACTOR = 4.0  # the reference's layout may be another than the two that rounding is measured in
-FEW, ALONE = 2, 4  # micro-batches of a rank that are looked at, and pairs of these that are scored alone too
+FEW, ALONE = 2, 4  # micro-batches of the first step to look at, and pairs of them that are scored alone too
 SHOWN = 3  # pairs that an error names
 CLEAR = 10.0  # times the bound: what a pair of another row is off by, where other weights move all a little
 
@@ -106,7 +106,7 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
 
 def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found | None:
     """None on a rank that has no pair, or not the last stage."""
-    batches = start.micro_batches[:FEW]
+    batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
     numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
@@ -164,7 +164,7 @@ def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found
     if start.without_adapter is None:
         return False
     with start.without_adapter():
-        bare = engine.score(start.micro_batches[:FEW], answer_logps)
+        bare = engine.score(start.micro_batches, answer_logps)
     ranks = [one for one in world.gather(torch.cat(bare).cpu() if bare else None) if one is not None]
     return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
 
@@ -197,3 +197,8 @@ def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
 def _error(what: str, where: str, cause: str) -> SpecError:
     title = "The policy does not start from its reference."
     return SpecError(title, [Problem("dpo.reference", f"{what} ({where}): {cause}")])
+
+
+def _values(logps: Tensor) -> str:
+    """Of both answers."""
+    return " and ".join(f"{float(value):.6g}" for value in logps)

@@ -29,13 +29,18 @@ def choose_again(held: Stored, count: int) -> tuple[Again, ...]:
     """`count` random pairs of those that are there, by dataset; other ones at each start."""
     known = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in held.logps]
     borders = np.cumsum([0, *map(len, known)])
-    drawn = np.sort(np.random.default_rng().permutation(int(borders[-1]))[:count])
+    drawn = random_pairs(int(borders[-1]), count)
     places = np.searchsorted(drawn, borders)
     chosen = [
         ids[drawn[first:last] - border]
         for ids, border, first, last in zip(known, borders[:-1], places[:-1], places[1:], strict=True)
     ]
     return tuple(Again(ids, logps[ids]) for ids, logps in zip(chosen, held.logps, strict=True))
+
+
+def random_pairs(total: int, count: int) -> NDArray[np.int64]:
+    """(count,) numbers below `total`, or all of them where there are fewer, ascending."""
+    return np.sort(np.random.default_rng().permutation(total)[:count])
 
 
 def check_again(
