@@ -438,7 +438,7 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     random ones too, other ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
     looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
-    if reference.stored is not None:
+    if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
         looked_at += tuple(Laid(inputs.train, ids, job.batch, world.data_rank, pad)) if len(ids) else ()
     micro_batches = reference.refers[0](looked_at)
