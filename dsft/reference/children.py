@@ -25,7 +25,13 @@ from dsft.reference.passes import Pace, Pass, score_pairs
 _TICK = 1.0  # seconds
 _GRACE = 3  # ticks in which the child that failed first may still tell why
 
+_TAKEN = "EADDRINUSE"  # in what torch says of a port that another process listens on
+
 Say = Callable[[str], None]
+
+
+class PortTakenError(WorldError):
+    """Between the choice of the group's port and its first use another process took it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ def run_children(
     """Start a child for each place and wait until all of all processes have ended. say and tell: are called
     with what the first rank's child says.
 
-    Raises on every process what a child raised; WorldError where one ended without a word.
+    Raises on every process what a child raised; WorldError where one ended without a word; PortTakenError
+    where other places may do.
     """
     children: list[_Child] = []
     try:
@@ -172,8 +179,11 @@ def work(descriptor: int) -> int:
         end = End(rank)
     except DsftError as error:
         end = End(rank, error=error)
-    except Exception:  # told by the parent, as what it is
+    except Exception as error:  # told by the parent, as what it is
         end = End(rank, fault=traceback.format_exc())
+        if _TAKEN in str(error):
+            port = os.environ["MASTER_PORT"]
+            end = End(rank, error=PortTakenError(f"port {port} was taken by another process; start again."))
     with suppress(OSError):
         connection.send(end)
     return int(end.failed)

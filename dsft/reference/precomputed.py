@@ -27,7 +27,7 @@ from dsft.launch.environment import Launched, free_port
 from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference import store
 from dsft.reference.api import Refer
-from dsft.reference.children import End, run_children
+from dsft.reference.children import End, PortTakenError, run_children
 from dsft.reference.key import Components, Key, differences, key_of
 from dsft.reference.lookup import look_up
 from dsft.reference.passes import Pass
@@ -40,6 +40,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 MEMORY = "reference.json"
 """In a run's folder: what its reference was."""
+_PORTS = 3  # that are tried
 _WAIT = 1.0  # seconds between two looks at a lock that another job holds
 
 
@@ -119,8 +120,7 @@ def precompute(
         if missing or (there and asked.num_again):
             processes.first(lambda: store.clean(folder) if missing else None)
             began = time.monotonic()
-            with shown(say, first=processes.is_first) as tell:
-                run_children(asked, processes.places(), processes.gather, say, tell)
+            _score(asked, processes, say)
             say(_done(missing, there, asked.num_again, time.monotonic() - began))
     found = processes.first(lambda: read(lambda text: None))
     if found.num_missing:
@@ -130,6 +130,17 @@ def precompute(
         )
     say(f"reference: the log-probabilities of {sum(sizes):,} pairs are in {folder}")
     return Precomputed(key, folder, found.logps)
+
+
+def _score(asked: Pass, processes: Processes, say: Say) -> None:
+    for left in reversed(range(_PORTS)):
+        try:
+            with shown(say, first=processes.is_first) as tell:
+                run_children(asked, processes.places(), processes.gather, say, tell)
+            return
+        except PortTakenError:
+            if not left:
+                raise
 
 
 def _take(folder: Path, processes: Processes, held: ExitStack, say: Say) -> None:

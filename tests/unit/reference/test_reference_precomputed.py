@@ -17,6 +17,7 @@ from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import Launched
 from dsft.reference import precomputed, store
+from dsft.reference.children import PortTakenError
 from dsft.reference.key import Key
 from dsft.reference.passes import Pass
 from dsft.reference.precomputed import (
@@ -104,6 +105,26 @@ def test_it_goes_on_where_it_was_killed(
     assert "4 pairs scored" in said[1] and "3 were there" in said[1]
     assert not list(found.folder.glob("*.tmp"))
     assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
+
+
+def test_another_port_where_one_is_taken(
+    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, ports = precomputed.run_children, []
+
+    def taken(asked: Pass, places: list[Launched], *others: Any) -> None:
+        ports.append(places[0].master_port)
+        if len(ports) < 3:
+            raise PortTakenError("port taken")
+        whole(asked, places, *others)
+
+    monkeypatch.setattr(precomputed, "run_children", taken)
+    made(folder)
+    assert len(ports) == 3
+    ports.clear()
+    monkeypatch.setattr(precomputed, "_PORTS", 2)
+    with pytest.raises(PortTakenError):
+        made(folder, data={"max_length": 128})
 
 
 def test_two_jobs_at_once_make_one_store(
