@@ -7,6 +7,7 @@ BadRowError. Touches nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from dsft.data.formats.calls import tools
@@ -19,22 +20,24 @@ from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
 """As CSV writes them, in any case."""
 _PAIR = ("chosen", "rejected")
+_ASKED = ("question", "query", "input")
+"""What other tools call a prompt."""
 
 
 def prompt_completion(fields: Fields) -> Row:
     return Row((_completed(fields),))
 
 
-def preference(fields: Fields) -> Row:
-    """The chosen and the rejected sample, which begin with the same prompt."""
+def preference(fields: Fields, task: str = "dpo") -> Row:
+    """The chosen and the rejected sample, which begin with the same prompt; for sft the chosen one alone."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
         fields = Fields(fields.row, {**fields.columns, **names})
     is_replaced = fields.get("chosen") is None and fields.get("rejected_response") is not None
-    pair = _replaced_answer(fields) if is_replaced else _pair(fields)
+    pair = _replaced_answer(fields) if is_replaced else _pair(fields, task)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so there is nothing to prefer")
-    return Row(pair)
+    return Row(pair[:1] if task == "sft" else pair)
 
 
 def kto(fields: Fields) -> Row:
@@ -68,22 +71,22 @@ def _completed(fields: Fields) -> Sample:
     """Strings are one text as they stand; messages are a conversation, in which a string is one turn."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _text(fields, "completion")
+        return _text(fields, fields.string("prompt"), fields.string("completion"))
     place = fields.name("completion")
     asked = with_system(fields, _question(prompt, fields.name("prompt")))
     return _talk(asked, _answer(completion, place), place, _tools(fields))
 
 
-def _text(fields: Fields, key: str) -> Text:
-    """The prompt and the answer under `key` as one text. A text has no system message and no tools."""
+def _text(fields: Fields, prompt: str, answer: str) -> Text:
+    """Both as one text. A text has no system message and no tools."""
     for other in ("system", "tools", "functions"):
         if not is_empty(fields.get(other)):
-            prompt = fields.name("prompt")
+            name = fields.name("prompt")
             raise BadRowError(
-                f'"{fields.name(other)}" stands beside a "{prompt}" that is a string, which is read as it '
-                f"stands; write messages, or columns: {{instruction: {prompt}}} for a chat"
+                f'"{fields.name(other)}" stands beside a "{name}" that is a string, which is read as it '
+                f"stands; write messages, or columns: {{instruction: {name}}} for a chat"
             )
-    return Text(((fields.string("prompt"), False), (fields.string(key), True)))
+    return Text(((prompt, False), (answer, True)))
 
 
 def _talk(
@@ -148,7 +151,7 @@ def _replaced_answer(fields: Fields) -> tuple[Sample, Sample]:
     return _talks(prompt, (chosen, _answer(fields.get("rejected_response"), name)), fields)
 
 
-def _pair(fields: Fields) -> tuple[Sample, Sample]:
+def _pair(fields: Fields, task: str) -> tuple[Sample, Sample]:
     chosen, rejected = (fields.get(key) for key in _PAIR)
     names = [fields.name(key) for key in _PAIR]
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -159,7 +162,7 @@ def _pair(fields: Fields) -> tuple[Sample, Sample]:
     if is_text and key == "prompt" and isinstance(fields.get("prompt"), str):
         return _texts(fields)
     if is_text and key is None:
-        raise BadRowError(_no_prompt(fields))
+        return _begun_alike(fields, task)
     answers = _answer(chosen, names[0]), _answer(rejected, names[1])
     asked = _prompt(fields, key)
     if asked and (not isinstance(chosen, list) or answers[0][0].message["role"] == "assistant"):
@@ -174,13 +177,11 @@ def _pair(fields: Fields) -> tuple[Sample, Sample]:
 
 
 def _no_prompt(fields: Fields) -> str:
-    meant = next(
-        (key for key in ("question", "query", "input") if isinstance(fields.row.get(key), str)), None
-    )
+    meant = next((key for key in _ASKED if isinstance(fields.row.get(key), str)), None)
     way_out = (
         f"write columns: {{prompt: {meant}}} for texts as they stand, or {{instruction: {meant}}} for a chat"
         if meant
-        else "a row of strings needs the prompt that both answer"
+        else "a row of strings needs the prompt that both answer, or for dpo begins with it in both"
     )
     chosen, rejected = (fields.name(key) for key in _PAIR)
     return f'"{chosen}" and "{rejected}" are strings without a "{fields.name("prompt")}"; {way_out}'
@@ -224,7 +225,25 @@ def _texts(fields: Fields) -> tuple[Sample, Sample]:
     for key in _PAIR:
         if not fields.string(key):
             raise BadRowError(f'"{fields.name(key)}" is empty; an answer must say something')
-    return _text(fields, "chosen"), _text(fields, "rejected")
+    chosen, rejected = (_text(fields, fields.string("prompt"), fields.string(key)) for key in _PAIR)
+    return chosen, rejected
+
+
+def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
+    """Two strings that begin with their prompt: all words before the first that differs. Of a pair's loss
+    what both say first is no part, so where the answers begin in it does not matter; for sft it would."""
+    texts = [fields.string(key) for key in _PAIR]
+    most = min(map(len, texts)) - 1  # one character at least is left to each
+    common = commonprefix([text[: max(0, most)] for text in texts])
+    prompt = common.rstrip()
+    if prompt == common:  # it may end within a word
+        prompt, *last = common.rsplit(maxsplit=1) if common else [""]
+        prompt = prompt if last else ""
+    named = any(isinstance(fields.row.get(key), str) for key in _ASKED)
+    if not prompt or named or task == "sft":
+        raise BadRowError(_no_prompt(fields))
+    chosen, rejected = (_text(fields, prompt, text[len(prompt) :]) for text in texts)
+    return chosen, rejected
 
 
 def _talks(

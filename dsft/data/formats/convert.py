@@ -28,8 +28,7 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     check_row(fields, found)
     if found.name != "text":
         _check_media(row)
-    made = _CONVERT[found.name](fields)
-    return Row(made.samples[:1], made.label) if found.task == "sft" and len(made.samples) > 1 else made
+    return preference(fields, found.task) if found.name == "preference" else _CONVERT[found.name](fields)
 
 
 def _check_media(row: Mapping[str, Any]) -> None:
@@ -69,6 +68,5 @@ _CONVERT: Mapping[str, Callable[[Fields], Row]] = {
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": prompt_completion,
-    "preference": preference,
     "kto": kto,
 }

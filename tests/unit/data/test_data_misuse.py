@@ -226,7 +226,7 @@ CASES = (
                 {"prompt": "a", "chosen": "b", "rejected": ""},
                 {"prompt": "a", "chosen": "b", "rejected": None},
                 {"prompt": "a", "chosen": "b", "rejected": [ANSWERED]},
-                {"chosen": "a b", "rejected": "a c"},
+                {"chosen": "ab", "rejected": "ac"},
                 {"question": "a", "chosen": "b", "rejected": "c"},
                 {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED]},
                 {"chosen": [ASKED, ANSWERED], "rejected": [turn("user", "c"), ANSWERED]},

@@ -33,6 +33,7 @@ from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.spec.chat_templates import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Source, Train
 from tests.unit.data.token_rows import FakeRows
 
@@ -96,6 +97,14 @@ FORMATS = {
         {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
         ("2+2=", f"4{END}", f"five{END}"),
     ),
+    "strings that begin alike": (
+        {"chosen": "Human: 2+2?\n\nAssistant: four", "rejected": "Human: 2+2?\n\nAssistant: five"},
+        ("Human: 2+2?\n\nAssistant:", f" four{END}", f" five{END}"),
+    ),
+    "a string that begins with the other": (
+        {"chosen": "2 + 2 = 4", "rejected": "2 + 2 ="},
+        ("2 + 2", f" = 4{END}", f" ={END}"),
+    ),
     "messages": (
         {"prompt": TALK, "chosen": [assistant("4")], "rejected": [assistant("five")]},
         (chatml(*TALK), f"4{END}", f"five{END}"),
@@ -125,6 +134,27 @@ def test_a_format_gives_one_prompt_and_two_answers(tmp_path: Path, name: str) ->
     (example,) = load(tmp_path, row).train
     assert said(example) == [(prompt, chosen), (prompt, rejected)]
     assert example.source.endswith("a.jsonl:1")
+
+
+def test_strings_that_begin_alike_are_no_prompt_and_answer_for_sft(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(FORMATS["strings that begin alike"][0]) + "\n", encoding="utf-8")
+    data = Data(train=(Source(path=str(path), format="preference"),))
+    with pytest.raises(DataError, match='are strings without a "prompt"'):
+        load_data(Wanted(data, "sft"), TOKENIZER)
+
+
+@pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
+def test_each_template_of_ours_writes_one_prompt(tmp_path: Path, template: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    ends = ["</s>", "<end_of_turn>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|end|>"]
+    more = ["<｜end▁of▁sentence｜>", "[gMASK]", "<sop>"]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": [*ends, *more]})
+    choose_template(tokenizer, template)
+    row = {"prompt": TALK[1:], "chosen": [assistant("four")], "rejected": [assistant("five")]}
+    (example,) = load(tmp_path, row, tokenizer=tokenizer).train
+    (prompt, chosen), (same, rejected) = said(example, tokenizer)
+    assert prompt == same and chosen.replace("four", "five") == rejected != chosen
 
 
 def test_answers_of_several_turns_are_trained_on_but_for_what_is_asked(tmp_path: Path) -> None:
