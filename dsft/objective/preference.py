@@ -60,8 +60,8 @@ def hinge(scores: Tensor, dpo: Dpo) -> Tensor:
 def apo_zero(scores: Tensor, dpo: Dpo) -> Tensor:
     """1 - σ(β ρ(c)) + σ(β ρ(r)): raises the chosen answer and lowers the rejected one, each from the
     reference. D'Oosterlinck et al. 2024 (arXiv 2408.06266), equation 7."""
-    rewards = torch.sigmoid(dpo.beta * scores * scores.new_tensor([-1.0, 1.0]))
-    return rewards.sum(1)
+    chosen, rejected = (dpo.beta * scores).unbind(1)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
 def ipo(scores: Tensor, dpo: Dpo) -> Tensor:
