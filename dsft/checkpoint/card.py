@@ -146,7 +146,8 @@ def _versions(held: Values) -> Iterator[str]:
 def _steps(state: Values) -> Iterator[str]:
     progress, batch = state.get("progress", {}), state.get("batch", {})
     of = {"dpo": "pairs", "pretrain": "rows"}.get(state["spec"].get("task"), "examples")
-    yield f"{progress['step']:,} steps of {batch['global_batch_size']} {of}"
+    size = f" of {batch['global_batch_size']} {of}" if "global_batch_size" in batch else ""
+    yield f"{progress['step']:,} steps{size}"
     if "epoch" in progress and "num_tokens" in progress:
         yield f"{progress['epoch']:.2f} epochs, {progress['num_tokens']:,} tokens"
 

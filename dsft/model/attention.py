@@ -152,6 +152,8 @@ def own_attention(causal_lm: PreTrainedModel) -> Iterator[None]:
 
 # --- the attention ------------------------------------------------------------------------------------------
 
+# Queries of a CPU's kernel under a mask, which computes what is hidden too: fewer at once have fewer keys.
+AT_ONCE = 128
 NOT_SAID = -1  # a model that hands no window over, where one without a window hands None
 
 
@@ -180,12 +182,13 @@ def segment_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
     for part in _parts(segments, reach, query, key, value):
-        if softcap is not None:
-            assert band is not None
-            output = _attend_bent(part, part.seen(band), scale, dropout, softcap)
-        else:
-            output = _attend(part, None if part.is_square(reach) else part.seen(band), scale, dropout)
-        outputs.append(output.transpose(1, 2))
+        for block in part.blocks(reach, softcap is not None):
+            if softcap is not None:
+                assert band is not None
+                output = _attend_bent(block, block.seen(band), scale, dropout, softcap)
+            else:
+                output = _attend(block, None if block.is_square(reach) else block.seen(band), scale, dropout)
+            outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
@@ -201,6 +204,19 @@ class _Part(NamedTuple):
     def is_square(self, reach: int) -> bool:
         """Plainly causal: no keys before the segment's own, and all of them within reach."""
         return self.start == 0 and self.query.shape[2] <= reach
+
+    def blocks(self, reach: int, is_masked: bool) -> Iterator[_Part]:
+        """Of AT_ONCE queries and the keys up to them and within reach, where there is a mask and a CPU."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if self.query.device.type != "cpu" or (self.is_square(reach) and not is_masked):
+            yield self
+            return
+        before = self.start + length - keys  # the position of the first key
+        for begin in range(0, length, AT_ONCE):
+            start, size = self.start + begin, min(AT_ONCE, length - begin)
+            first = max(before, start + 1 - reach)
+            key, value = (x.narrow(2, first - before, start + size - first) for x in (self.key, self.value))
+            yield _Part(self.query.narrow(2, begin, size), key, value, start)
 
     def seen(self, band: Tensor | None) -> Tensor:
         """(n, m) bool: which keys each query sees."""

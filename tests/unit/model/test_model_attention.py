@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.errors import DsftError, SpecError
+from dsft.model import attention
 from dsft.model.attention import (
     KEYWORD,
     SEGMENTS,
@@ -56,13 +57,19 @@ def positions_of(segments: Segments) -> Tensor:
 
 
 @pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize(("key_heads", "at_once"), [(4, 128), (2, 3), (1, 128), (1, 1)])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
 def test_equals_a_dense_mask(
-    window: int | None, softcap: float | None, key_heads: int, segments: Segments
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    softcap: float | None,
+    key_heads: int,
+    at_once: int,
+    segments: Segments,
 ) -> None:
-    """The output and the gradients of query, key and value."""
+    """The output and the gradients of query, key and value, however many queries a kernel gets at once."""
+    monkeypatch.setattr(attention, "AT_ONCE", at_once)
     torch.manual_seed(3)
     tokens = sum(length for length, _ in segments)
     row = [torch.randn(1, heads, tokens, SIZE) * 2 for heads in (HEADS, key_heads, key_heads)]
