@@ -36,7 +36,7 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
-from dsft.errors import StorageError, WorldError
+from dsft.errors import DsftError, StorageError, WorldError
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.launch.environment import Launched
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit
@@ -248,14 +248,13 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     retention = Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_best)
 
     def keep(progress: Progress, held_out_loss: float | None) -> None:
-        ends = progress.step == last_step
-        if reference and ends:
-            report.line(reference.unchanged.prove(world))
-        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=ends)
+        proof = reference.unchanged.proof(world) if reference and progress.step == last_step else None
+        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=isinstance(proof, str))
         fragments, shapes = engine.owned(), engine.shapes()
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
         )
+        tell_proof(proof, report.line)
 
     steps = train_steps(job, inputs, world)
     evaluate = held_out_evaluation(job, inputs, world, engine, objective, reference)
@@ -277,6 +276,14 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     finally:
         report.close(latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
+
+
+def tell_proof(proof: str | DsftError | None, say: Say) -> None:
+    """Raises it where it is an error."""
+    if isinstance(proof, DsftError):
+        raise proof
+    if proof is not None:
+        say(proof)
 
 
 def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: int) -> Report:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import yaml
 
+from dsft.spec.schema import Dpo
+
 CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
 
@@ -119,7 +121,7 @@ def _objective(spec: Values) -> Iterator[str]:
     if task != "dpo":
         yield from [_TASKS[task]] if task in _TASKS else []
         return
-    dpo = spec.get("dpo") or {}
+    dpo = spec.get("dpo") or Dpo().model_dump()
     told = [f"{words} {dpo[key]}" for key, words in _OF_DPO.items() if dpo.get(key)]
     yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *told])
 

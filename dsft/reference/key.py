@@ -61,14 +61,16 @@ class Key:
 def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     """`model`: the reference's. Raises MissingInputError where its files cannot be read, DataError where one
     changes meanwhile."""
+    memory = cache_folder(spec) / DIGESTS
     rows = new_rows(model, inputs.facts)
     data = inputs.loaded
     datasets = (data.train, *(one.data for one in data.held_out))
     return Key(
         {
             "format": FORMAT,
-            **files_of(spec, model),
+            "weights": _weights(model, spec.train.seed, memory),
             "config": _config(model, inputs),
+            "adapter": _adapter(model, memory),
             "new_rows": None if rows is None else asdict(rows) | {"added": list(model.add_tokens)},
             "tokenizer": _digest([tokenizer_text(inputs.tokenizer), inputs.tokenizer.special_tokens_map]),
             "template": inputs.tokenizer.chat_template,
@@ -82,28 +84,28 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     )
 
 
-def files_of(spec: Spec, model: Model) -> Components:
-    """weights and adapter, of a Key. Raises as `key_of` does."""
-    memory = cache_folder(spec) / DIGESTS
-    return {"weights": _weights(model, spec.train.seed, memory), "adapter": _adapter(model, memory)}
+def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
+    """Of its weights, none where these are fresh, and of its adapter. Raises as `key_of` does."""
+    lora, name = model.lora, model.name_or_path
+    adapter = [Path(lora.path, file) for file in (CONFIG, WEIGHTS)] if lora and lora.path else []
+    if name is None:
+        return [], adapter
+    return weight_files(name) or sorted([*Path(name).glob("*.bin"), *Path(name).glob("*.pt")]), adapter
 
 
 def _weights(model: Model, seed: int, memory: Path) -> Components:
     if model.name_or_path is None:
         return {"from_config": model.from_config, "seed": seed}
-    folder = Path(model.name_or_path)
-    files = weight_files(model.name_or_path) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
-    return _digests(files, memory)
+    return digests(paths_of(model)[0], memory)
 
 
 def _adapter(model: Model, memory: Path) -> Components | None:
-    if model.lora is None or model.lora.path is None:
-        return None
-    return _digests([Path(model.lora.path, name) for name in (CONFIG, WEIGHTS)], memory)
+    files = paths_of(model)[1]
+    return digests(files, memory) if files else None
 
 
-def _digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
-    """By file name, several read at a time."""
+def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
+    """sha256 by file name, several read at a time. Raises as `key_of` does."""
     try:
         with ThreadPoolExecutor(_READERS) as pool:
             found = list(pool.map(lambda file: content_digest(file, memory), files))

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsft.data.cache.store import DIGESTS, cache_folder
 from dsft.engine.world import World
-from dsft.errors import CheckpointError
+from dsft.errors import CheckpointError, DsftError
 from dsft.plan.reference import reference_model
 from dsft.reference.api import Held
-from dsft.reference.key import files_of
+from dsft.reference.key import digests, paths_of
 from dsft.spec.schema import Spec
 
 PIECE = 2**24  # elements that are copied to the host at a time
@@ -36,19 +37,25 @@ class Unchanged:
 
     @classmethod
     def of_files(cls, spec: Spec) -> Unchanged:
-        """Those of a precomputed reference; of a fresh one there are none, and it follows from the spec."""
-        return cls("files", lambda: files_of(spec, reference_model(spec)))
+        """Those of a precomputed reference, wherever its hub id leads later; of a fresh one there are none,
+        and it follows from the spec."""
+        weights, adapter = paths_of(reference_model(spec))
+        memory = cache_folder(spec) / DIGESTS
+        return cls("files", lambda: (digests(weights, memory), digests(adapter, memory)))
 
-    def prove(self, world: World) -> str:
-        """A collective. A line that says so. Raises CheckpointError on every rank where it is another, and
-        MissingInputError where files are gone."""
-        same = world.gather(world.each(self._digest) == self._then)
+    def proof(self, world: World) -> str | DsftError:
+        """A collective. A line that says so; or the error, the same on every rank, where it is another or its
+        files are gone: to be raised once the run's end is saved."""
+        try:
+            same = world.gather(world.each(self._digest) == self._then)
+        except DsftError as error:
+            return error
         others = [rank for rank, is_same in enumerate(same) if not is_same]
         if others:
-            raise CheckpointError(
+            return CheckpointError(
                 f"the reference has changed during the run: its {self._what} are not what they were at the "
-                f"start (rank(s) {others}), so the policy was held against several models; nothing is "
-                "exported. Put the reference back and start again."
+                f"start (rank(s) {others}); the last checkpoint is saved, nothing is exported. dsft export "
+                "makes a model of it whose card says so; or put the reference back and train again."
             )
         return f"reference: its {self._what} are what they were at the start"
 

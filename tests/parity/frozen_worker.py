@@ -198,7 +198,7 @@ def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: st
             found = batches(world, step)
             before = [home.detach().clone() for home in held(policy)]
             filled = start.refer(found)
-            unchanged.prove(world)
+            assert isinstance(unchanged.proof(world), str)
             same = zip(before, held(policy), strict=True)
             switched.append(sum(not torch.equal(a, b) for a, b in same) + adapters_off(policy))
             if world.stage == stages - 1:

@@ -100,6 +100,11 @@ def test_a_folder_is_no_base_model_of_the_hub_and_where_it_stands_is_not_told(tm
     assert "base_model" not in front_matter(card) and rows(card)["made from"] == "runs/sft/export"
 
 
+def test_a_spec_without_a_section_has_its_defaults() -> None:
+    told = rows(model_card(state(spec={"dpo": None}), "model"))
+    assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
+
+
 def test_a_fresh_model_has_a_seed_and_no_base() -> None:
     fresh = {"name_or_path": None, "from_config": {"model_type": "llama"}}
     card = model_card(state(model=fresh, origin=origin_of(None, None)), "model")
