@@ -12,7 +12,7 @@ def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:
     """Set every probability of dropout to 0: of dropout modules, of modules that keep one as a number
     (attention_dropout, layerdrop), and in the config, which some read in each forward pass.
 
-    Gives "NAME VALUE" of each kind that was on.
+    Gives "NAME VALUE" of each that was on, by the config's names where it has any.
     """
     found: dict[str, float] = {}
     for path, module in causal_lm.named_modules():
@@ -21,9 +21,10 @@ def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:
         else:
             found |= _off(module, _named(module))
     config: Any = causal_lm.config
-    for part in (config, config.get_text_config()):
-        found |= _off(part, _named(part))
-    return tuple(f"{name} {value:g}" for name, value in sorted(found.items()))
+    by_config = _off(config, _named(config))
+    text = config.get_text_config()
+    by_config |= _off(text, _named(text))
+    return tuple(f"{name} {value:g}" for name, value in sorted((by_config or found).items()))
 
 
 def _named(owner: object) -> tuple[str, ...]:
