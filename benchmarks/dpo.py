@@ -181,7 +181,7 @@ def parse() -> argparse.Namespace:
         "--max-length",
         type=int,
         default=1024,
-        help="of a prompt and an answer; longer ones are cut, as dsft does it",
+        help="tokens of a prompt and an answer",
     )
     parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs per rank and step")
     parser.add_argument("--ranks", type=int, default=1)
