@@ -594,6 +594,18 @@ def test_the_longest_micro_batch(way: str) -> None:
     )
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_the_longest_micro_batch_of_very_many_pairs(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset([(9, 1, 9), (9, 9, 2), (1, 2, 8), (2, 2, 2), (5, 5, 5)], share)
+    batch = BatchSizes(4, 2, 1, 2, 64)
+    exact = longest_micro_batch(data, batch, 0, 0, 20)
+    monkeypatch.setattr("dsft.data.steps.longest.LAID", 0)
+    at_most = longest_micro_batch(data, batch, 0, 0, 20)
+    assert at_most.input_ids.numel() >= exact.input_ids.numel()
+    assert at_most.pairs is not None and at_most.pairs.reference is not None and at_most.lengths is not None
+    assert len(at_most.pairs.ids) == len(at_most.pairs.reference) == len(at_most.lengths) // 2
+
+
 @pytest.mark.parametrize("length", range(1, 16))
 def test_the_first_part_has_the_pairs_of_which_both_answers_are_there(length: int) -> None:
     data = dataset([(3, 2, 4), (2, 1, 1)], share=True)
