@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import Samples, column, machine, machine_line, markdown, measure, ratio, spread
-from benchmarks.sft import LLAMA, ROOT, launch, make_peers, peers_wanted
+from benchmarks.sft import LLAMA, ROOT, launch, make_peers, peak_of_run, peers_wanted
 
 VARIANTS = {  # what stands in the table
     "trl-live": "TRL DPOTrainer, live reference",
@@ -321,7 +321,8 @@ def sample(variant: str, work: Path, ranks: int, threads: int) -> dict[str, Any]
             found = of_ends(json.loads(result.read_text()))
     given = json.loads((work / "given.json").read_text())
     return figures(found, [len(step) for step in given["steps"]]) | {
-        RSS: resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6,
+        RSS: max(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, found.get("peak_rss", 0))
+        / 1e6,
         RSS_ALL: watch.peak / 1e6,
     }
 
@@ -355,6 +356,7 @@ def of_run(run: Path, log: str) -> dict[str, Any]:
         "seconds": sum(step["perf/step_time"] for step in steps[1:]),
         "losses": [step["train/loss"] for step in steps],
         "reference_seconds": float(scored[1]) if scored else 0.0,
+        "peak_rss": peak_of_run(run),
     }
 
 

@@ -239,7 +239,7 @@ def sample(variant: str, work: Path, ranks: int) -> dict[str, Any]:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of the launcher and of all that it waited for
     return {
         "useful_tokens_per_second": found["useful_tokens"] / found["seconds"],
-        "peak_rss_mb": used.ru_maxrss * 1024 / 1e6,
+        "peak_rss_mb": max(used.ru_maxrss * 1024, found.get("peak_rss", 0)) / 1e6,
         "loss": found["loss"],
         "process_cpu_seconds": used.ru_utime + used.ru_stime,
     }
@@ -280,7 +280,16 @@ def of_metrics(run: Path) -> dict[str, float]:
         "seconds": sum(step["perf/step_time"] for step in steps[1:]),
         "useful_tokens": steps[-1]["train/num_tokens"] - steps[0]["train/num_tokens"],
         "loss": steps[-1]["train/loss"],
+        "peak_rss": peak_of_run(run),
     }
+
+
+def peak_of_run(run: Path) -> float:
+    """Bytes, of a run of dsft's largest rank. It sets the kernel's mark back at the start of each phase, so
+    what the kernel says at its end is the last phase's."""
+    phases = json.loads((run / "memory.json").read_text())["phases"].values()
+    peaks = [phase["host_rss"] for phase in phases]
+    return max(peak["measured"] if isinstance(peak, dict) else peak for peak in peaks)
 
 
 if __name__ == "__main__":
