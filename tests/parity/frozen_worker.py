@@ -300,6 +300,7 @@ def main(output: Path, words: list[str]) -> None:
     if world.rank == 0:
         output.write_text(json.dumps(figures, indent=1))
     world.close()
+    os._exit(0)  # the threads of a process group can abort the interpreter's own end
 
 
 if __name__ == "__main__":
