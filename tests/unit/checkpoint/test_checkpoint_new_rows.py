@@ -23,7 +23,7 @@ from dsft.checkpoint.save import save
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError
-from dsft.job import untrained_rows
+from dsft.job.measure import untrained_rows
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts

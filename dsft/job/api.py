@@ -1,0 +1,41 @@
+"""What a run is, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.launch.environment import Launched
+from dsft.plan.batch import BatchSizes
+from dsft.plan.layout import Layout
+from dsft.spec.schema import Spec
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known before torch is imported. notes: how the configuration came about, a line each;
+    hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
+    that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice."""
+
+    spec: Spec
+    batch: BatchSizes
+    config: Mapping[str, Any]
+    notes: Sequence[str]
+    launched: Launched
+    layout: Layout
+    hostfile: str | None
+    command: Sequence[str]
+    kept: frozenset[str] = frozenset()
+    profile: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.spec.output_dir, self.spec.name)
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"

@@ -1,0 +1,151 @@
+"""What stands before the first step: takes a job and its inputs, gives this rank's part of the model, its
+engine and the reference, proved on real rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dsft.checkpoint.export import write_beside
+from dsft.checkpoint.read import Checkpoint
+from dsft.data.steps.steps import Laid, TrainSteps, evaluation
+from dsft.engine.api import Engine, LossScale
+from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
+from dsft.engine.proof import prove_head, prove_packing
+from dsft.engine.world import World
+from dsft.inputs import Inputs
+from dsft.job.api import Job
+from dsft.job.same import prove_same
+from dsft.loop import Progress, Record, evaluation_record
+from dsft.model.attention import attend_per_segment
+from dsft.model.build import build_model, check_trainable
+from dsft.model.dropout import switch_off_dropout
+from dsft.model.names import kept_beside
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
+from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
+from dsft.plan.reference import dpo_of
+from dsft.reference.adapter import adapter_off
+from dsft.reference.check import FEW, check_start
+from dsft.reference.check import Start as FirstStep
+from dsft.reference.evaluate import PairSet, pair_evaluation
+from dsft.reference.recheck import random_pairs
+from dsft.reference.source import Source, Start, source_of, store_of
+from dsft.spec.schema import Spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def objective_of(spec: Spec) -> Objective:
+    """sft and pretraining differ in their data alone."""
+    return preference(dpo_of(spec)) if spec.task == "dpo" else next_token()
+
+
+@dataclass(frozen=True)
+class Built:
+    """This rank's part of the model, its engine, and the reference where the objective has one."""
+
+    policy: Policy
+    engine: Engine
+    reference: Source | None = None
+
+
+def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: Start) -> Built:
+    """From fresh or pretrained values. A reference's stored values are there before the model is."""
+    spec = job.spec
+    dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
+    keep = keep_for(job.config, world)
+    if inputs.files is not None:
+        prove_same(f"model.name_or_path {spec.model.name_or_path!r}", inputs.files, world)
+    has_store = objective.needs_reference and dpo_of(spec).reference == "precomputed"
+    size = job.batch.micro_batch_size
+    stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None
+
+    switched_off: list[str] = []
+
+    def part() -> Policy:
+        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)
+        check_trainable(policy.causal_lm)
+        if spec.task == "dpo":
+            switched_off.extend(switch_off_dropout(policy.causal_lm))
+        if spec.data.packing:
+            attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
+        return policy
+
+    policy = world.each(part)
+    if switched_off:
+        start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
+    world.first(lambda: write_beside(job.model_folder, kept_beside(policy.causal_lm)))
+    engine = build_engine(policy, spec, job.config, world, objective)
+    if not objective.needs_reference:
+        return Built(policy, engine)
+    return Built(policy, engine, source_of(spec, inputs, world, policy, engine, stored, start))
+
+
+def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:
+    """Give the engine the checkpoint's state; a line that says so."""
+    world.each(lambda: engine.load(start.read, progress.applied_steps))
+    if progress.loss_scale is not None:
+        engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
+    return f"going on from step {progress.step}: {start.path}"
+
+
+def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) -> Iterator[str]:
+    """What must hold on real rows before anything is trained, a line each. fresh: no step is done."""
+    spec, policy, engine = job.spec, built.policy, built.engine
+    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
+    if spec.data.packing:
+        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
+    if built.reference and fresh and dpo_of(spec).reference_model is None:
+        yield prove_start(job, inputs, world, built, built.reference)
+
+
+def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
+    """That a policy that has learned nothing is its reference, on pairs of the first step, and of a store on
+    random ones too, other ones at each start."""
+    spec, policy, pad = job.spec, built.policy, inputs.pad_id
+    looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
+    if reference.is_stored:
+        ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
+        looked_at += tuple(Laid(inputs.train, ids, job.batch, world.data_rank, pad)) if len(ids) else ()
+    micro_batches = reference.refers[0](looked_at)
+    # Not under ZeRO 3, where every pass must use the modules that the last one did.
+    bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
+    first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)
+    return check_start(first, built.engine, policy, world)
+
+
+def train_steps(job: Job, inputs: Inputs, world: World) -> TrainSteps:
+    train = job.spec.train
+    return TrainSteps(
+        inputs.train, job.batch, world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
+    )
+
+
+def held_out_evaluation(
+    job: Job, inputs: Inputs, world: World, engine: Engine, objective: Objective, reference: Source | None
+) -> Callable[[int], Record] | None:
+    """step -> metrics; None where nothing is held out."""
+    if not inputs.held_out:
+        return None
+    if objective.of_answers is not None:
+        refers = reference.refers[1:] if reference else [None] * len(inputs.held_out)
+        sets = [
+            PairSet(one, *evaluation(one.data, job.batch, world.data_rank, inputs.pad_id), refer)
+            for one, refer in zip(inputs.held_out, refers, strict=True)
+        ]
+        return pair_evaluation(sets, objective, dpo_of(job.spec), engine, world, job.folder)
+    names = [held_out.name for held_out in inputs.held_out]
+    dealt = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
+    counts = [count for _, count in dealt]
+
+    def evaluate(step: int) -> Record:
+        sums = [engine.evaluate(micro_batches) for micro_batches, _ in dealt]
+        return evaluation_record(objective, world.sum(torch.stack(sums)), counts, names)
+
+    return evaluate

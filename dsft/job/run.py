@@ -1,0 +1,108 @@
+"""One run on one rank, from the process group to the exported model: the story that `train.py` starts.
+
+Takes a checked spec with its batch sizes and DeepSpeed configuration. Every rank tells the same story; what
+one must do alone (the run's folder, printed lines, the export) rank 0 does, and all agree on how that went.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+
+from dsft.checkpoint.compare import check_same_run
+from dsft.checkpoint.lock import hold
+from dsft.checkpoint.read import Checkpoint, find
+from dsft.ending import finish
+from dsft.engine.start import check_precision
+from dsft.engine.world import World, join
+from dsft.errors import StorageError, WorldError
+from dsft.job.api import Job, Say
+from dsft.job.same import prove_same
+from dsft.job.train import train
+from dsft.loop import Progress
+from dsft.report.jsonl import storage_error
+from dsft.report.sinks import check_installed
+
+
+def run(job: Job) -> None:
+    """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
+    spec = job.spec
+    world = join(job.launched, job.layout)
+    say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
+    with ExitStack() as held:
+        prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
+        world.each(lambda: check_precision(spec.train.precision))
+        world.first(lambda: check_installed(spec))
+        world.first(lambda: take_folder(job.folder, held))
+        prove_shared(job.folder, world)
+        for line in (*job.notes, f"batch: {job.batch.equation()}"):
+            say(line)
+        start = resume_point(job, world, say)
+        progress = Progress(**start.state["progress"]) if start else Progress()
+        # Where the spec says how many steps there are, no row need be read to see that all are done.
+        done = progress.step >= (spec.train.max_steps or math.inf)
+        saved = None if done else train(job, world, start, progress, say)
+        if saved is None:
+            assert start is not None, "a run has at least one step"
+            saved = start.path
+            say(
+                f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
+                "gives it more."
+            )
+        world.close()
+        if world.rank == 0:  # alone, and for as long as a large model takes
+            finish(spec, job.folder, saved, say)
+
+
+def take_folder(folder: Path, held: ExitStack) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir."
+        ) from None
+    held.enter_context(hold(folder))
+
+
+def prove_shared(folder: Path, world: World) -> None:
+    """Every rank must see the file that rank 0 writes: a checkpoint is one folder with a part from each."""
+    path = folder / ".shared"
+    nonce = world.first(lambda: _written(path, secrets.token_hex(8)))
+    blind = [rank for rank, seen in enumerate(world.gather(_read(path))) if seen != nonce]
+    if blind:
+        raise WorldError(
+            f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir "
+            "on a disk that all hosts share."
+        )
+
+
+def _written(path: Path, text: str) -> str:
+    try:
+        path.write_text(text, encoding="ascii")
+    except OSError as error:
+        raise storage_error(path, error) from None
+    return text
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+
+
+def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
+    """The checkpoint that checkpoint.resume names, verified by rank 0, of a run with this very spec."""
+
+    def choose() -> Path | None:
+        found = find(job.folder, job.spec.checkpoint.resume)
+        for note in found.notes:
+            say(f"warning: {note}")
+        if found.path is not None:
+            check_same_run(Checkpoint.open(found.path), job.spec, job.batch, None)
+        return found.path
+
+    path = world.first(choose)
+    return world.each(lambda: Checkpoint.open(path)) if path else None

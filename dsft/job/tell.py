@@ -1,0 +1,81 @@
+"""What a run leaves and says of how it was made: its folder, its report, the facts of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from dsft.checkpoint.card import origin_of
+from dsft.checkpoint.export import write_model_folder
+from dsft.checkpoint.save import Facts
+from dsft.data.sets.load import Loaded
+from dsft.engine.world import World
+from dsft.inputs import Inputs
+from dsft.job.api import Job
+from dsft.loop import Progress
+from dsft.model.build import has_frozen
+from dsft.plan.reference import has_engine, in_stages, reference_facts
+from dsft.plan.schedule import batch_scale, scaling_equation
+from dsft.reference.model import config_of
+from dsft.reference.source import Source
+from dsft.report.folder import Origin, versions, write_folder
+from dsft.report.run import Report
+from dsft.spec.load import dump_spec
+
+
+def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: int) -> Report:
+    is_first, shown = world.rank == 0, shown_config(job, loaded)
+    report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
+    scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
+    if scaling is not None:
+        report.line(scaling)
+    return report
+
+
+def facts_of(
+    job: Job,
+    inputs: Inputs,
+    progress: Progress,
+    held_out_loss: float | None,
+    reference: Source | None,
+    *,
+    unchanged: bool,
+) -> Facts:
+    """unchanged: whether the reference was shown to be what it was at the start."""
+    model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
+    return Facts(
+        progress=asdict(progress),
+        spec=job.spec.model_dump(mode="json"),
+        batch=asdict(job.batch),
+        data=inputs.loaded.identity,
+        layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
+        versions=versions(),
+        held_out_loss=held_out_loss if is_known else None,
+        base=inputs.files if has_frozen(model) else None,
+        new_rows=asdict(inputs.rows) if inputs.rows else None,
+        reference=reference.memory if reference else None,
+        origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
+    )
+
+
+def describe(job: Job, inputs: Inputs) -> None:
+    """What the run's folder says of how it was made, and what an export needs beside the weights."""
+    spec, account = job.spec, inputs.loaded.account
+    by_deepspeed = has_engine(spec) and not in_stages(spec)
+    reference = config_of(spec, inputs.facts) if by_deepspeed else None
+    origin = Origin(dump_spec(spec), job.config, job.hostfile, job.command, account, reference)
+    write_folder(job.folder, origin)
+    write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
+
+
+def shown_config(job: Job, loaded: Loaded) -> dict[str, Any]:
+    """What Weights & Biases shows of the run; `data` has the account of the rows beside the spec's keys."""
+    spec = job.spec.model_dump(mode="json")
+    return spec | {
+        "data": spec["data"] | {"ledger": loaded.account},
+        "deepspeed": dict(job.config),
+        "versions": versions(),
+        "batch": asdict(job.batch),
+        "batch_scale": batch_scale(job.spec.optim, job.batch.global_batch_size),
+    }
