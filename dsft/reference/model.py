@@ -23,8 +23,9 @@ from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.plan.census import census_from
 from dsft.plan.ds_config import Elements
-from dsft.plan.reference import reference_model
+from dsft.plan.reference import dpo_of, reference_model
 from dsft.plan.reference_config import reference_config
+from dsft.reference.tokens import same_tokens
 from dsft.spec.schema import Spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +65,9 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
 def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
     """A collective. What must hold on real rows, as a run proves it of its policy; a line for each."""
     engine, policy = reference.engine, reference.policy
+    other = dpo_of(spec).reference_model
+    if other is not None:
+        yield world.each(lambda: same_tokens(other, inputs.tokenizer))
     yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.data.packing:
         yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
