@@ -39,7 +39,6 @@ MAY_DIFFER = (
     "dpo.reference_offload",
     "dpo.reference_store",
     "dpo.recheck_rows",
-    "dpo.share_prompts",
     "train.eval_on_start",
 )
 """Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""

@@ -131,12 +131,13 @@ def _digest(value: Any) -> str:
 
 def differences(then: Components, now: Components) -> list[str]:
     """A clause for each component that is another, in words of a spec; what it was, then what it is."""
-    return [
+    known = [
         clause
         for name, what in _CLAUSES.items()
         if then.get(name) != now.get(name)
         for clause in what(then.get(name), now.get(name))
     ]
+    return known + [f"another dsft gave it {name!r}" for name in sorted(then.keys() - _CLAUSES.keys())]
 
 
 def _other_weights(then: Any, now: Any) -> Iterator[str]:

@@ -106,9 +106,9 @@ def precompute(
     def read(tell: Say) -> Stored:
         return store.read(folder, key, sizes, tell)
 
-    def look() -> tuple[int, int]:
-        store.prepare(folder, key)
-        missing = read(say).num_missing
+    def look(tell: Say = lambda text: None) -> tuple[int, int]:
+        store.check(folder, key)
+        missing = read(tell).num_missing
         return missing, sum(sizes) - missing
 
     asked = Pass(spec, key, folder, micro_batch_size, dpo_of(spec).recheck_rows if again else 0)
@@ -116,9 +116,10 @@ def precompute(
         missing, there = processes.first(look)
         if missing:
             _take(folder, processes, held, say)
-            missing, there = processes.first(look)
+            missing, there = processes.first(lambda: look(say))
+        if missing:
+            processes.first(lambda: store.prepare(folder, key))
         if missing or (there and asked.num_again):
-            processes.first(lambda: store.clean(folder) if missing else None)
             began = time.monotonic()
             _score(asked, processes, say)
             say(_done(missing, there, asked.num_again, time.monotonic() - began))
@@ -148,10 +149,10 @@ def _take(folder: Path, processes: Processes, held: ExitStack, say: Say) -> None
 
     def attempt() -> str | None:
         try:
-            held.enter_context(hold(folder))
+            held.enter_context(hold(folder, store.LOCK, "dpo.reference_store"))
         except LockedError:
             time.sleep(_WAIT)
-            return holder(folder)
+            return holder(folder, store.LOCK)
         return None
 
     waiting = False

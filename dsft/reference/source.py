@@ -123,7 +123,7 @@ def source_of(
     """A collective, before any step or checkpoint has changed the policy. Raises CheckpointError where the
     run began against another reference."""
     if stored is not None:
-        return Source(stored.refers, stored.key, Unchanged.of_files(spec), is_stored=True)
+        return Source(stored.refers, stored.key, world.each(lambda: Unchanged.of_files(spec)), is_stored=True)
     start.say(reference_line(spec))
     key = world.first(lambda: start.checked(spec, inputs))
     sets = 1 + len(inputs.held_out)

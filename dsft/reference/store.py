@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from dsft.reference.key import Components, Key, differences
 from dsft.spec.schema import Spec
 
 KEY = "key.json"
+LOCK = ".store.lock"
+"""Of who makes the store: not a run's, whose folder it may be."""
 _SHARDS = "shard-*.safetensors"
 _NAMED = 32  # hexadecimal digits of a shard's digest in its name
 
@@ -63,31 +65,46 @@ def store_folder(spec: Spec, key: Key) -> Path:
     return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
 
 
-def prepare(folder: Path, key: Key) -> None:
-    """Make the folder, or prove that it is of this key.
+def check(folder: Path, key: Key) -> None:
+    """That what the folder holds, if anything, is of this key. By anyone, at any time: nothing is written.
 
     Raises CheckpointError where it holds what another key gave, naming what differs; StorageError where it
-    cannot be written.
+    cannot be read.
     """
-    path = folder / KEY
+    try:
+        held = _components(folder / KEY)
+        if held is None:
+            _check_shards(folder, key)
+        else:
+            _check(folder, held, key)
+    except OSError as error:
+        raise _not_read(folder, error) from None
+
+
+def prepare(folder: Path, key: Key) -> None:
+    """Make the folder ready to be written: with its key, without what killed writers left and damaged shards.
+    By who alone makes the store. Raises as `check`, and StorageError where it cannot be written."""
+    check(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = _components(path.read_text(encoding="utf-8")) if path.exists() else None
-        if held is not None:
-            _check(folder, held, key)
-            return
-        _check_shards(folder, key)
-        with whole_file(path) as out:
-            out.write(json.dumps({"components": key.components}, indent=1, sort_keys=True).encode())
+        for left in folder.glob(f"*{TEMPORARY}"):
+            left.unlink(missing_ok=True)
+        for path, shard in _shards(folder):
+            if shard is None:
+                path.unlink(missing_ok=True)
+        if _components(folder / KEY) is None:
+            with whole_file(folder / KEY) as out:
+                out.write(json.dumps({"components": key.components}, indent=1, sort_keys=True).encode())
     except OSError as error:
         raise _not_written(folder, error) from None
 
 
-def _components(text: str) -> Components | None:
-    """None where it is damaged: it is written anew then, since every shard names its key itself."""
+def _components(path: Path) -> Components | None:
+    """None where it is not there or damaged: it is written anew then, since every shard names its key
+    itself."""
     try:
-        found = json.loads(text)["components"]
-    except (ValueError, KeyError, TypeError):
+        found = json.loads(path.read_bytes())["components"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -104,8 +121,7 @@ def _check(folder: Path, held: Components, key: Key) -> None:
 
 def _check_shards(folder: Path, key: Key) -> None:
     """Where the folder does not say of what key it is."""
-    held = (_shard(path.read_bytes(), path.name) for path in folder.glob(_SHARDS))
-    if any(shard is not None and shard.key != key.digest for shard in held):
+    if any(shard is not None and shard.key != key.digest for _, shard in _shards(folder)):
         raise CheckpointError(
             f"{folder} holds log-probabilities of another reference or of other pairs, and its {KEY} is gone "
             "or damaged, so what differs cannot be told; give dpo.reference_store another folder, or leave "
@@ -119,27 +135,14 @@ def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
     be read."""
     logps = tuple(np.full((size, 2), np.nan) for size in sizes)
     try:
-        for path in sorted(folder.glob(_SHARDS)):
-            shard = _shard(path.read_bytes(), path.name)
+        for path, shard in _shards(folder):
             if shard is None:
                 say(f"warning: {path} is not what was written; its pairs are scored again")
             elif shard.key == key.digest:
                 _take(shard, logps)
     except OSError as error:
-        raise StorageError(
-            f"{error.filename or folder} cannot be read ({error.strerror}); put the store on a sound disk, "
-            "or remove it, to have it made anew."
-        ) from None
+        raise _not_read(folder, error) from None
     return Stored(logps)
-
-
-def clean(folder: Path) -> None:
-    """Remove what killed writers left, and damaged shards. To be called by who alone writes the store."""
-    for left in folder.glob(f"*{TEMPORARY}"):
-        left.unlink(missing_ok=True)
-    for path in folder.glob(_SHARDS):
-        if _shard(path.read_bytes(), path.name) is None:
-            path.unlink(missing_ok=True)
 
 
 def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
@@ -163,17 +166,28 @@ class _Shard:
     logps: NDArray[np.float64]
 
 
+def _shards(folder: Path) -> Iterator[tuple[Path, _Shard | None]]:
+    """Those that are there; who makes the store may remove a damaged one meanwhile. Raises OSError."""
+    for path in sorted(folder.glob(_SHARDS)):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        yield path, _shard(content, path.name)
+
+
 def _shard(content: bytes, name: str) -> _Shard | None:
-    """None where the bytes are not those that were written under this name."""
+    """None where the bytes are not those that were written under this name, or not all values are finite."""
     if _name(content) != name:
         return None
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about: dict[str, Any] = header["__metadata__"]
         arrays = load(content)
-        return _Shard(about["key"], int(about["dataset"]), arrays["pairs"], arrays["logps"])
+        shard = _Shard(about["key"], int(about["dataset"]), arrays["pairs"], arrays["logps"])
     except (SafetensorError, ValueError, KeyError, TypeError):
         return None
+    return shard if np.isfinite(shard.logps).all() else None
 
 
 def _take(shard: _Shard, logps: tuple[NDArray[np.float64], ...]) -> None:
@@ -183,6 +197,13 @@ def _take(shard: _Shard, logps: tuple[NDArray[np.float64], ...]) -> None:
 
 def _name(content: bytes) -> str:
     return f"shard-{hashlib.sha256(content).hexdigest()[:_NAMED]}.safetensors"
+
+
+def _not_read(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{error.filename or folder} cannot be read ({error.strerror}); put the store on a sound disk, "
+        "remove it, to have it made anew, or set dpo.reference_store to another folder."
+    )
 
 
 def _not_written(folder: Path, error: OSError) -> StorageError:

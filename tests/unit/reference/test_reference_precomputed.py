@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsft.checkpoint.lock import hold
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import Launched
@@ -149,6 +150,13 @@ def test_two_jobs_at_once_make_one_store(
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
     assert any("scores the same pairs; waiting for it" in line for line in said)
     assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
+
+
+def test_the_store_may_stand_in_the_runs_own_folder(folder: Path, passes: list[Pass]) -> None:
+    run = folder / "runs" / "dpo"
+    with hold(run):  # as the run does
+        found, _ = made(folder, dpo={"reference_store": str(run)})
+    assert found.folder == run and len(passes) == 1
 
 
 def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list[Pass]) -> None:

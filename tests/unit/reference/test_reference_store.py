@@ -79,7 +79,7 @@ def test_a_damaged_shard_is_scored_again(folder: Path, at: int) -> None:
     told: list[str] = []
     found = store.read(folder, MINE, SIZES, told.append)
     assert found.missing[0].tolist() == [0, 1, 2, 3, 4] and path.name in told[0]
-    store.clean(folder)
+    store.prepare(folder, MINE)
     assert not path.exists() and len(list(folder.glob("shard-*"))) == 1
     add(folder, 0, *range(5))
     assert not len(store.read(folder, MINE, SIZES, told.append).missing[0])
@@ -90,8 +90,31 @@ def test_a_cut_shard_and_what_a_killed_writer_left(folder: Path) -> None:
     (path,) = folder.glob("shard-*")
     path.write_bytes(path.read_bytes()[:-7])
     (folder / "shard-0.safetensors.tmp").write_bytes(b"half")
-    store.clean(folder)
+    store.prepare(folder, MINE)
     assert [file.name for file in folder.iterdir()] == ["key.json"]
+
+
+def test_a_value_that_is_no_number_hides_no_other(folder: Path) -> None:
+    add(folder, 0, 1, 2)
+    for other in range(8):  # by their names, some are read before and some after
+        store.write(folder, MINE, 0, np.array([1, 2]), np.array([[-1.0, -other], [-1.0, np.nan]]))
+    told: list[str] = []
+    assert store.read(folder, MINE, SIZES, told.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and told
+
+
+def test_a_damaged_shard_that_is_removed_while_another_job_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(folder, 0, 1)
+    (folder / "shard-0.safetensors").write_bytes(b"torn")
+    whole = Path.read_bytes
+
+    def removed(path: Path) -> bytes:
+        (folder / "shard-0.safetensors").unlink(missing_ok=True)
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", removed)
+    assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
 
 
 def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None:
@@ -110,7 +133,7 @@ def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None
     os.waitpid(writer, 0)
     told: list[str] = []
     store.read(folder, MINE, SIZES, told.append)
-    store.clean(folder)
+    store.prepare(folder, MINE)
     assert not told and len(list(folder.glob("shard-*"))) >= 20 and not list(folder.glob("*.tmp"))
 
 
@@ -151,14 +174,15 @@ def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, sai
     other = Key(COMPONENTS | {name: value})
     assert other.digest != MINE.digest
     with pytest.raises(CheckpointError, match=said):
-        store.prepare(folder, other)
+        store.check(folder, other)
     add(folder, 0, 1)
-    (folder / "key.json").write_text("torn")
+    (folder / "key.json").write_bytes(b"\xfftorn")
     with pytest.raises(CheckpointError, match=r"key\.json is gone or damaged"):
-        store.prepare(folder, other)
+        store.check(folder, other)
     assert store.read(folder, other, SIZES, print).num_missing == sum(SIZES)
     store.prepare(folder, MINE)  # which writes it anew
-    store.prepare(folder, MINE)
+    with pytest.raises(CheckpointError, match=said):
+        store.prepare(folder, other)
     assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
 
 
@@ -167,12 +191,19 @@ def test_every_component_has_its_words_and_all_are_told() -> None:
     assert changed.keys() == COMPONENTS.keys()
     assert len(differences(COMPONENTS, changed)) >= len(changed)
     assert not differences(COMPONENTS, dict(COMPONENTS))
+    assert differences(COMPONENTS | {"newer": 1}, COMPONENTS) == ["another dsft gave it 'newer'"]
+
+
+def test_looking_writes_nothing(tmp_path: Path) -> None:
+    """So that jobs that start together do not disturb each other, nor the one that makes the store."""
+    store.check(tmp_path / "s", MINE)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("a file")
     with pytest.raises(StorageError, match=r"dpo\.reference_store"):
-        store.prepare(tmp_path / "s", MINE)
+        store.check(tmp_path / "s", MINE)
 
 
 def batch_of(*ids: int) -> MicroBatch:
