@@ -61,16 +61,14 @@ class Key:
 def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     """`model`: the reference's. Raises MissingInputError where its files cannot be read, DataError where one
     changes meanwhile."""
-    memory = cache_folder(spec) / DIGESTS
     rows = new_rows(model, inputs.facts)
     data = inputs.loaded
     datasets = (data.train, *(one.data for one in data.held_out))
     return Key(
         {
             "format": FORMAT,
-            "weights": _weights(model, spec.train.seed, memory),
             "config": _config(model, inputs),
-            "adapter": _adapter(model, memory),
+            **weights_of(spec, model),
             "new_rows": None if rows is None else asdict(rows) | {"added": list(model.add_tokens)},
             "tokenizer": _digest([tokenizer_text(inputs.tokenizer), inputs.tokenizer.special_tokens_map]),
             "template": inputs.tokenizer.chat_template,
@@ -82,6 +80,12 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
             "precision": spec.train.precision,
         }
     )
+
+
+def weights_of(spec: Spec, model: Model) -> Components:
+    """The components `weights` and `adapter`, by what its files hold now. Raises as `key_of` does."""
+    memory = cache_folder(spec) / DIGESTS
+    return {"weights": _weights(model, spec.train.seed, memory), "adapter": _adapter(model, memory)}
 
 
 def paths_of(model: Model) -> tuple[list[Path], list[Path]]:

@@ -30,7 +30,7 @@ from dsft.objective.answers import answer_logps
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout, reference_model
 from dsft.reference import store
-from dsft.reference.key import Key
+from dsft.reference.key import Key, differences, weights_of
 from dsft.reference.model import Reference, open_reference, proven
 from dsft.reference.recheck import Again, check_again, choose_again
 from dsft.rehearsal import ran_out
@@ -101,6 +101,7 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     batch = scoring_batch(spec, asked.micro_batch_size, world.layout.data_parallel)
     plan = world.first(lambda: _planned(asked, datasets))
     reference = open_reference(spec, inputs.facts, world)
+    world.first(lambda: check_weights(asked))
     for line in proven(reference, spec, inputs, world):
         say(f"reference: {line}")
     scorer = Scorer(asked, datasets, batch, inputs.pad_id, world, reference)
@@ -146,6 +147,17 @@ def _check_same_files(spec: Spec, world: World) -> None:
         raise WorldError(
             f"the reference's weights in {name!r} are not the same on rank(s) {others} as on rank 0; give "
             "all hosts the same files, or put them on a disk that all hosts share."
+        )
+
+
+def check_weights(asked: Pass) -> None:
+    """Once they are read: files may be replaced, or a hub id lead elsewhere, after the key was made."""
+    now = weights_of(asked.spec, reference_model(asked.spec))
+    then = {name: asked.key.components[name] for name in now}
+    if now != then:
+        raise WorldError(
+            f"the reference changed while its processes started: {'; '.join(differences(then, now))}; leave "
+            "its files alone, and start again."
         )
 
 

@@ -10,9 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dsft.data.read import digest
+from dsft.errors import WorldError
 from dsft.inputs import read_inputs
 from dsft.plan.reference import reference_model
 from dsft.reference.key import Key, differences, key_of
+from dsft.reference.passes import Pass, check_weights
 from tests.unit.reference.small import TINY, model, rows, spec
 
 
@@ -122,6 +124,16 @@ def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         digest.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or pytest.fail("hashed")
     )
     assert key(folder).digest == before.digest and not hashed
+
+
+def test_weights_that_change_after_the_key_was_made(folder: Path) -> None:
+    asked = Pass(spec(folder), key(folder), folder / "store", 2)
+    check_weights(asked)
+    one_weight(folder)
+    with pytest.raises(
+        WorldError, match=r"weight file model\.safetensors holds other bytes than then; leave"
+    ):
+        check_weights(asked)
 
 
 def test_an_adapter_is_part_of_it(folder: Path) -> None:
