@@ -7,6 +7,7 @@ of them end when one fails, on every host. No collective waits for longer than a
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -108,7 +109,7 @@ def _of_all(error: DsftError) -> DsftError:
 
 
 def _without_word(failed: Sequence[End]) -> Exception:
-    end = next((end for end in failed if end.fault is not None), failed[0])
+    end = min(failed, key=_blame)
     if end.fault is not None:
         return RuntimeError(f"rank {end.rank} of the reference's processes:\n{end.fault}")
     how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
@@ -117,6 +118,13 @@ def _without_word(failed: Sequence[End]) -> Exception:
         f"rank {end.rank} of the processes that score the reference {how}{why}; what is scored is kept, and "
         "the next start goes on from there."
     )
+
+
+def _blame(end: End) -> int:
+    """The least where it is the cause: a process that is killed makes the others' collectives fail, and one
+    that fails makes theirs abort."""
+    is_killed = end.code < 0 and end.code != -signal.SIGABRT
+    return 0 if is_killed else 1 if end.fault is not None else 2
 
 
 class _Child:

@@ -72,6 +72,15 @@ def test_one_without_a_word(code: int, said: str) -> None:
         attend(Child(0, []), Child(1, [], breaks_off=code))
 
 
+@pytest.mark.parametrize("code, said", [(-9, "rank 1 .* signal 9"), (-6, "Traceback"), (1, "Traceback")])
+def test_the_cause_is_told_and_not_what_follows_from_it(code: int, said: str) -> None:
+    """A killed process makes the others' collectives fail; one that fails makes others abort."""
+    with pytest.raises((WorldError, RuntimeError), match=said):
+        attend(
+            Child(0, [End(0, fault="Traceback: connection closed by peer")]), Child(1, [], breaks_off=code)
+        )
+
+
 def test_a_fault_of_dsft_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="rank 0 of the reference's processes:\nTraceback") as raised:
         attend(Child(0, [End(0, fault="Traceback of it")]))
