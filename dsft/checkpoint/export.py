@@ -30,10 +30,10 @@ from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, row
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.model.dtypes import DTYPES
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""
 

@@ -24,6 +24,7 @@ from dsft.loop import Progress, Record, evaluation_record
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
 from dsft.model.dropout import switch_off_dropout
+from dsft.model.dtypes import DTYPES
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
@@ -37,8 +38,6 @@ from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.recheck import random_pairs
 from dsft.reference.source import Source, Start, source_of, store_of
 from dsft.spec.schema import Spec
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def objective_of(spec: Spec) -> Objective:

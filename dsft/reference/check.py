@@ -197,8 +197,3 @@ def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
 def _error(what: str, where: str, cause: str) -> SpecError:
     title = "The policy does not start from its reference."
     return SpecError(title, [Problem("dpo.reference", f"{what} ({where}): {cause}")])
-
-
-def _values(logps: Tensor) -> str:
-    """Of both answers."""
-    return " and ".join(f"{float(value):.6g}" for value in logps)

@@ -23,11 +23,11 @@ from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective
 from dsft.objective.preference import rewards
 from dsft.reference.api import Refer
+from dsft.reference.recheck import ANSWERS
 from dsft.report.margins import write_margins
 from dsft.spec.schema import Dpo
 
 TOGETHER = 32  # micro-batches whose tokens are in memory at once
-ANSWERS = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)

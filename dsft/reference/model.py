@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dsft.engine.frozen import Frozen, build_frozen
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_head, prove_packing
@@ -20,6 +18,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
+from dsft.model.dtypes import DTYPES
 from dsft.model.policy import Policy
 from dsft.plan.census import census_from
 from dsft.plan.ds_config import Elements
@@ -27,8 +26,6 @@ from dsft.plan.reference import dpo_of, reference_model
 from dsft.plan.reference_config import reference_config
 from dsft.reference.tokens import same_tokens
 from dsft.spec.schema import Spec
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
