@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 
 from dsft.errors import DsftError
@@ -31,6 +32,9 @@ from dsft.plan.launch import environment
 from dsft.plan.layout import layout
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
+
+RANK_0_SPEAKS = 3.0
+"""Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
 
 QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
@@ -47,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         if rank == 0 or error.of_one_rank:
             who = f"rank {rank}: " if error.of_one_rank else ""
             print(f"error: {who}{error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_0_SPEAKS)
         return error.exit_code
     return 0
 

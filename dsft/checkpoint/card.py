@@ -91,7 +91,8 @@ def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     yield "adapter", list(_adapter(model)) if form != "model" else []
     yield "objective", list(_objective(spec))
     yield "reference", list(_reference(origin.get("reference")))
-    yield "data", [_source(name, facts) for name, facts in state.get("data", {}).items()]
+    unit = "pairs" if spec.get("task") == "dpo" else "rows"
+    yield "data", [_source(name, facts, unit) for name, facts in state.get("data", {}).items()]
     yield "steps", list(_steps(state))
     yield "precision", [train["precision"]] if "precision" in train else []
     yield "versions", list(_versions(state.get("versions", {})))
@@ -133,8 +134,8 @@ def _reference(reference: Values | None) -> Iterator[str]:
         yield "shown unchanged at the end" if shown else "not shown to be unchanged at this step"
 
 
-def _source(name: str, facts: Values) -> str:
-    return f"{name}: {facts['rows']:,} rows of {facts['tokens']:,} tokens"
+def _source(name: str, facts: Values, unit: str) -> str:
+    return f"{name}: {facts['rows']:,} {unit} of {facts['tokens']:,} tokens"
 
 
 def _versions(held: Values) -> Iterator[str]:

@@ -63,7 +63,7 @@ def check_same_run(
     if examples != batch.global_batch_size:
         differing.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
     if data is not None:
-        differing += other_rows(checkpoint.state["data"], data)
+        differing += other_rows(checkpoint.state["data"], data, "pairs" if spec.task == "dpo" else "rows")
     if differing:
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
@@ -102,7 +102,7 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
     )
 
 
-def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "rows") -> Iterator[str]:
     """A clause for each source of which the rows are others; both as Facts has them."""
     if not isinstance(then, Mapping):
         yield "its rows were fingerprinted by an earlier dsft, and cannot be compared"
@@ -112,7 +112,7 @@ def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]
             yield f"{name} {'is not there now' if name in then else 'was not there'}"
         elif then[name]["fingerprint"] != now[name]["fingerprint"]:
             was, is_ = (
-                f"{one['rows']:,} rows of {one['tokens']:,} tokens" for one in (then[name], now[name])
+                f"{one['rows']:,} {unit} of {one['tokens']:,} tokens" for one in (then[name], now[name])
             )
             yield f"{name} had {was}, {f'now {is_}' if was != is_ else 'as now, but not the same ones'}"
 

@@ -185,7 +185,7 @@ def _pretrained(model: Model) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise MissingInputError(
-            f"model.name_or_path {model.name_or_path!r} cannot be read: {reason} Give a folder with a "
+            f"the model {model.name_or_path!r} cannot be read: {reason} Give a folder with a "
             "config.json, or a hub id that is in the cache or can be downloaded."
         ) from None
     return config

@@ -35,7 +35,7 @@ class BatchSizes:
         if self.tokens_per_micro_batch is None:
             return sizes
         return (
-            f"{sizes}; packed: these {self.global_batch_size} examples lie in micro-batches of at most "
+            f"{sizes}; packed: these {self.global_batch_size} lie in micro-batches of at most "
             f"{self.tokens_per_micro_batch} tokens, as few a step as fit, the same number on every rank"
         )
 

@@ -200,7 +200,7 @@ def _around(text: str, at: int) -> str:
 
 def _other_data(then: Any, now: Any) -> Iterator[str]:
     then, now = then or {}, now or {}
-    others = list(other_rows(then.get("sources"), now.get("sources", {})))
+    others = list(other_rows(then.get("sources"), now.get("sources", {}), "pairs"))
     yield from others or ["the sources of data.train or data.eval stand in another order"]
 
 

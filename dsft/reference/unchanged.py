@@ -41,7 +41,8 @@ class Unchanged:
         and it follows from the spec."""
         weights, adapter = paths_of(reference_model(spec))
         memory = cache_folder(spec) / DIGESTS
-        return cls("files", lambda: (digests(weights, memory), digests(adapter, memory)))
+        what = "files" if weights or adapter else "config and seed"
+        return cls(what, lambda: (digests(weights, memory), digests(adapter, memory)))
 
     def proof(self, world: World) -> str | DsftError:
         """A collective. A line that says so; or the error, the same on every rank, where it is another or its

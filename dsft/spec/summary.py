@@ -19,8 +19,9 @@ def summary(spec: Spec) -> str:
     )
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
     data = spec.data
-    share = f"{data.eval_fraction:g} of the rows" if data.eval_fraction else None
-    held_out = share or (f"{data.eval_count:,} rows held out" if data.eval_count else None)
+    unit, limited = ("pairs", "a prompt and an answer") if spec.task == "dpo" else ("rows", "rows")
+    share = f"{data.eval_fraction:g} of the {unit}" if data.eval_fraction else None
+    held_out = share or (f"{data.eval_count:,} {unit} held out" if data.eval_count else None)
     evaluated = [*([_names(data.eval)] if data.eval else []), *([held_out] if held_out else [])]
     evaluation = f"; evaluated on {' and '.join(evaluated)}" if evaluated else ""
     packed = ", packed" if spec.data.packing else ""
@@ -28,7 +29,7 @@ def summary(spec: Spec) -> str:
         ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}{_part(model)}"),
         (
             "data",
-            f"{_names(spec.data.train)}{evaluation}; rows of at most {spec.data.max_length} tokens{packed}",
+            f"{_names(spec.data.train)}{evaluation}; {limited} of at most {data.max_length} tokens{packed}",
         ),
         ("layout", f"ZeRO {parallel.zero_stage}{stages}{offload}; {world}"),
         (

@@ -59,12 +59,18 @@ def test_a_step_to_trace_that_is_none(step: str, capsys: pytest.CaptureFixture[s
     assert f"'{step}' is no step, of which 1 is the first; SPEC stands before it" in capsys.readouterr().err
 
 
-def test_one_process_of_many_tells_a_mistake(capsys: pytest.CaptureFixture[str], jobs: list[Any]) -> None:
+def test_one_process_of_many_tells_a_mistake(
+    capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait: were one of them the first to end, a launcher would end rank 0 before it spoke."""
+    waits: list[float] = []
+    monkeypatch.setattr("dsft.train.time.sleep", waits.append)
     for rank, told in (("0", True), ("1", False)):
         values = (rank, "2", rank, "a", "1")
         os.environ.update(zip(RENDEZVOUS, values, strict=True))
         assert main(["train.max_stepz=1"]) == 2 and not jobs
         assert ("max_stepz" in capsys.readouterr().err) is told
+        assert bool(waits) is not told
 
 
 def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any]) -> None:

@@ -68,7 +68,7 @@ def test_it_says_what_the_model_was_made_of() -> None:
     ] == r"the policy as it starts (precomputed)<br>shown unchanged at the end".replace("(", r"\(").replace(
         ")", r"\)"
     )
-    assert told["data"] == r"data.train pairs\: 5,000 rows of 70,000 tokens"
+    assert told["data"] == r"data.train pairs\: 5,000 pairs of 70,000 tokens"
     assert told["steps"] == "1,200 steps of 64 pairs<br>1.50 epochs, 123,456 tokens"
     assert (told["precision"], told["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
 

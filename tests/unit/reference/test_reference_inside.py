@@ -201,3 +201,8 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     folder.rmdir()
     assert isinstance(proof(unchanged), MissingInputError)
+
+
+def test_a_fresh_reference_has_no_files_to_speak_of(tmp_path: Path) -> None:
+    unchanged = Unchanged.of_files(spec(tmp_path, {"from_config": {"model_type": "llama"}}))
+    assert proof(unchanged) == "reference: its config and seed are what they were at the start"

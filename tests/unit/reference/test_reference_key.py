@@ -61,7 +61,7 @@ def one_number_of_the_config(folder: Path) -> None:
     [
         (one_weight, "the weight file model.safetensors holds other bytes than then"),
         (one_template_character, "the chat template is another than then, from its character"),
-        (one_row, "data.eval had 2 rows of"),
+        (one_row, "data.eval had 2 pairs of"),
         (one_number_of_the_config, "the model's config: rms_norm_eps was 1e-06, now 1e-05"),
     ],
 )

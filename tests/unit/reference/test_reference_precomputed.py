@@ -164,7 +164,7 @@ def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list
     found, _ = made(folder, dpo=given)
     assert found.folder == folder / "store"
     rows(folder / "a.jsonl", SIZES[0], "maybe")
-    with pytest.raises(CheckpointError, match=r"store holds .*: data\.train a had 5 rows"):
+    with pytest.raises(CheckpointError, match=r"store holds .*: data\.train a had 5 pairs"):
         made(folder, dpo=given)
     assert len(passes) == 1
     made(folder)

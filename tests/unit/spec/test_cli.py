@@ -43,6 +43,9 @@ def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     code, out, err = dsft("validate", str(write()))
     assert (code, err) == (0, "")
     assert out.startswith("valid: spec.yaml\n") and "ZeRO 1" in out
+    assert "rows of at most" in out
+    _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5")
+    assert "5 pairs held out; a prompt and an answer of at most" in out
 
 
 def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write) -> None:  # noqa: ANN001
