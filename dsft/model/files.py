@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
 from dsft.errors import MissingInputError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model*.bin",)
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
@@ -174,15 +175,7 @@ def weight_files(name_or_path: str) -> list[Path]:
     """The safetensors files of a folder, or of a hub id, which is looked up in the cache or downloaded; none
     where there are none. Raises MissingInputError where it is neither, or the index names a file that is not
     there."""
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(name_or_path, allow_patterns=["model*.safetensors", INDEX]))
-        except (OSError, ValueError) as error:
-            raise MissingInputError(
-                f"model.name_or_path {name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
-                "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
-            ) from None
+    folder = _folder(name_or_path, ["model*.safetensors", INDEX])
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -195,6 +188,27 @@ def weight_files(name_or_path: str) -> list[Path]:
             "folder whole."
         )
     return [folder / name for name in names]
+
+
+def pickled_files(name_or_path: str) -> list[Path]:
+    """Those of torch's own kind, where `weight_files` finds none, which transformers reads then. Raises as it
+    does."""
+    folder = _folder(name_or_path, PICKLED)
+    return sorted(path for pattern in PICKLED for path in folder.glob(pattern))
+
+
+def _folder(name_or_path: str, patterns: Sequence[str]) -> Path:
+    """The folder itself, or that of a hub id with its files of these patterns."""
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        raise MissingInputError(
+            f"model.name_or_path {name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
+            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+        ) from None
 
 
 FileSample = tuple[str, int, str]

@@ -23,7 +23,7 @@ from dsft.data.render.renderer import tokenizer_text
 from dsft.errors import MissingInputError
 from dsft.inputs import Inputs
 from dsft.model.config import new_rows, resolve_config
-from dsft.model.files import weight_files
+from dsft.model.files import pickled_files, weight_files
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.spec.schema import Model, Spec
 
@@ -94,7 +94,7 @@ def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
     adapter = [Path(lora.path, file) for file in (CONFIG, WEIGHTS)] if lora and lora.path else []
     if name is None:
         return [], adapter
-    return weight_files(name) or sorted([*Path(name).glob("*.bin"), *Path(name).glob("*.pt")]), adapter
+    return weight_files(name) or pickled_files(name), adapter
 
 
 def _weights(model: Model, seed: int, memory: Path) -> Components:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from dsft.data.read import digest
 from dsft.errors import WorldError
 from dsft.inputs import read_inputs
+from dsft.model import files
 from dsft.plan.reference import reference_model
-from dsft.reference.key import Key, differences, key_of
+from dsft.reference.key import Key, differences, key_of, paths_of
 from dsft.reference.passes import Pass, check_weights
 from tests.unit.reference.small import TINY, model, rows, spec
 
@@ -124,6 +125,13 @@ def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         digest.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or pytest.fail("hashed")
     )
     assert key(folder).digest == before.digest and not hashed
+
+
+def test_pickled_weights_of_the_hub_are_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model" / "model.safetensors").rename(folder / "model" / "pytorch_model.bin")
+    monkeypatch.setattr(files, "snapshot_download", lambda *given, **asked: str(folder / "model"))
+    (found,), _ = paths_of(reference_model(spec(folder, {"model": {"name_or_path": "some/model"}})))
+    assert found == folder / "model" / "pytorch_model.bin"
 
 
 def test_weights_that_change_after_the_key_was_made(folder: Path) -> None:
