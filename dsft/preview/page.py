@@ -122,7 +122,7 @@ def _sections(view: View) -> Iterator[tuple[str, Iterable[str]]]:
     yield "Micro-batch", _micro_batch(view.micro_batch) if view.micro_batch else ()
     yield "Rows", [line for row in view.rows for line in _row(row)]
     yield "Worst rows", _worst(view.worst)
-    yield "Problems", _problems(view.problems)
+    yield "Problems", _problems(view.problems, view.unit_of_data)
 
 
 def _escaped(text: str) -> str:
@@ -291,11 +291,11 @@ def _histogram(lengths: Lengths) -> str:
 # --- problems ---------------------------------------------------------------------------------------------
 
 
-def _problems(problems: Problems) -> Iterator[str]:
+def _problems(problems: Problems, unit: str) -> Iterator[str]:
     if not problems.counts:
-        yield "<p>None of single rows.</p>"
+        yield f"<p>None of single {unit}s.</p>"
     for kind, count in problems.counts.items():
-        yield f"<h3>{count:,} {'row' if count == 1 else 'rows'} {_escaped(KINDS[kind])}</h3>"
+        yield f"<h3>{count:,} {unit if count == 1 else f'{unit}s'} {_escaped(KINDS[kind])}</h3>"
         rows = [row for row in problems.rows if row.kind == kind]
         yield _listed(f"{row.source}: {row.reason}" for row in rows)
         if count > len(rows):

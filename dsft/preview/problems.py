@@ -25,7 +25,7 @@ KINDS: Mapping[str, str] = {
     "empty": "empty",
     "no_target": "with nothing to train on",
     "no_end": "without an end of turn or text",
-    "duplicate": "saying what an earlier row says",
+    "duplicate": "saying what an earlier one says",
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]

@@ -75,7 +75,7 @@ def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Tex
         yield from _lengths(view.lengths, view.trained_share)
         yield from _steps(view.steps, view.batch)
     if view.problems.counts or view.refusal is None:
-        yield from _problems(view.problems)
+        yield from _problems(view.problems, view.unit_of_data)
 
 
 def _heading(text: str) -> Text:
@@ -248,10 +248,10 @@ def step_lines(steps: Steps) -> list[str]:
 # --- problems ---------------------------------------------------------------------------------------------
 
 
-def _problems(problems: Problems) -> Iterator[Text]:
+def _problems(problems: Problems, unit: str) -> Iterator[Text]:
     yield _heading("problems" if problems.counts else "no problems")
     for kind, count in problems.counts.items():
-        yield Text(f"{_counted(count, 'row')} {KINDS[kind]}")
+        yield Text(f"{_counted(count, unit)} {KINDS[kind]}")
         rows = [row for row in problems.rows if row.kind == kind]
         yield from (Text(neutral(f"  {row.source}: {row.reason}")) for row in rows)
         if rows and count > len(rows):

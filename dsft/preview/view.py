@@ -92,6 +92,10 @@ class View:
     def unit(self) -> str:
         return "pair" if self.task == "dpo" else "example"
 
+    @property
+    def unit_of_data(self) -> str:
+        return "pair" if self.task == "dpo" else "row"
+
 
 @dataclass(frozen=True)
 class Wanted:

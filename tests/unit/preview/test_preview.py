@@ -105,8 +105,8 @@ def test_pairs(preview: Preview) -> None:
     assert code == 65 and out.startswith("small: dpo, 0 pairs\n")
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
     assert " 1 pair says what an earlier pair says." in out
-    assert "1 row too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
-    assert "1 row saying what an earlier row says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
+    assert "1 pair too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
+    assert "1 pair saying what an earlier one says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
 
 
 def test_first_micro_batch_packed_and_padded(preview: Preview) -> None:
@@ -143,7 +143,7 @@ def test_problems_where_a_run_would_stop(preview: Preview) -> None:
     code, out, err = preview("--problems", rows=MIXED)
     assert code == 65 and "row 1," not in out
     assert "1 row cannot be read\n  rows.jsonl:2: " in out
-    assert "1 row saying what an earlier row says\n  rows.jsonl:3: says what rows.jsonl:1 says\n" in out
+    assert "1 row saying what an earlier one says\n  rows.jsonl:3: says what rows.jsonl:1 says\n" in out
     assert "2 rows too long: a run stops\n  rows.jsonl:4: 83 tokens, data.max_length is 64\n" in out
     assert err.startswith("error: 1 mistake in the data:\n  rows.jsonl:2: ")
 
@@ -164,7 +164,7 @@ def test_duplicates_of_rows_in_another_file(preview: Preview) -> None:
     both = "data.train=[{path: rows.jsonl}, {path: other.jsonl}]"
     _, out, _ = preview("--problems", both)
     assert out.endswith(
-        "1 row saying what an earlier row says\n  other.jsonl:1: says what rows.jsonl:3 says\n"
+        "1 row saying what an earlier one says\n  other.jsonl:1: says what rows.jsonl:3 says\n"
     )
     assert json.loads(preview("--json", both)[1])["ledger"].keys() == {"rows", "other"}
 
