@@ -3,13 +3,15 @@ curves, and says how it went, where things are and what to type next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.merge import rows_of
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import best_checkpoint
+from dsft.errors import CheckpointError
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
@@ -19,7 +21,9 @@ Say = Callable[[str], None]
 
 
 def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
-    """The export is left alone where it is of this checkpoint already."""
+    """The export is left alone where it is of this checkpoint already. Raises CheckpointError where the
+    reference was found changed, at every start again."""
+    refuse_changed_reference(checkpoint, Checkpoint.open(checkpoint).state)
     export = folder / "export"
     say(export_checkpoint(checkpoint, export))
     records = read_metrics(folder / "metrics.jsonl")
@@ -33,6 +37,16 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
     has_new_rows = rows_of(Checkpoint.open(checkpoint)) is not None
     for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows):
         say(line)
+
+
+def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    reference = (state.get("origin") or {}).get("reference") or {}
+    if reference.get("unchanged") is False:
+        raise CheckpointError(
+            f"{checkpoint}: the reference had changed by the end of this run, so the policy was held against "
+            "several models, and nothing is exported; train again under another name, or take it as it is: "
+            f"dsft export {checkpoint} OUT."
+        )
 
 
 def outcome(records: list[dict[str, float]]) -> list[str]:

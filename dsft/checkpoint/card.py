@@ -130,8 +130,11 @@ def _objective(spec: Values) -> Iterator[str]:
 def _reference(reference: Values | None) -> Iterator[str]:
     if reference is not None:
         yield str(reference["which"])
-        shown = reference.get("unchanged")
-        yield "shown unchanged at the end" if shown else "not shown to be unchanged at this step"
+        yield {
+            True: "shown unchanged at the end",
+            False: "found changed at the end: the policy was held against several models",
+            None: "not shown to be unchanged at this step",
+        }[reference.get("unchanged")]
 
 
 def _source(name: str, facts: Values, unit: str) -> str:

@@ -40,9 +40,9 @@ def facts_of(
     held_out_loss: float | None,
     reference: Source | None,
     *,
-    unchanged: bool,
+    unchanged: bool | None,
 ) -> Facts:
-    """unchanged: whether the reference was shown to be what it was at the start."""
+    """unchanged: whether the reference was found to be what it was at the start, None: not looked at."""
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
         progress=asdict(progress),

@@ -82,7 +82,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
 
     def keep(progress: Progress, held_out_loss: float | None) -> None:
         proof = reference.unchanged.proof(world) if reference and progress.step == last_step else None
-        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=isinstance(proof, str))
+        unchanged = None if proof is None else isinstance(proof, str)
+        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=unchanged)
         fragments, shapes = engine.owned(), engine.shapes()
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)

@@ -75,9 +75,9 @@ def reference_line(spec: Spec) -> str:
     return f"reference: {_which(spec)}, {_how(spec)} (dpo.reference {dpo.reference})"
 
 
-def reference_facts(spec: Spec, *, unchanged: bool) -> dict[str, Any] | None:
+def reference_facts(spec: Spec, *, unchanged: bool | None) -> dict[str, Any] | None:
     """For an export's card, without folders of this machine; None where the loss has no reference. unchanged:
-    whether it was shown to be what it was at the start."""
+    whether it was found to be what it was at the start, None where that was not looked at."""
     if not needs_reference(spec):
         return None
     return {"which": f"{_which(spec)} ({dpo_of(spec).reference})", "unchanged": unchanged}

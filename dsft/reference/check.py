@@ -36,6 +36,10 @@ CLEAR = 10.0  # times the bound: what a pair of another row is off by, where oth
 TRAINING = "in training the policy's rewards are other than in evaluation"
 DROPOUT = "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
 REWARDS = "before the first step rewards are not 0"
+NOT_FINITE = (
+    "the policy gives answers log-probabilities that are not finite; look at its weights and at those rows, "
+    "or set train.precision to fp32 or bf16"
+)
 BARE = (
     "the reference is the policy without its adapter, and the adapter that training starts from is not 0; "
     "let model.lora.path name no trained adapter, or the reference have the same one"
@@ -91,6 +95,8 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
     pairs = _joined(world.gather(_look(start, engine, policy, world)))
     bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
     drawn = pairs.off(pairs.training, start.dpo)
+    if not bool(torch.isfinite(pairs.policy).all()):
+        raise _error(REWARDS, _worst(start, pairs, off, bound), NOT_FINITE)
     if not bool((drawn <= bound).all()):
         raise _error(TRAINING, _worst(start, pairs, drawn, bound), DROPOUT)
     if not bool((off <= bound).all()):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsft.ending import outcome, what_next
+from dsft.ending import outcome, refuse_changed_reference, what_next
+from dsft.errors import CheckpointError
 from dsft.spec.schema import Spec
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")
@@ -41,6 +42,13 @@ def test_chat_is_named_where_the_export_can_be_talked_to(
     lines = what_next(spec(task, model), EXPORT, CHECKPOINT)
     assert words in lines[0]
     assert lines[1:] == (["talk to it: dsft chat runs/a/export"] if talks else [])
+
+
+def test_a_reference_that_was_found_changed_stops_the_export_at_every_start() -> None:
+    with pytest.raises(CheckpointError, match="nothing is exported"):
+        refuse_changed_reference(CHECKPOINT, {"origin": {"reference": {"which": "x", "unchanged": False}}})
+    for origin in (None, {}, {"reference": None}, {"reference": {"unchanged": None}}):
+        refuse_changed_reference(CHECKPOINT, {"origin": origin})
 
 
 def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:

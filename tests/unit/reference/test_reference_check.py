@@ -188,7 +188,8 @@ def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
 
 def test_what_is_not_a_number_is_refused() -> None:
     refused(with_reference(Engine(weights=torch.full((VOCABULARY,), math.nan))), Engine())
-    refused(with_reference(Engine()), Engine(weights=torch.full((VOCABULARY,), math.nan)))
+    said = refused(with_reference(Engine()), Engine(weights=torch.full((VOCABULARY,), math.nan)))
+    assert "not finite" in said and "dropout" not in said
 
 
 def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
