@@ -217,7 +217,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     records = [means(task.objective, s, task.counts(step), "") for s, step in zip(sums, steps, strict=True)]
     expected = plain.train(model, task.losses, steps, plain_optimizer(case, model), case.max_norm, skipped)
     evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
-    expected_evaluation = plain.evaluate(model, task.losses, held_out)
+    expected_evaluation = plain.evaluate(model, task.held_out, held_out)
     gradient_apart, metrics_apart = [], []
     for i in applied:
         gradient_apart.append(relative(gathered[i], plain.gradient(model, task.losses, before[i], steps[i])))
@@ -239,10 +239,12 @@ def compare(case: Case, world: World) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned: rows, or pairs; `losses` is the plain loop's."""
+    """What is learned: rows, or pairs; `losses` is the plain loop's, `held_out` what it evaluates by, which
+    knows no label smoothing."""
 
     objective: Objective
     losses: plain.Losses[Any]
+    held_out: plain.Losses[Any]
     made: Callable[..., list[plain.Step[Any]]]
     counts: Callable[[plain.Step[Any]], dict[str, int]]
     shares: Callable[[list[plain.Step[Any]]], list[list[MicroBatch]]]
@@ -266,6 +268,7 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
         return Task(
             next_token(),
             plain.next_token(case.label_smoothing),
+            plain.next_token(),
             plain.make_steps,
             lambda step: {"tokens": plain.count(plain.rows_of(step))},
             lambda steps: [share(step, world, case) for step in steps],
@@ -288,7 +291,7 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
 
     sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
     losses = plain.Preference(reference, case.loss_type, spec.dpo.beta, sft_weight)
-    return Task(preference(spec.dpo), losses, plain.make_pairs, pairs.counts, shares, refer)
+    return Task(preference(spec.dpo), losses, losses, plain.make_pairs, pairs.counts, shares, refer)
 
 
 def live(case: Case, spec: Spec, world: World) -> Refer:
