@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 
 from dsft.errors import DsftError
+from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
 from dsft.launch.promise import check_promise
 from dsft.plan.batch import batch_sizes
@@ -128,8 +129,4 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if code:
-        # At once: the threads of a process group that is left behind can abort the interpreter's own end.
-        sys.stdout.flush()
-        os._exit(code)
+    end(main(sys.argv[1:]))

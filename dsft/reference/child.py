@@ -7,9 +7,9 @@ Its place in the group stands in the environment, as a launcher leaves it.
 
 from __future__ import annotations
 
-import os
 import sys
 
+from dsft.launch.end import end
 from dsft.launch.parent import die_with
 
 
@@ -22,8 +22,4 @@ def main(descriptor: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At once: the threads of a process group that is left behind can abort the interpreter's own end.
-    os._exit(code)
+    end(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -6,6 +6,7 @@ Writes to standard output and to one log file, which gets the plain lines in eit
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,14 +30,17 @@ class Console:
         self._first = first_step
         self._began = time.monotonic()
         self._log = log
+        self._alone = threading.Lock()  # threads of W&B and others speak too; no line runs into another
         terminal = terminal or Terminal()
         self._show: _Output = (
             _Bar(terminal, total_steps, first_step) if terminal.is_terminal else _Lines(terminal.file)
         )
 
     def line(self, text: str) -> None:
-        self._show.line(text)
-        self._write(text)
+        """From any thread."""
+        with self._alone:
+            self._show.line(text)
+            self._write(text)
 
     def metrics(self, record: Mapping[str, float]) -> None:
         step = int(record[STEP])
@@ -45,8 +49,9 @@ class Console:
             self.line(f"{where}  {facts}")
             return
         remaining = self._remaining(step)
-        self._show.metrics(step, where, facts if remaining is None else f"{facts}  {remaining} left")
-        self._write(f"{where}  {facts}")
+        with self._alone:
+            self._show.metrics(step, where, facts if remaining is None else f"{facts}  {remaining} left")
+            self._write(f"{where}  {facts}")
 
     def close(self) -> None:
         self._show.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,3 +99,23 @@ def test_rank_0_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[0] == "a line"
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert files == ["run/logs/train.log", "run/metrics.jsonl"]
+
+
+def test_lines_of_several_threads_stay_whole() -> None:
+    """A stream that lets other threads in within a line, as a pipe's buffer may."""
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.002)
+            return super().write(text)
+
+    out = Slow()
+    console = Console(total_steps=10, first_step=0, terminal=Terminal(file=out))
+    threads = [threading.Thread(target=console.line, args=(f"thread {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    console.metrics({STEP: 1, "train/loss": 1.0})
+    for thread in threads:
+        thread.join()
+    said = sorted(re.sub(r"  .*", "", line) for line in out.getvalue().splitlines())
+    assert said == ["step 1/10", "thread 0", "thread 1", "thread 2", "thread 3"]
