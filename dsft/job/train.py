@@ -59,6 +59,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     largest = longest(inputs, job.batch, spec.train, last_step)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
+    memory.enter("load")
     objective = objective_of(spec)
     built = build(job, inputs, world, objective, Start(folder, start, say))
     engine, reference = built.engine, built.reference

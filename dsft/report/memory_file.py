@@ -3,7 +3,7 @@ error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,19 @@ class MemoryFile:
             f"memory/{phase}/{name}_gib": size / GIB for phase in found for name, size in found[phase].items()
         }
         if self._path is not None:
-            write_memory(self._path, self._content(found, len(ranks)))
+            write_memory(self._path, self._content(found, ranks))
 
     def record(self) -> dict[str, float]:
         """For each logged step: this rank's memory, and what phases that ended since took at most."""
         pending, self._pending = self._pending, {}
         return self.meter.record() | pending
 
-    def _content(self, found: Mapping[Phase, Peaks], ranks: int) -> dict[str, Any]:
+    def _content(
+        self, found: Mapping[Phase, Peaks], ranks: Sequence[Mapping[Phase, Peaks]]
+    ) -> dict[str, Any]:
         before = found["start"]["host_rss"]
         return {
-            "unit": f"bytes; each figure is the largest over {ranks} rank(s)",
+            "unit": f"bytes; each figure is the largest over {len(ranks)} rank(s)",
             "host_rss": self.meter.method,
             "phases": {
                 phase: {
@@ -58,6 +60,7 @@ class MemoryFile:
                 }
                 for phase, peaks in found.items()
             },
+            "ranks": list(ranks),
         }
 
 

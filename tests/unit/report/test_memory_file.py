@@ -31,6 +31,7 @@ def test_the_file_has_each_phase_with_the_plans_figure_and_the_error(tmp_path: P
         "host_rss": {"measured": 4 * GIB, "above_start": 2 * GIB, "planned": GIB, "error": 1.0},
         "device_allocated": {"measured": 10 * GIB, "planned": 8 * GIB, "error": 0.25},
     }
+    assert found["ranks"][1]["load"] == {"host_rss": 4 * GIB, "device_allocated": 10 * GIB}
     record = file.record()
     assert record["memory/load/host_rss_gib"] == 4.0 and record["memory/load/device_allocated_gib"] == 10.0
     assert "memory/load/host_rss_gib" not in file.record(), "told once"
