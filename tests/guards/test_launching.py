@@ -1,19 +1,21 @@
-"""The tests' own launcher leaves no process behind."""
+"""The tests' own launchers leave no process behind."""
 
 from __future__ import annotations
 
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.launching import torchrun
+from tests.launching import forked, torchrun
 
 WORKER = """
 import os, sys, time
 from pathlib import Path
+from typing import Any
 Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 os.write(1, b"rank %d\\n" % int(os.environ["RANK"]))  # one write: the ranks share the pipe
 if sys.argv[2] == "hang":
@@ -29,9 +31,10 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
-def test_ranks_that_hang_are_ended(worker: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launch", "timeout"), [(torchrun, 30.0), (forked, 5.0)])
+def test_ranks_that_hang_are_ended(launch: Any, timeout: float, worker: Path, tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired) as raised:
-        torchrun(worker, 2, [str(tmp_path), "hang"], timeout=30)
+        launch(worker, 2, [str(tmp_path), "hang"], timeout=timeout)
     assert "rank 1" in str(raised.value.stdout)
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
     deadline = time.monotonic() + 10
@@ -47,7 +50,10 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_fails_fails_the_launch(worker: Path, tmp_path: Path) -> None:
-    done = torchrun(worker, 2, [str(tmp_path), "fail"], timeout=60)
+@pytest.mark.parametrize(
+    ("launch", "told"), [(torchrun, "exitcode  : 3"), (forked, "rank 1 ended with exit code 3")]
+)
+def test_a_rank_that_fails_fails_the_launch(launch: Any, told: str, worker: Path, tmp_path: Path) -> None:
+    done = launch(worker, 2, [str(tmp_path), "fail"], timeout=60)
     assert done.returncode != 0
-    assert "exitcode  : 3" in done.stderr
+    assert told in done.stderr

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.launching import ROOT, end_group, torchrun
+from tests.launching import ROOT, end_group, forked
 
 TRAIN = ROOT / "dsft" / "train.py"
 
@@ -39,8 +39,8 @@ def write_spec(folder: Path) -> Path:
 def train(
     spec: Path, *overrides: str, nproc: int = 2, script: Path = TRAIN
 ) -> subprocess.CompletedProcess[str]:
-    """By torchrun; the result is checked by the caller."""
-    return torchrun(script, nproc, [str(spec), *overrides], timeout=300)
+    """The result is checked by the caller."""
+    return forked(script, nproc, [str(spec), *overrides], timeout=300)
 
 
 def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import SPEC, shows_traceback
-from tests.launching import ROOT, torchrun
+from tests.launching import ROOT, forked
 
 DIFFERING = ROOT / "tests" / "integration" / "differing.py"
 ROWS = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
@@ -33,7 +33,7 @@ def test_what_hosts_read_must_be_the_same(
         spec = SPEC.replace("builtin:quickstart", "rows.jsonl", 1) + f"output_dir: {tmp_path / 'runs'}\n"
         (folder / "spec.yaml").write_text(spec.replace("train: {", "train: {" + changes * rank))
     monkeypatch.chdir(tmp_path / "host0")
-    result = torchrun(DIFFERING, 2, [str(tmp_path / "host1"), "spec.yaml"], timeout=120)
+    result = forked(DIFFERING, 2, [str(tmp_path / "host1"), "spec.yaml"], timeout=120)
     assert result.returncode != 0 and said in result.stderr
     assert not shows_traceback(result.stderr)
     assert not list(tmp_path.glob("runs/small/checkpoints/*")), "nothing may have been trained"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import torchrun
+from tests.launching import forked
 
 pytest.importorskip("deepspeed")
 
@@ -26,7 +26,7 @@ CAUSES = {
 
 @pytest.mark.timeout(300)
 def test_the_check_at_step_0() -> None:
-    done = torchrun(Path(__file__).with_name("first_step_worker.py"), 2)
+    done = forked(Path(__file__).with_name("first_step_worker.py"), 2)
     assert done.returncode == 0, done.stderr[-3000:]
     cases = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(cases) == 14

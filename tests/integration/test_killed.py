@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import records, trained, write_spec
-from tests.launching import ROOT, torchrun
+from tests.launching import ROOT, forked
 
 DYING = ROOT / "tests" / "integration" / "dying.py"
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
@@ -55,7 +55,7 @@ def test_the_next_start_goes_on_bit_for_bit(
     overrides: tuple[str, ...],
 ) -> None:
     spec, expected = write_spec(tmp_path), whole(*overrides)
-    killed = torchrun(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
+    killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
     assert killed.returncode != 0, "the run must have been killed"
     run = tmp_path / "runs" / "small"
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-4"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
+from tests.launching import torchrun
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -21,7 +22,7 @@ def test_every_launcher_runs_the_same_training(tmp_path: Path) -> None:
         "deepspeed": command(
             ["deepspeed", "--num_gpus", "2", str(TRAIN), *options, "name=deepspeed"], cwd=tmp_path
         ),
-        "torchrun": train(spec, *options[1:], "name=torchrun", "train.micro_batch_size=2", nproc=3),
+        "torchrun": torchrun(TRAIN, 3, [*options, "name=torchrun", "train.micro_batch_size=2"]),
     }
     for name, result in runs.items():
         assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import torchrun
+from tests.launching import forked
 
 WORKER = Path(__file__).parent / "frozen_worker.py"
 pytestmark = pytest.mark.timeout(900)
@@ -19,7 +19,7 @@ BOUNDS_BF16 = {**BOUNDS, "score": 0.0}  # the same kernels on the same shapes
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     output = tmp_path_factory.mktemp("frozen") / "figures.json"
-    done = torchrun(WORKER, 2, [str(output)], timeout=SECONDS)
+    done = forked(WORKER, 2, [str(output)], timeout=SECONDS)
     errors = "\n".join(path.read_text() for path in sorted(output.parent.glob("*.error")))
     assert done.returncode == 0, errors or done.stderr[-4000:]
     found: dict[str, dict[str, float]] = json.loads(output.read_text())

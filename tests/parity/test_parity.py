@@ -7,26 +7,17 @@ import functools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.launching import forked
 from tests.parity.cases import Case, cases
 
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS = 900  # a launch; one that takes longer hangs, and its processes are ended
-ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(WORKER.parents[2]),
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-}
 
 
 @functools.cache
@@ -34,34 +25,17 @@ def launch(ranks: int) -> tuple[dict[str, Any], str]:
     """Results by case, and what the processes wrote; a case that failed is absent, and so are those after
     it."""
     with tempfile.TemporaryDirectory() as folder:
-        results, log = Path(folder, "results.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, str(WORKER), str(results)],
-                env=os.environ | ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                output.write(f"\nended after {SECONDS} s\n")
-            finally:
-                end(process)
+        results = Path(folder, "results.json")
+        try:
+            done = forked(WORKER, ranks, [str(results)], timeout=SECONDS)
+            log = done.stdout + done.stderr
+        except subprocess.TimeoutExpired as expired:
+            log = f"{expired.stdout!r}\n{expired.stderr!r}\nended after {SECONDS} s\n"
         found = json.loads(results.read_text()) if results.exists() else {}
         if kept := os.environ.get("PARITY_RESULTS"):  # a folder, for the table in docs/numerics.md
             Path(kept, f"{ranks}ranks.json").write_text(json.dumps(found, indent=1))
         errors = [error.read_text() for error in sorted(Path(folder).glob("*.error"))]
-        return found, "\n".join(errors or log.read_text().splitlines()[-60:])
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher and every rank that it would leave behind, which have sessions of their own."""
-    if process.poll() is None:
-        for started in (*psutil.Process(process.pid).children(recursive=True), process):
-            started.kill()
-    process.wait()
+        return found, "\n".join(errors or log.splitlines()[-60:])
 
 
 @pytest.mark.parametrize(

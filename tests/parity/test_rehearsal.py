@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import torchrun
+from tests.launching import forked
 from tests.parity.cases import rehearsals
 
 WORKER = Path(__file__).with_name("rehearsal_worker.py")
@@ -22,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         environment.setenv("DS_ACCELERATOR", "cpu")
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         environment.setenv("OMP_NUM_THREADS", "1")
-        done = torchrun(WORKER, 2, [str(output)], timeout=600)
+        done = forked(WORKER, 2, [str(output)], timeout=600)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     return {result["case"]: result for result in found}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import torchrun
+from tests.launching import forked
 
 WORKER = Path(__file__).with_name("state_worker.py")
 pytestmark = pytest.mark.timeout(1800)  # three launches; two or three minutes where nothing else runs
@@ -76,7 +76,7 @@ def launch(folder: Path, ranks: int, cases: list[str]) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DS_ACCELERATOR", "cpu")
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        done = torchrun(WORKER, ranks, [str(folder), *cases], timeout=SECONDS)
+        done = forked(WORKER, ranks, [str(folder), *cases], timeout=SECONDS)
     if done.returncode:
         pytest.fail("\n".join(done.stderr.splitlines()[-60:]))
 

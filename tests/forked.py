@@ -1,0 +1,119 @@
+"""Forks ranks from a process that has imported torch, DeepSpeed and transformers, which is most of what a
+launch costs. Takes launches as JSON lines, gives {"pid": …} at a launch's start and {"code": …} at its end.
+
+    python tests/forked.py PARENT    {"script", "args", "ranks", "port", "environ", "cwd", "stdout", "stderr"}
+
+As under torchrun a rank that fails ends the others, and the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = (
+    "dsft.job",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by DeepSpeed's start, and torch.compile with it
+    "matplotlib.figure",
+)
+"""What every rank imports, or rank 0."""
+
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+def serve(parent: int) -> None:
+    from dsft.launch.parent import die_with
+
+    die_with(parent)
+    for name in SHARED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    for line in sys.stdin:
+        asked = json.loads(line)
+        pid = child(lambda: launch(asked))  # noqa: B023  called at once
+        tell({"pid": pid})
+        _, status = os.waitpid(pid, 0)
+        tell({"code": os.waitstatus_to_exitcode(status)})
+
+
+def tell(answer: dict[str, int]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def child(work: Callable[[], int]) -> int:
+    """A process of its own session that does `work` and ends with its exit code, or with this process."""
+    from dsft.launch.parent import die_with
+
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with(parent)
+        os.setsid()
+        code = work()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: B902  as the interpreter would tell it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def launch(asked: dict[str, Any]) -> int:
+    """1 where a rank failed."""
+    for number, path in enumerate((os.devnull, asked["stdout"], asked["stderr"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ |= asked["environ"]
+    os.chdir(asked["cwd"])
+    running = {child(lambda: run(asked, rank)): rank for rank in range(asked["ranks"])}  # noqa: B023
+    failed = False
+    while running:
+        pid, status = os.wait()
+        rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = True
+            print(f"rank {rank} ended with exit code {code}", file=sys.stderr, flush=True)
+            stop(running)
+    return int(failed)
+
+
+def run(asked: dict[str, Any], rank: int) -> int:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": asked["ranks"], "MASTER_PORT": asked["port"]}
+    os.environ |= {name: str(value) for name, value in places.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "forked"}
+    sys.argv = [asked["script"], *asked["args"]]
+    sys.path[0] = str(Path(asked["script"]).resolve().parent)
+    runpy.run_path(asked["script"], run_name="__main__")
+    return 0
+
+
+def stop(running: dict[int, int]) -> None:
+    """SIGTERM to the ranks that are left, and SIGKILL to what is left of them."""
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    while running and time.monotonic() < deadline:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        running.pop(pid, None)
+        time.sleep(0.02)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    serve(int(sys.argv[1]))
