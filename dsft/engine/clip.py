@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsft.engine.ties import is_copy
+
 
 class StepClip:
     """Before each step: the norm over all stages, then clipping to `max_norm` (0: none). A gradient whose
@@ -34,7 +36,8 @@ class StepClip:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with_gradient = [p for p in self._parameters if p.grad is not None]
-        self.norm = self._global_norm([p.grad for p in with_gradient if p.grad is not None])
+        counted = (p for p in with_gradient if not is_copy(p))
+        self.norm = self._global_norm([p.grad for p in counted if p.grad is not None])
         self.applied = bool(torch.isfinite(self.norm))
         if not self.applied:
             for parameter in with_gradient:

@@ -18,6 +18,7 @@ from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
+from dsft.engine.ties import find_ties, is_copy, tie
 from dsft.engine.world import World
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
@@ -37,8 +38,11 @@ class PipelineEngine:
         self._scales, self._total = self._zeros(), self._zeros()
         self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # while scoring alone
         self._stage = _Stage(policy)
-        self._started = start(_pipeline(self._stage, world, self._loss), self._trained, spec, config)
+        module = _pipeline(self._stage, world, self._loss)
+        ties = find_ties(self._trained, world)  # after it: a PipelineModule takes every mark off
+        self._started = start(module, self._trained, spec, config)
         self._engine = self._started.engine
+        tie(self._engine, ties)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
@@ -101,8 +105,9 @@ class PipelineEngine:
         return self._shapes
 
     def owned(self) -> Iterator[Fragment]:
-        layout = self._world.layout
-        return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+        layout, named = self._world.layout, self._trained.items()
+        mine = {name: parameter for name, parameter in named if not is_copy(parameter)}
+        return state.owned(self._engine, mine, self._world.data_rank, layout.data_parallel)
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         if self._started.scaler is not None:
