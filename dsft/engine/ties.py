@@ -1,5 +1,5 @@
-"""Parameters that several pipeline stages hold, which an embedding is that the head shares: takes each stage's
-trained parameters by name, makes DeepSpeed's pipeline step all copies of one alike.
+"""Parameters that several pipeline stages hold, such as an embedding that the head shares: takes what each
+stage trains by name, makes DeepSpeed's pipeline step all copies of one alike.
 
 Each copy has its own moments and takes the same step, since all get the sum of their gradients, before that
 is averaged over data-parallel ranks and clipped. The norm, the checkpoint and the export count the first
