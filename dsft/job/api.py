@@ -9,6 +9,7 @@ from typing import Any
 
 from dsft.launch.environment import Launched
 from dsft.plan.batch import BatchSizes
+from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 
@@ -19,7 +20,8 @@ Say = Callable[[str], None]
 class Job:
     """What is known before torch is imported. notes: how the configuration came about, a line each;
     hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
-    that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice."""
+    that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice; cut:
+    of the layers into stages, once the model is counted."""
 
     spec: Spec
     batch: BatchSizes
@@ -31,6 +33,7 @@ class Job:
     command: Sequence[str]
     kept: frozenset[str] = frozenset()
     profile: int | None = None
+    cut: Cut | None = None
 
     @property
     def folder(self) -> Path:

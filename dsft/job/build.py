@@ -57,7 +57,7 @@ class Built:
 def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: Start) -> Built:
     """From fresh or pretrained values. A reference's stored values are there before the model is."""
     spec = job.spec
-    dtype, stages = DTYPES[spec.train.precision], job.layout.pipeline_stages
+    dtype = DTYPES[spec.train.precision]
     keep = keep_for(job.config, world)
     if inputs.files is not None:
         prove_same(f"model.name_or_path {spec.model.name_or_path!r}", inputs.files, world)
@@ -68,7 +68,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     switched_off: list[str] = []
 
     def part() -> Policy:
-        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, stages, keep)
+        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, job.cut, keep)
         check_trainable(policy.causal_lm)
         if spec.task == "dpo":
             switched_off.extend(switch_off_dropout(policy.causal_lm))

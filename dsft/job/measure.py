@@ -14,6 +14,7 @@ from dsft.inputs import Inputs
 from dsft.job.api import Job, Say
 from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.memory import memory as memory_plan
@@ -22,7 +23,7 @@ from dsft.report.memory import PHASES, Peaks, Phase
 
 
 def counted_model(job: Job, inputs: Inputs) -> Census:
-    return census_from(take_census(job.spec.model, job.layout.pipeline_stages, inputs.facts))
+    return census_from(take_census(job.spec.model, inputs.facts))
 
 
 def untrained_rows(job: Job, inputs: Inputs, counted: Census) -> Iterator[str]:
@@ -42,13 +43,14 @@ def untrained_rows(job: Job, inputs: Inputs, counted: Census) -> Iterator[str]:
 
 
 def sized_job(job: Job, counted: Census, say: Say) -> Job:
-    """With bucket sizes by the model's. A line for each that a DeepSpeed JSON decides otherwise."""
+    """With the model's cut and bucket sizes. A line for each that a DeepSpeed JSON decides otherwise."""
     elements = Elements(counted.numel, counted.trained)
     for key, size in bucket_sizes(elements):
         given = job.config["zero_optimization"].get(key)
         if key in job.kept and given != size:
             say(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
-    return replace(job, config=sized(job.config, elements, job.kept))
+    config = sized(job.config, elements, job.kept)
+    return replace(job, config=config, cut=cut_of(job.spec.parallel, counted))
 
 
 def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase, Peaks]:

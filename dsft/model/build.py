@@ -23,10 +23,11 @@ from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
-from dsft.model.stage import check_cut, cut
+from dsft.model.stage import check_cut, cut_to_stage
 from dsft.model.trainable import train_only
 from dsft.model.vocabulary import NewRows, Values, WithNewRows
 from dsft.model.weights import Keep, Weights
+from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 
 WHOLE = Keep()
@@ -41,17 +42,18 @@ def build_model(
     seed: int,
     dtype: torch.dtype,
     stage: int = 0,
-    stages: int = 1,
+    cut: Cut | None = None,
     keep: Keep = WHOLE,
 ) -> Policy:
-    """Stage `stage` of `stages` (the whole model where there is one), on the CPU, parameters in `dtype`. The
+    """Stage `stage` of `cut` (the whole model where there is none), on the CPU, parameters in `dtype`. The
     engine's `keep` says which range of each parameter is filled, and takes each as soon as it is.
 
     Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be
     read, or whose files hold another model.
     """
     config = resolve_config(model, facts)
-    check_cut(config, stages)
+    cut = cut or Cut((config.num_hidden_layers,))
+    check_cut(config, cut)
     causal_lm = _on_meta(config)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
@@ -59,11 +61,11 @@ def build_model(
         offload = model.activation_offload and on_gpu
         causal_lm.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
-    if stages > 1:
-        cut(causal_lm, stage, stages)
+    if cut.stages > 1:
+        cut_to_stage(causal_lm, stage, cut)
     if model.compile:
         compile_layers(causal_lm)
-    policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == stages - 1)
+    policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)
     if model.lora is not None:
         fill_adapted(weights, policy, dtype, with_adapters(causal_lm, model.lora, seed, dtype, keep))
     else:

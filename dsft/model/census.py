@@ -1,9 +1,8 @@
 """A model's parameters without its weights: the child process behind `dsft plan`.
 
-Takes one JSON object on standard input, {"model": the spec's section, "stages": n}; gives one on the last
-line of standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds
-the transformers class on the meta device. Reads the config and tokenizer, or their places in the hub's cache;
-writes nothing.
+Takes one JSON object on standard input, {"model": the spec's section}; gives one on the last line of standard
+output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the transformers
+class on the meta device. Reads the config and tokenizer, or their places in the hub's cache; writes nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from dsft.errors import MissingInputError, SpecError
 from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import TokenFacts, resolve_config, token_facts
-from dsft.model.stage import check_cut
+from dsft.model.stage import why_not_cut
 from dsft.spec.schema import Model
 
 
-def take_census(model: Model, stages: int, facts: TokenFacts | None = None) -> dict[str, Any]:
+def take_census(model: Model, facts: TokenFacts | None = None) -> dict[str, Any]:
     """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`.
     `facts`: of the tokenizer, where it has been read."""
     config = resolve_config(model, facts or _facts(model))
-    check_cut(config, stages)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_trainable(causal_lm)
@@ -39,6 +37,7 @@ def take_census(model: Model, stages: int, facts: TokenFacts | None = None) -> d
         "num_layers": config.num_hidden_layers,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "parameters": _parameters(causal_lm, config.num_hidden_layers),
+        "uncuttable": why_not_cut(config),
     }
 
 
@@ -80,7 +79,7 @@ def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:
 def main() -> None:
     request = json.load(sys.stdin)
     try:
-        answer = take_census(Model.model_validate(request["model"]), request["stages"])
+        answer = take_census(Model.model_validate(request["model"]))
     except SpecError as error:
         answer = {"problems": [[problem.where, problem.message] for problem in error.problems]}
     except MissingInputError as error:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.layout import layer_range
+from dsft.plan.cut import Cut
 
 CUTTABLE = ("llama",)
 """Architectures for which two stages were shown to equal the whole model (tests/unit/model, tests/parity)."""
@@ -31,31 +31,37 @@ class PassThrough(nn.Module):
         return hidden_states
 
 
-def check_cut(config: PreTrainedConfig, stages: int) -> None:
-    """Raises SpecError where this architecture cannot be cut into so many stages."""
-    if stages == 1:
-        return
-    layers = config.num_hidden_layers
+def why_not_cut(config: PreTrainedConfig) -> str | None:
+    """Why this model cannot be cut into stages; None where it can."""
     if config.model_type not in CUTTABLE:
         known = ", ".join(CUTTABLE)
-        raise _error(f"a {config.model_type} model cannot be cut into stages yet, only {known} can; set 1")
+        return f"a {config.model_type} model cannot be cut into stages yet, only {known} can"
     if config.tie_word_embeddings:
-        raise _error("a model with tied embeddings cannot be cut into stages yet; set 1")
-    if stages > layers:
-        raise _error(f"{stages} stages are more than the model's {layers} layers; set {layers} or fewer")
+        return "a model with tied embeddings cannot be cut into stages yet"
+    return None
 
 
-def cut(model: PreTrainedModel, stage: int, stages: int) -> None:
-    """Leave `model` with stage `stage` of `stages`: embeddings in the first, final norm and head in the
-    last."""
+def check_cut(config: PreTrainedConfig, cut: Cut) -> None:
+    """Raises SpecError where this model cannot be cut so."""
+    if cut.stages == 1:
+        return
+    reason = why_not_cut(config)
+    if reason is not None:
+        raise _error(f"{reason}; set it to 1")
+    if cut.num_layers != config.num_hidden_layers:
+        raise _error(f"a cut of {cut.num_layers} layers is not one of {config.num_hidden_layers}")
+
+
+def cut_to_stage(model: PreTrainedModel, stage: int, cut: Cut) -> None:
+    """Leave `model` with one stage: embeddings in the first, final norm and head in the last."""
     base: Any = model.base_model
-    owned = layer_range(len(base.layers), stage, stages)
+    owned = cut.layers(stage)
     for index, layer in enumerate(base.layers):
         if index not in owned:
             base.layers[index] = PassThrough(layer)
     if stage > 0:
         base.embed_tokens = nn.Identity()
-    if stage < stages - 1:
+    if stage < cut.stages - 1:
         base.norm = nn.Identity()
         model.lm_head = nn.Identity()
 

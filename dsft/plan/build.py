@@ -55,7 +55,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     hosts = _hosts(spec, world_size)
     places = layout(spec.parallel, sum(hosts.values()))
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
-    counted = census(spec.model, spec.parallel.pipeline_stages, cache)
+    counted = census(spec.model, cache)
     _check_length(spec, counted)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if problems:
@@ -71,7 +71,7 @@ def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census
     """The policy's own, where the reference is its start."""
     if not has_engine(spec) or dpo_of(spec).reference_model is None:
         return counted
-    return census(reference_model(spec), spec.parallel.pipeline_stages, cache)
+    return census(reference_model(spec), cache)
 
 
 def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:

@@ -19,12 +19,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsft.errors import DsftError, MissingInputError, Problem, SpecError
 from dsft.plan.ds_config import Elements
-from dsft.plan.layout import layer_range
 from dsft.spec.schema import Model
+
+if TYPE_CHECKING:  # it takes a census
+    from dsft.plan.cut import Cut
 
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +51,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Census:
+    """uncuttable: why its layers cannot be cut into pipeline stages, None where they can."""
+
     architecture: str
     num_layers: int
     max_positions: int | None
     parameters: tuple[Parameter, ...]
+    uncuttable: str | None = None
 
     @property
     def numel(self) -> int:
@@ -64,48 +69,50 @@ class Census:
         """Elements of what is trained, adapters among them."""
         return sum(parameter.numel for parameter in self.parameters if parameter.trained)
 
-    def stage(self, stage: int, stages: int) -> tuple[Parameter, ...]:
-        """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last."""
-        layers = layer_range(self.num_layers, stage, stages)
-        return tuple(p for p in self.parameters if _stage_of(p, layers, stage, stages))
+    def stage(self, stage: int, cut: Cut) -> tuple[Parameter, ...]:
+        """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last. An
+        embedding that is the head too is on both."""
+        return tuple(p for p in self.parameters if _is_on(p, stage, cut))
 
 
-def _stage_of(parameter: Parameter, layers: range, stage: int, stages: int) -> bool:
+def _is_on(parameter: Parameter, stage: int, cut: Cut) -> bool:
     if parameter.layer is not None:
-        return parameter.layer in layers
-    return stage == (0 if parameter.embedding else stages - 1)
+        return parameter.layer in cut.layers(stage)
+    is_last = stage == cut.stages - 1
+    if not parameter.embedding:
+        return is_last
+    return stage == 0 or (is_last and bool(parameter.aliases))
 
 
-def census(model: Model, stages: int, cache: Path | None = None) -> Census:
-    """The census of a spec's model, cut into `stages`.
+def census(model: Model, cache: Path | None = None) -> Census:
+    """The census of a spec's model.
 
-    SpecError for a config with unknown keys or that cannot be cut; MissingInputError where a config or
-    tokenizer cannot be read. `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or
-    `~/.cache/dsft`.
+    SpecError for a config with unknown keys; MissingInputError where a config or tokenizer cannot be read.
+    `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
     """
-    place = (cache or _cache_folder()) / "census" / f"{_digest(model, stages)}.json"
+    place = (cache or _cache_folder()) / "census" / f"{_digest(model)}.json"
     try:
         return census_from(json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
-        answer = _ask(model, stages)
+        answer = _ask(model)
     result = census_from(answer)
     if not _is_hub_id(model):  # what a hub id stands for may change
         _keep(place, answer)
     return result
 
 
-def known_elements(model: Model, stages: int) -> Elements | None:
+def known_elements(model: Model) -> Elements | None:
     """What the section and its files tell of the model's size; None for a hub id, whose files another machine
     may not have, and for a folder that is not here."""
     if _is_hub_id(model):
         return None
-    counted = census(model, stages)
+    counted = census(model)
     return Elements(counted.numel, counted.trained)
 
 
-def _ask(model: Model, stages: int) -> dict[str, Any]:
+def _ask(model: Model) -> dict[str, Any]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_entries("PYTHONPATH")])}
-    request = json.dumps({"model": model.model_dump(mode="json"), "stages": stages})
+    request = json.dumps({"model": model.model_dump(mode="json")})
     command = [sys.executable, "-m", "dsft.model.census"]
     try:
         done = subprocess.run(
@@ -138,6 +145,7 @@ def census_from(answer: Mapping[str, Any]) -> Census:
             )
             for p in answer["parameters"]
         ),
+        answer["uncuttable"],
     )
 
 
@@ -152,21 +160,15 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
         pass
 
 
-_COUNTING = (  # the code that decides how many parameters there are
-    "model/census", "model/config", "model/lora", "model/adapter_names", "model/trainable",
-    "data/tokenizer/load", "data/tokenizer/spm",
-)  # fmt: skip
-
-
-def _digest(model: Model, stages: int) -> str:
+def _digest(model: Model) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
     sources = [
-        *"census config lora adapter_names trainable".split(),
+        *"census config lora adapter_names stage trainable".split(),
         "../data/tokenizer/load",
         "../data/tokenizer/spm",
     ]
     code = [(ROOT / "dsft/model" / f"{source}.py").read_text(encoding="utf-8") for source in sources]
-    facts = [model.model_dump(mode="json"), stages, files, code, importlib.metadata.version("transformers")]
+    facts = [model.model_dump(mode="json"), files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -56,7 +56,7 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     config = deepspeed_config(spec, promised_batch(spec), _known(spec))
     texts = {f"ds_configs/{spec.name}.json": json_text(config)}
     if has_engine(spec) and not in_stages(spec) and dpo_of(spec).reference == "live":
-        known = known_elements(reference_model(spec), 1)
+        known = known_elements(reference_model(spec))
         texts[f"ds_configs/{spec.name}.reference.json"] = json_text(reference_config(spec, known))
     if spec.cluster is not None:
         texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
@@ -69,7 +69,7 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
 
 
 def _known(spec: Spec) -> Elements | None:
-    return known_elements(spec.model, spec.parallel.pipeline_stages)
+    return known_elements(spec.model)
 
 
 def json_text(config: Mapping[str, Any]) -> str:

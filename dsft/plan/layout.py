@@ -41,11 +41,6 @@ def layout(parallel: Parallel, world_size: int) -> Layout:
     return Layout(world_size, stages, world_size // stages)
 
 
-def layer_range(num_layers: int, stage: int, stages: int) -> range:
-    """The layers that one stage owns, of `num_layers` counted from 0: a uniform cut, the engine's own."""
-    return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
-
-
 def _not_divided(stages: int, world_size: int) -> str:
     choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
     return (

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
 from dsft.plan.head import (
     BYTES_PER_LOGIT,
@@ -162,7 +163,7 @@ class _Flow:
 
 def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
     ranks = layout.data_parallel
-    parameters = census.stage(stage, layout.pipeline_stages)
+    parameters = census.stage(stage, cut_of(spec.parallel, census))
     zero = spec.parallel.zero_stage
     whole = sum(parameter.numel for parameter in parameters)
     trained = sum(parameter.numel for parameter in parameters if parameter.trained)
@@ -195,7 +196,7 @@ def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow)
     which stands for what the two norms, rotary embeddings and the activation function keep. With gradient
     checkpointing a layer keeps its input alone, and one layer at a time is recomputed.
     """
-    part = census.stage(rank.stage, flow.layout.pipeline_stages)
+    part = census.stage(rank.stage, cut_of(spec.parallel, census))
     layers: dict[int, int] = {}
     for parameter in part:
         if parameter.layer is not None and len(parameter.shape) == 2:

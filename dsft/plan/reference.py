@@ -62,9 +62,17 @@ def reference_stage(spec: Spec) -> int:
 def reference_layout(spec: Spec, world_size: int) -> Layout:
     """The frozen model's own: by default in the policy's pipeline stages; whole or sharded over all ranks
     where the spec says which. SpecError where the stages do not divide the ranks."""
-    if dpo_of(spec).reference_zero_stage is None:
-        return layout(spec.parallel, world_size)
-    return layout(Parallel(), world_size)
+    return layout(reference_parallel(spec), world_size)
+
+
+def reference_parallel(spec: Spec) -> Parallel:
+    """How it is divided. Another model than the policy has its own layers, which are then balanced by their
+    parameters."""
+    stages = spec.parallel.pipeline_stages if dpo_of(spec).reference_zero_stage is None else 1
+    listed = stages > 1 and not isinstance(spec.parallel.pipeline_cut, str)
+    as_policy = listed and dpo_of(spec).reference_model is None
+    cut = spec.parallel.pipeline_cut if as_policy else "parameters"
+    return Parallel(zero_stage=reference_stage(spec), pipeline_stages=stages, pipeline_cut=cut)
 
 
 def reference_line(spec: Spec) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dsft.plan.census import Census, Parameter
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.layout import Layout
 from dsft.plan.memory import Memory, RankMemory, most_tokens, of_host, runs_on_cpu, stage_memory, weight_bytes
@@ -17,9 +18,9 @@ from dsft.plan.reference import (
     needs_reference,
     reference_layout,
     reference_model,
-    reference_stage,
+    reference_parallel,
 )
-from dsft.spec.schema import Parallel, Spec
+from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ def with_reference(
 def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceMemory, ...]:
     """As of a policy that has nothing to train."""
     places = reference_layout(spec, layout.world_size)
-    parallel = Parallel(zero_stage=reference_stage(spec), pipeline_stages=places.pipeline_stages)
-    own = spec.model_copy(update={"model": reference_model(spec), "parallel": parallel})
+    own = spec.model_copy(update={"model": reference_model(spec), "parallel": reference_parallel(spec)})
     parameters = tuple(replace(p, trained=False) for p in census.parameters if _is_its(p, own))
     frozen = replace(census, parameters=parameters)
     return tuple(
@@ -112,7 +112,7 @@ def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int
     """Of an adapter that training continues, and of what is trained beside one: `refer_to_start`."""
     sharded, lora = spec.parallel.zero_stage == 3, spec.model.lora
     by_copy = sharded or (lora is not None and lora.path is not None)
-    trained = [p for p in census.stage(rank.stage, layout.pipeline_stages) if p.trained]
+    trained = [p for p in census.stage(rank.stage, cut_of(spec.parallel, census)) if p.trained]
     kept = [p.numel for p in trained if by_copy or not _is_adapters(p)]
     ranks = layout.data_parallel if sharded else 1
     return sum(-(-numel // ranks) for numel in kept) * weight_bytes(spec)

@@ -20,9 +20,10 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.dtypes import DTYPES
 from dsft.model.policy import Policy
-from dsft.plan.census import census_from
+from dsft.plan.census import Census, census_from
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import Elements
-from dsft.plan.reference import dpo_of, reference_model
+from dsft.plan.reference import dpo_of, reference_model, reference_parallel
 from dsft.plan.reference_config import reference_config
 from dsft.reference.tokens import same_tokens
 from dsft.spec.schema import Spec
@@ -30,7 +31,14 @@ from dsft.spec.schema import Spec
 
 def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
     """The DeepSpeed JSON, by the reference's own size. Raises as `take_census`."""
-    counted = census_from(take_census(reference_model(spec), 1, facts))
+    return _config(spec, _counted(spec, facts))
+
+
+def _counted(spec: Spec, facts: TokenFacts) -> Census:
+    return census_from(take_census(reference_model(spec), facts))
+
+
+def _config(spec: Spec, counted: Census) -> dict[str, Any]:
     return reference_config(spec, Elements(counted.numel, counted.trained))
 
 
@@ -45,12 +53,13 @@ class Reference:
 def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     """A collective. `world`: of the policy (live) or of the pass's own processes, laid out as
     `reference_layout` says. Raises as `build_model`."""
-    model, config = reference_model(spec), config_of(spec, facts)
-    keep, stages = keep_for(config, world), world.layout.pipeline_stages
+    model, counted = reference_model(spec), _counted(spec, facts)
+    config, cut = _config(spec, counted), cut_of(reference_parallel(spec), counted)
+    keep = keep_for(config, world)
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
-        policy = build_model(model, facts, spec.train.seed, dtype, world.stage, stages, keep)
+        policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
         if spec.data.packing:
             attend_per_segment(policy.causal_lm, model.attention, spec.data.max_length)
         return policy

@@ -259,6 +259,9 @@ class Offload(Section):
     )
 
 
+Layers = Annotated[int, Field(ge=1)]
+
+
 class Parallel(Section):
     """How the training state and the layers are divided among the ranks."""
 
@@ -270,6 +273,10 @@ class Parallel(Section):
     )
     pipeline_stages: int = Field(
         default=1, ge=1, description="Number of groups that the layers are cut into, one after the other."
+    )
+    pipeline_cut: Literal["parameters"] | Annotated[tuple[Layers, ...], Listed] = Field(
+        default="parameters",
+        description="Layers of each stage: parameters (stages of equal size), or a list of numbers.",
     )
     offload_optimizer: Offload = Field(
         default=Offload(), description="Where optimizer states and fp32 weights are kept and updated."

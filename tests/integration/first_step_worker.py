@@ -41,6 +41,7 @@ from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
+from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.reference.adapter import adapter_off
@@ -115,8 +116,8 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     dataset = Dataset.of(pairs, pairs=True)
     logps = reference_logps(case, build_model(spec.model, FACTS, SEED, dtype), pairs)
 
-    keep = keep_for(config, world)
-    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, case.stages, keep)
+    keep, cut = keep_for(config, world), balanced([1] * 4, case.stages)
+    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, cut, keep)
     if not case.dropout:
         switch_off_dropout(policy.causal_lm)
     if spec.data.packing:

@@ -28,6 +28,7 @@ from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
+from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
@@ -108,7 +109,7 @@ def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
     """The largest difference of this rank's stage of two, where it has one."""
     if rank > 1:
         return 0.0
-    policy = build_model(model, facts, 0, expected.dtype, rank, 2)
+    policy = build_model(model, facts, 0, expected.dtype, rank, balanced([1] * 6, 2))
     named = policy.causal_lm.named_parameters()
     return max(float((p - expected.get_parameter(name)).abs().max()) for name, p in named)
 

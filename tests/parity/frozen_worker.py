@@ -41,6 +41,7 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
+from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
@@ -245,9 +246,9 @@ def losses(
 ) -> list[float]:
     batch = batch_sizes(spec.train, world.layout.data_parallel)
     config = deepspeed_config(spec, batch)
-    stages = world.layout.pipeline_stages
+    cut = balanced([1] * 4, world.layout.pipeline_stages)
     keep = keep_for(config, world)
-    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, stages, keep=keep)
+    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, cut, keep=keep)
     engine: Any = build_engine(policy, spec, config, world, next_token())
     if asking is not None:
         before = asking(policy, engine)
@@ -256,7 +257,7 @@ def losses(
         before(step)
         mine = batches(world, step)
         targets = torch.tensor([float(sum((b.targets != NO_TARGET).sum() for b in mine))])
-        counts = {"tokens": int(world.sum(targets)) // stages}
+        counts = {"tokens": int(world.sum(targets)) // cut.stages}
         result = engine.step(mine, counts, 1e-2)
         found.append(float(world.sum(result.sums)) / counts["tokens"])
     destroy(engine)

@@ -62,6 +62,7 @@ from dsft.objective.api import Objective
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
+from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
@@ -162,8 +163,9 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
+    cut = balanced([1] * 4, case.stages)
     policy = build_model(
-        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.stages, keep_for(config, world)
+        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, cut, keep_for(config, world)
     )
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
@@ -300,7 +302,8 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
     keep, dtype = keep_for(config, world), DTYPES[case.precision]
-    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.stages, keep)
+    cut = balanced([1] * 4, case.stages)
+    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, cut, keep)
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
     return refer_to_engine(build_frozen(policy, config, world)).refer

@@ -164,10 +164,10 @@ def test_frozen_new_rows_are_warned_of(base: Path, keys: dict[str, Any], told: s
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], **keys})
     tokenizer, added = open_tokenizer(model)
     known = token_facts(tokenizer, added.first_id)
-    counted = census_from(take_census(model, 1, known))
+    counted = census_from(take_census(model, known))
     inputs: Any = SimpleNamespace(rows=new_rows(model, known), config=resolve_config(model, known))
     job: Any = SimpleNamespace(spec=SimpleNamespace(model=model))
     lines = list(untrained_rows(job, inputs, counted))
     assert [told in line for line in lines] == [True] if told else lines == []
-    assert census_from(take_census(model, 1)) == counted
+    assert census_from(take_census(model)) == counted
     assert next(p for p in counted.parameters if p.embedding).shape == (260, 16)

@@ -10,6 +10,7 @@ import torch
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, resolve_config
+from dsft.plan.cut import Cut, balanced
 from dsft.spec.schema import Model
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
@@ -87,20 +88,22 @@ def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
     ("keys", "stages", "words"),
     [
         (LLAMA | {"tie_word_embeddings": True}, 2, "tied"),
-        (LLAMA, 6, "5 layers"),
+        (LLAMA | {"num_hidden_layers": 4}, 2, "a cut of 5 layers is not one of 4"),
         ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, 2, "a gpt2 model"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        build_model(Model(from_config=keys), FACTS, 0, torch.float32, 0, stages)
+        build_model(Model(from_config=keys), FACTS, 0, torch.float32, 0, balanced([1] * 5, stages))
 
 
 def test_a_pretrained_model_is_read_and_cut(tmp_path: Path) -> None:
     fresh = build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32)
     fresh.causal_lm.save_pretrained(tmp_path)
     read = Model(name_or_path=str(tmp_path))
-    parts = [build_model(read, FACTS, 99, torch.float32, stage, 2).named_trained() for stage in (0, 1)]
+    parts = [
+        build_model(read, FACTS, 99, torch.float32, stage, Cut((2, 3))).named_trained() for stage in (0, 1)
+    ]
     for name, p in fresh.named_trained().items():
         assert sum(torch.equal(part[name], p) for part in parts if name in part) == 1, name
 

@@ -12,6 +12,7 @@ from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
 from dsft.model.init import module_seed
 from dsft.model.policy import Policy
+from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
 
 FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -29,7 +30,8 @@ LLAMA = {
 def build(
     stage: int = 0, stages: int = 1, seed: int = 3, dtype: torch.dtype = torch.float32, **keys: object
 ) -> Policy:
-    return build_model(Model(from_config=LLAMA | keys), FACTS, seed, dtype, stage, stages)
+    cut = balanced([1] * (LLAMA | keys)["num_hidden_layers"], stages)
+    return build_model(Model(from_config=LLAMA | keys), FACTS, seed, dtype, stage, cut)
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from dsft.model.adapter_names import plain_name
 from dsft.model.build import build_model, choose_trained, first_values
 from dsft.model.lora import PREFIX, WEIGHTS, scale
 from dsft.model.policy import Policy
+from dsft.plan.cut import Cut
 from dsft.spec.schema import Lora, Model
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
@@ -63,7 +64,8 @@ def test_fresh_values_depend_on_seed_and_name_alone() -> None:
     model = Model(from_config=LLAMA, lora=Lora(rank=2))
     whole = build_model(model, FACTS, 3, torch.float32).named_trained()
     for stage in (0, 1):
-        for name, parameter in build_model(model, FACTS, 3, torch.float32, stage, 2).named_trained().items():
+        part = build_model(model, FACTS, 3, torch.float32, stage, Cut((2, 3)))
+        for name, parameter in part.named_trained().items():
             assert torch.equal(parameter, whole[name]), name
     other = build_model(model, FACTS, 4, torch.float32).named_trained()
     a = [name for name in whole if name.endswith("lora_A.weight")]

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.build import build_model
 from dsft.model.policy import Policy, add_noise, target_logps
+from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
 from tests.architectures.cases import small_model
 from tests.unit.model.test_model_init import FACTS, LLAMA
@@ -27,7 +28,8 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def stages(number: int, checkpointing: bool = False) -> list[Policy]:
     model = Model(from_config=LLAMA | {"initializer_range": 0.3}, gradient_checkpointing=checkpointing)
-    return [build_model(model, FACTS, 3, torch.float32, stage, number) for stage in range(number)]
+    cut = balanced([1] * LLAMA["num_hidden_layers"], number)
+    return [build_model(model, FACTS, 3, torch.float32, stage, cut) for stage in range(number)]
 
 
 def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dsft.model.config import TokenFacts
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
 from dsft.model.weights import Keep
+from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 
 FACTS = TokenFacts(96, 1, 2, None)
@@ -244,7 +245,7 @@ def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path) -> None:
         file.seek(size - 96 * 32 * 4 // 2)
         file.write(b"\xff" * 100)
     model = Model(name_or_path=str(tmp_path))
-    first = build_model(model, FACTS, 7, torch.float32, 0, 2)
+    first = build_model(model, FACTS, 7, torch.float32, 0, Cut((1, 1)))
     assert all(torch.isfinite(p).all() for p in first.parameters())
     assert "lm_head.weight" not in first.named_trained()
 
