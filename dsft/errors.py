@@ -7,6 +7,7 @@ DsftError                 70  an internal fault
 ├── WorldError            69  processes, hosts or devices other than promised
 ├── LockedError           73  the run's folder is used by another job, or holds another run
 ├── OutOfMemoryError      71  a micro-batch that does not fit into memory
+├── BuildError            72  an operation of DeepSpeed's that cannot be compiled
 ├── StorageError          74  a disk that is full, cannot be written, or gives back other bytes
 ├── CheckpointError       76  a checkpoint that is torn, altered or of another run
 └── NonFiniteError        78  gradients that stay infinite or not a number
@@ -78,6 +79,10 @@ class OutOfMemoryError(DsftError):
 
     exit_code = 71
     of_one_rank = True
+
+
+class BuildError(DsftError):
+    exit_code = 72
 
 
 class LockedError(DsftError):

@@ -5,6 +5,8 @@ Every method but `close` is a collective: all ranks call it, in the same order.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -16,14 +18,21 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from torch import Tensor
 
+from dsft.engine.op import load_op
+from dsft.engine.op_turn import Say
 from dsft.errors import DsftError
 from dsft.launch.environment import Launched
 from dsft.plan.layout import Layout
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +97,23 @@ class World:
                 raise failure
         return cast(T, outcome[0])
 
+    def hosts_first(self, work: Callable[[], object]) -> None:
+        """`work`, which is local, on one rank of each host and then on the others; where it fails on one, its
+        error is raised on all, and what comes after is not tried."""
+        leads = self.local_rank == 0
+        self.each(lambda: work() if leads else None)
+        self.each(lambda: None if leads else work())
+
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-def join(launched: Launched, layout: Layout) -> World:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. A process started alone joins itself."""
+def join(launched: Launched, layout: Layout, say: Say = silent) -> World:
+    """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host also add up in shared memory,
+    by an operation that is compiled first (`say` is told). A process started alone joins itself.
+
+    Raises BuildError or StorageError where that cannot be built.
+    """
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning
@@ -104,6 +124,13 @@ def join(launched: Launched, layout: Layout) -> World:
     device = torch.device("cpu") if name == "cpu" else torch.device(name, launched.local_rank)
     if name != "cpu":
         accelerator.set_device(launched.local_rank)
+    world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
+    if name == "cpu":  # DeepSpeed takes this group over, and finds its operation loaded
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        world.hosts_first(lambda: load_op(ShareMemCommBuilder(), say))
     backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
-    return World(launched.rank, launched.world_size, launched.local_rank, layout, device)
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells of its operation, on every rank
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
+        )
+    return world

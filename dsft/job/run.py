@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import secrets
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.lock import hold
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
+from dsft.engine.ops import prepare_ops
 from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
@@ -29,14 +31,15 @@ from dsft.report.sinks import check_installed
 def run(job: Job) -> None:
     """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
     spec = job.spec
-    world = join(job.launched, job.layout)
-    say: Say = (lambda text: print(text, flush=True)) if world.rank == 0 else (lambda text: None)
+    say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
+    world = join(job.launched, job.layout, say)
     with ExitStack() as held:
         prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
+        job = replace(job, config=prepare_ops(spec, job.config, world, say))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             say(line)
         start = resume_point(job, world, say)

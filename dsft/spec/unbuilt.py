@@ -35,7 +35,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "parallel.offload_parameters.device", ("none",), "use none, and parallel.offload_optimizer for memory"
     ),
-    Unbuilt("parallel.allow_torch_adam", (False,), LEAVE_OUT),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),

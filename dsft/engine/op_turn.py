@@ -1,0 +1,148 @@
+"""One process at a time builds an operation: takes the folder that it is built in, waits for its turn.
+
+Two locks guard it. dsft's own is flock(2), which the kernel drops when its holder dies, however it dies.
+torch's is the mere existence of a file (torch/utils/file_baton.py): a build that was killed leaves it behind,
+and every later start waits for it without a word and without end. Who has dsft's lock looks whether anyone
+still holds torch's, which torch keeps open while it builds, and removes it where nobody does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+Say = Callable[[str], None]
+
+OURS, TORCHS = ".dsft_lock", "lock"
+POLL = 0.2
+"""Seconds between two looks at a lock."""
+QUIET = 15 * 60.0
+"""Seconds in which nothing of a build has changed, after which a lock counts as left behind where its holder
+cannot be seen: the longest step of a compile seen here took 5 minutes, on a busy machine."""
+
+# Of these a process of this host holds what is locked; any other may be mounted by several hosts.
+LOCAL_DISKS = frozenset("bcachefs btrfs erofs ext2 ext3 ext4 f2fs overlay ramfs tmpfs xfs zfs".split())
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def turn(folder: Path, say: Say) -> Iterator[None]:
+    """Alone in `folder` until the block ends. `say` is told once whom it waits for, and what it removed.
+
+    Raises OSError where the folder cannot be written.
+    """
+    with (folder / OURS).open("a+", encoding="utf-8") as file:
+        _wait_for_ours(file, folder, say)
+        _wait_for_torchs(folder / TORCHS, say)
+        yield
+
+
+def _wait_for_ours(file: TextIO, folder: Path, say: Say) -> None:
+    told = False
+    while not _locked(file):
+        if not told:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            say(f"waiting for {holder}, which builds {folder.name} in {folder}")
+            told = True
+        time.sleep(POLL)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has the lock; on a disk that knows none it goes on with torch's alone."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in NO_LOCKS
+    return True
+
+
+def _wait_for_torchs(lock: Path, say: Say) -> None:
+    """Until nobody holds it; what a dead process left is removed."""
+    told, left = False, None
+    while (found := _look(lock)) is not None:
+        if found.holders or not found.is_over:
+            left = None
+            if not told:
+                say(found.wait_for(lock))
+                told = True
+        elif left == found.inode:  # as at the look before: its holder was not just about to remove it
+            with suppress(FileNotFoundError):
+                lock.unlink()
+                say(f"removed {lock}, which a build that was killed left behind")
+            return
+        else:
+            left = found.inode
+        time.sleep(POLL)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """torch's lock as it stands. holders: processes of this host; is_over: without one, nothing is built."""
+
+    inode: int
+    holders: list[int]
+    is_over: bool
+
+    def wait_for(self, lock: Path) -> str:
+        who = f"process {self.holders[0]}" if self.holders else "a process that cannot be seen from here"
+        hint = "" if self.holders else f"; remove {lock} if nothing builds there"
+        return f"waiting for {who}, which builds {lock.parent.name} in {lock.parent}{hint}"
+
+
+def _look(lock: Path) -> _Found | None:
+    try:
+        status = lock.stat()
+    except FileNotFoundError:
+        return None
+    is_visible = status.st_uid == os.geteuid() and _is_local(lock.parent)  # a holder would be seen
+    return _Found(status.st_ino, processes_with(lock), is_visible or _quiet(lock.parent) > QUIET)
+
+
+def processes_with(path: Path) -> list[int]:
+    """Processes of this host that have the file open, of those that this user may look into."""
+    target, found = str(path.resolve()), []
+    for descriptors in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # ended, or another user's
+            if any(_link(one) == target for one in descriptors.iterdir()):
+                found.append(int(descriptors.parent.name))
+    return found
+
+
+def _link(path: Path) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return None
+
+
+def _quiet(folder: Path) -> float:
+    """Seconds since anything in the folder has changed."""
+    changed = [0.0]
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if file.name != OURS:
+                changed.append(file.stat().st_mtime)
+    return time.time() - max(changed)
+
+
+def _is_local(folder: Path) -> bool:
+    """Whether the folder's disk is this host's alone, by the mounts of /proc/self/mountinfo."""
+    kinds: dict[Path, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            mount, _, disk = line.partition(" - ")
+            kinds[Path(mount.split()[4])] = disk.split()[0]
+    inside = [place for place in kinds if folder.resolve().is_relative_to(place)]
+    return bool(inside) and kinds[max(inside, key=lambda place: len(place.parts))] in LOCAL_DISKS
