@@ -66,7 +66,7 @@ class Frozen:
         """(B, T) log-probabilities; None where this rank does not have the last stage."""
         first, last = self._policy.is_first, self._policy.is_last
         inputs = batch.input_ids if first else self._received(batch)
-        output = self._module(
+        output: Tensor = self._module(
             inputs,
             batch.position_ids,
             batch.targets,
@@ -76,9 +76,8 @@ class Frozen:
             batch.starts,
         )
         if last:
-            logps: Tensor = output
-            return logps
-        dist.send(output[0].contiguous(), self._world.rank + self._world.layout.data_parallel)
+            return output
+        dist.send(output.contiguous(), self._world.rank + self._world.layout.data_parallel)
         return None
 
     def _received(self, batch: MicroBatch) -> Tensor:

@@ -24,8 +24,6 @@ from dsft.model.policy import Policy
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
-Inputs = tuple[Tensor, ...]  # tokens or hidden states, position_ids, targets; first: maybe noise_scale
-
 
 class PipelineEngine:
     def __init__(
@@ -126,32 +124,41 @@ class PipelineEngine:
         self._total += sums.detach()
         return sums.dot(self._scales)
 
-    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Inputs, MicroBatch]]:
-        """What the first stage and the last one draw from; DeepSpeed passes a label of its own class
-        through."""
-        for micro_batch in micro_batches:
-            batch = micro_batch.to(self._world.device)
-            noise = () if batch.noise_scale is None else (batch.noise_scale,)
-            yield (batch.input_ids, batch.position_ids, batch.targets, *noise), batch
+    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, MicroBatch]]:
+        """What DeepSpeed draws from on the first stage and on the last: tokens, and a label of its own class,
+        which it passes through. The stage itself draws from its own, so nothing but hidden states travels."""
+        here = [micro_batch.to(self._world.device) for micro_batch in micro_batches]
+        self._stage.micro_batches = iter(here)
+        return ((micro_batch.input_ids, micro_batch) for micro_batch in here)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
 
 
 class _Stage(nn.Module):
-    """A policy behind the one argument that DeepSpeed gives a layer."""
+    """A policy behind the one argument that DeepSpeed gives a layer. Every schedule takes the micro-batches
+    of a step through a stage in their order, so each forward is of the next one."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
         self.as_in_training = False  # with dropout, though DeepSpeed evaluates
+        self.micro_batches: Iterator[MicroBatch] = iter(())
 
-    def forward(self, inputs: Inputs) -> Tensor | Inputs:
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: (B, T) tokens on the first stage, else (B, T, hidden), which all but the last give too."""
         if self.as_in_training:
             self.policy.train()
-        tokens, position_ids, targets, *noise = inputs
-        scale = noise[0].detach() if noise else None  # DeepSpeed asks for its gradient, as a floating input
-        output: Tensor | Inputs = self.policy(tokens, position_ids, targets, noise_scale=scale)
+        batch = next(self.micro_batches)
+        output: Tensor = self.policy(
+            inputs,
+            batch.position_ids,
+            batch.targets,
+            batch.lengths,
+            batch.noise_scale,
+            batch.num_targets,
+            batch.starts,
+        )
         return output
 
 

@@ -95,7 +95,7 @@ def packed_keywords(
     starts: tuple[int, ...] | None = None,
 ) -> Mapping[str, Any]:
     """What tells the model's attention the segments of its one row; nothing for padded rows. Without lengths
-    (in a pipeline, between whose stages only tensors travel) they are read from position_ids, (B, T).
+    they are read from position_ids, (B, T).
 
     Raises DsftError where segments share a prompt and the attention is not `segment_attention`."""
     is_flash = implementation.startswith("flash")

@@ -48,12 +48,12 @@ class Policy(nn.Module):
         noise_scale: Tensor | None = None,
         num_targets: int | None = None,
         starts: tuple[int, ...] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
         (B, T) int64; lengths, starts: of a packed row's segments, as in MicroBatch; noise_scale (B, T): of
         the first stage's embeddings in training; num_targets: how many there are, where that is known. Gives
-        (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, what the next
-        one takes."""
+        (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, hidden states
+        (B, T, hidden), which the next one takes."""
         given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
         given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths, starts)
         given |= {"position_ids": position_ids, "use_cache": False}
@@ -63,7 +63,7 @@ class Policy(nn.Module):
             return target_logps(output.logits, targets, self._label_smoothing if self.training else 0.0)
         hidden: Tensor = output.last_hidden_state
         if not self.is_last:
-            return hidden, position_ids, targets
+            return hidden
         logps: Tensor = self.causal_lm.get_output_embeddings()(hidden, targets, num_targets)
         return logps
 
