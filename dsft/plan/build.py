@@ -13,6 +13,7 @@ from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import Memory, memory
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.reference_memory import Reference, with_reference
+from dsft.plan.traffic import Flow, traffic
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
@@ -37,6 +38,7 @@ class Plan:
     warnings: tuple[str, ...]
     reference: Reference | None
     reference_census: Census
+    traffic: tuple[Flow, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
     told = (*warnings(spec), *_memory_warnings(spec, sizes))
-    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference)
+    sent = traffic(counted, spec, places, hosts)
+    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference, sent)
 
 
 def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census:

@@ -168,7 +168,7 @@ def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
     whole = sum(parameter.numel for parameter in parameters)
     trained = sum(parameter.numel for parameter in parameters if parameter.trained)
     share = -(-trained // ranks) if zero else trained
-    states = share * (FP32 + _moment_bytes(spec))
+    states = share * (FP32 + moment_bytes(spec))
     offloaded = spec.parallel.offload_optimizer.device != "none"
     fp32_without_zero = zero == 0 and spec.train.precision == "fp32"
     return RankMemory(
@@ -177,7 +177,7 @@ def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
         parameters=_parameters(parameters, spec, ranks),
         gradients=_gradients(trained, share, spec),
         master=0 if offloaded or fp32_without_zero else share * FP32,
-        moments=0 if offloaded else share * _moment_bytes(spec),
+        moments=0 if offloaded else share * moment_bytes(spec),
         buffers=_buffers(whole, bucket_size(census.trained), spec),
         activations=0,
         one_layer=0,
@@ -253,7 +253,7 @@ def weight_bytes(spec: Spec) -> int:
     return FP32 if spec.train.precision == "fp32" else 2
 
 
-def _moment_bytes(spec: Spec) -> int:
+def moment_bytes(spec: Spec) -> int:
     if spec.optim.name == "adamw":
         return 2 * FP32
     return FP32 if spec.optim.momentum else 0

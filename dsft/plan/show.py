@@ -24,6 +24,7 @@ from dsft.plan.reference import has_engine, in_stages, reference_line
 from dsft.plan.reference_config import reference_entries
 from dsft.plan.reference_memory import Reference, ReferenceMemory
 from dsft.plan.schedule import batch_scale, scaling_equation
+from dsft.plan.traffic import bubble
 from dsft.spec.patterns import group_of
 
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
@@ -82,6 +83,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
+        "bubble": bubble(plan.layout.pipeline_stages, plan.batch.accumulation_steps),
+        "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in plan.traffic],
         "reference": _reference_mapping(plan),
         "deepspeed": deepspeed_config(spec, _known_batch(plan), _elements(plan)),
         "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan), _elements(plan))},
@@ -136,6 +139,10 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield _heading("Memory")
     yield _memory(plan)
     yield Text(NOT_COUNTED)
+    yield _heading("Step")
+    if plan.layout.pipeline_stages > 1:
+        yield Text(_bubble(plan))
+    yield _traffic(plan)
     if plan.reference is not None:
         yield _heading("Reference")
         yield from map(Text, _reference(plan, plan.reference))
@@ -242,6 +249,25 @@ def _memory(plan: Plan) -> Table:
     table.add_section()
     for label, size in _host_rows(plan.memory.hosts):
         table.add_row(label, size, *[""] * (len(stages) - 1))
+    return table
+
+
+def _bubble(plan: Plan) -> str:
+    stages, micro_batches = plan.layout.pipeline_stages, plan.batch.accumulation_steps
+    return (
+        f"Bubble: (stages {stages} - 1) ÷ (micro-batches {micro_batches} + stages {stages} - 1) = "
+        f"{bubble(stages, micro_batches):.1%} of the step in which a stage waits"
+    )
+
+
+def _traffic(plan: Plan) -> RenderableType:
+    """What the busiest rank sends, reads and writes in a step."""
+    if not plan.traffic:
+        return Text("Nothing travels between ranks.")
+    table = _table("a rank's traffic, at most", "times a step", "bytes each", "bytes a step")
+    table.add_column("link")
+    for flow in plan.traffic:
+        table.add_row(flow.what, str(flow.times), _size(flow.bytes_each), _size(flow.bytes), flow.link)
     return table
 
 

@@ -471,6 +471,9 @@ class Cluster(Section):
     accelerator: Accelerator | None = Field(
         default=None, description="The device of each slot; by default that of the machine."
     )
+    host_memory_gib: float | None = Field(
+        default=None, gt=0, description="Memory of each host, in GiB (2^30 bytes), that the run may take."
+    )
     launcher: Literal["deepspeed", "torchrun", "slurm"] = Field(
         default="deepspeed", description="What starts the processes."
     )

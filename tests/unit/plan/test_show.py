@@ -140,3 +140,14 @@ def test_without_a_reference_nothing_is_said_of_one(plan: Any) -> None:
     assert as_mapping(made)["reference"] is None
     staged = plan(4, task="dpo", parallel={"pipeline_stages": 2})
     assert as_mapping(staged)["reference"]["deepspeed"] is None  # DeepSpeed has no part in it
+
+
+def test_the_traffic_of_a_step_and_a_pipelines_bubble_are_shown(plan: Any) -> None:
+    made = plan(4, parallel={"pipeline_stages": 2})
+    assert "(stages 2 - 1) ÷ (micro-batches 3 + stages 2 - 1) = 25.0% of the step" in text(made)
+    assert "within a host" in text(made)
+    mapping = as_mapping(made)
+    assert mapping["bubble"] == 0.25
+    assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "hidden states"}
+    alone = plan(1)
+    assert "Bubble" not in text(alone) and "Nothing travels between ranks" in text(alone)

@@ -1,0 +1,239 @@
+"""What a rank sends and reads in an optimizer step, how often, and over which link. Takes a census, a spec, a
+layout and its hosts; pure arithmetic.
+
+Collectives are counted as on a ring of n ranks, each of which sends (n-1)/n of the bytes in an all-gather or
+a reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms"). What DeepSpeed 0.19.8 calls, and when, was counted on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dsft.plan.batch import batch_sizes
+from dsft.plan.census import Census, Parameter
+from dsft.plan.cut import Cut, cut_of
+from dsft.plan.ds_config import LIVE, PERSIST_BELOW
+from dsft.plan.layout import Layout
+from dsft.plan.memory import FP32, moment_bytes, most_tokens, runs_on_cpu, weight_bytes
+from dsft.plan.reference import dpo_of, needs_reference, reference_stage
+from dsft.spec.schema import Spec
+
+Link = Literal["within a host", "between hosts", "host memory", "disk"]
+"""Between GPUs of a host, through the network, between a GPU and its host's memory, to a host's disk."""
+
+INTEGERS = 2 * 8  # bytes a token that go to the next stage beside hidden states: position and target, int64
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What the busiest rank sends, or reads and writes, over one link: `bytes_each` bytes, `times` a step."""
+
+    what: str
+    link: Link
+    times: int
+    bytes_each: int
+
+    @property
+    def bytes(self) -> int:
+        return self.times * self.bytes_each
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a step in which a stage has nothing to do: (stages-1) ÷ (micro_batches + stages-1), where all
+    stages take equally long (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def traffic(
+    census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], tokens: int | None = None
+) -> tuple[Flow, ...]:
+    """Of each kind and link the busiest rank's, where there is anything. hosts: host -> ranks,
+    in their order; tokens: of a micro-batch, by default the most that the spec allows."""
+    on = _host_of_each(hosts)
+    cut = cut_of(spec.parallel, census)
+    most = tokens or most_tokens(spec, layout)
+    steps = batch_sizes(spec.train, layout.data_parallel).accumulation_steps
+    busiest: dict[tuple[str, Link], Flow] = {}
+    for stage in range(layout.pipeline_stages):
+        step = _Step(spec, layout, census, cut, stage, steps, most, on)
+        for flow in _flows(step):
+            place = flow.what, flow.link
+            if flow.bytes > (busiest[place].bytes if place in busiest else 0):
+                busiest[place] = flow
+    return tuple(busiest.values())
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A stage's part in a step. on: the host of each rank."""
+
+    spec: Spec
+    layout: Layout
+    census: Census
+    cut: Cut
+    stage: int
+    micro_batches: int
+    tokens: int
+    on: Sequence[str]
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self.census.stage(self.stage, self.cut)
+
+    @property
+    def trained(self) -> int:
+        return sum(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def sharded(self) -> int:
+        """Elements that ZeRO 3 gathers for each use; what is small is whole on every rank."""
+        return sum(p.numel for p in self.parameters if p.numel > PERSIST_BELOW)
+
+    @property
+    def share(self) -> int:
+        """Trained elements that one rank updates."""
+        return -(-self.trained // self.layout.data_parallel)
+
+    def ring(self, elements: int, bytes_each: int) -> int:
+        """Bytes that a rank sends while all gather, or reduce and scatter."""
+        ranks = self.layout.data_parallel
+        return elements * bytes_each * (ranks - 1) // ranks
+
+    @property
+    def ring_link(self) -> Link:
+        first = self.stage * self.layout.data_parallel
+        return _link(self.on[first : first + self.layout.data_parallel])
+
+
+def _flows(step: _Step) -> Iterator[Flow]:
+    yield from _gradients(step)
+    yield from _parameters(step)
+    yield from _reference(step)
+    yield from _pipeline(step)
+    if not runs_on_cpu(step.spec):  # whose memory the host's is
+        yield from _to_host(step)
+    yield from _to_disk(step)
+
+
+def _host_of_each(hosts: Mapping[str, int]) -> list[str]:
+    return [host for host, slots in hosts.items() for _ in range(slots)]
+
+
+def _link(hosts: Sequence[str]) -> Link:
+    return "within a host" if len(set(hosts)) <= 1 else "between hosts"
+
+
+def _gradients(step: _Step) -> Iterator[Flow]:
+    """All-reduced whole below ZeRO 3 (`use_multi_rank_bucket_allreduce`, stage_1_and_2.py:1706), at ZeRO 2
+    after each micro-batch (engine.py:3085), below once a step; reduced and scattered at ZeRO 3
+    (stage3.py:1931) after each micro-batch."""
+    zero = step.spec.parallel.zero_stage
+    sent = step.ring(step.trained, 2 if step.spec.train.reduce_dtype == "bf16" else FP32)
+    times = step.micro_batches if zero >= 2 else 1
+    yield Flow("gradients", step.ring_link, times, sent if zero == 3 else 2 * sent)
+
+
+def _parameters(step: _Step) -> Iterator[Flow]:
+    """ZeRO 1 and 2 gather what was updated, once; ZeRO 3 gathers for each forward and backward."""
+    zero = step.spec.parallel.zero_stage
+    width = weight_bytes(step.spec)
+    if zero in (1, 2):
+        yield Flow("updated parameters", step.ring_link, 1, step.ring(step.trained, width))
+    elif zero == 3:
+        sent = step.ring(_gathered(step), width)
+        yield Flow("parameters for use", step.ring_link, step.micro_batches, sent)
+
+
+def _gathered(step: _Step) -> int:
+    """Elements, per micro-batch: twice, but for the last, which stay between forward and backward where fewer
+    than `stage3_max_reuse_distance` are used between (partitioned_param_coordinator.py:634), recomputed ones
+    counted again."""
+    uses_between = 3 if step.spec.model.gradient_checkpointing else 2
+    return 2 * step.sharded - min(step.sharded, LIVE // uses_between)
+
+
+def _reference(step: _Step) -> Iterator[Flow]:
+    """A live one that is sharded is gathered for each micro-batch; it has the policy's size, as far as is
+    known here."""
+    spec = step.spec
+    if not needs_reference(spec) or dpo_of(spec).reference == "precomputed":
+        return
+    adapter = dpo_of(spec).reference == "adapter"
+    if (spec.parallel.zero_stage if adapter else reference_stage(spec)) == 3:
+        sent = step.ring(step.sharded, weight_bytes(spec))
+        yield Flow("reference's parameters", step.ring_link, step.micro_batches, sent)
+
+
+def _pipeline(step: _Step) -> Iterator[Flow]:
+    """Hidden states with positions and targets to the next stage, their gradient to the one before; and the
+    gradient of an embedding that is the head too, between the first stage and the last."""
+    stages = step.layout.pipeline_stages
+    if stages == 1:
+        return
+    hidden = step.tokens * hidden_size(step.census) * weight_bytes(step.spec)
+    times = step.micro_batches
+    if step.stage < stages - 1:
+        link = _neighbours(step, step.stage, step.stage + 1)
+        yield Flow("hidden states", link, times, hidden + step.tokens * INTEGERS)
+    if step.stage > 0:
+        yield Flow("their gradients", _neighbours(step, step.stage, step.stage - 1), times, hidden)
+    tied = sum(p.numel for p in step.parameters if p.embedding and p.aliases and p.trained)
+    if tied and step.stage in (0, stages - 1):
+        yield Flow("tied gradients", _neighbours(step, 0, stages - 1), 1, tied * FP32)
+
+
+def _neighbours(step: _Step, stage: int, other: int) -> Link:
+    """The slowest link between the ranks of two stages that hold the same data."""
+    ranks = step.layout.data_parallel
+    pairs = ((step.on[stage * ranks + i], step.on[other * ranks + i]) for i in range(ranks))
+    return "between hosts" if any(one != another for one, another in pairs) else "within a host"
+
+
+def hidden_size(census: Census) -> int:
+    return next((p.shape[1] for p in census.parameters if p.embedding), 0)
+
+
+def _to_host(step: _Step) -> Iterator[Flow]:
+    """To and from what is kept in the host's memory, and what passes through it on its way to a disk."""
+    parallel, model = step.spec.parallel, step.spec.model
+    width = weight_bytes(step.spec)
+    if parallel.offload_optimizer.device != "none":
+        yield Flow("gradients", "host memory", 1, _offloaded_gradients(step))
+        if parallel.offload_parameters.device == "none":
+            yield Flow("updated parameters", "host memory", 1, step.share * width)
+    if parallel.offload_parameters.device != "none":
+        yield Flow("parameters for use", "host memory", step.micro_batches, _read(step))
+    if model.activation_offload and model.gradient_checkpointing:
+        inputs = len({p.layer for p in step.parameters if p.layer is not None})
+        kept = inputs * step.tokens * hidden_size(step.census) * width
+        yield Flow("inputs of layers", "host memory", step.micro_batches, 2 * kept)
+
+
+def _to_disk(step: _Step) -> Iterator[Flow]:
+    parallel = step.spec.parallel
+    if parallel.offload_optimizer.device == "nvme":
+        # fp32 weights, moments and gradients, written and read (stage3.py,
+        # _optimizer_states_and_gradient_swap_in)
+        states = step.share * (2 * FP32 + moment_bytes(step.spec))
+        yield Flow("optimizer states", "disk", 1, 2 * states)
+    if parallel.offload_parameters.device == "nvme":
+        yield Flow("parameters for use", "disk", step.micro_batches, _read(step))
+        yield Flow("updated parameters", "disk", 1, step.share * weight_bytes(step.spec))
+
+
+def _read(step: _Step) -> int:
+    """Bytes of its own share that a rank reads for a micro-batch."""
+    return -(-_gathered(step) // step.layout.data_parallel) * weight_bytes(step.spec)
+
+
+def _offloaded_gradients(step: _Step) -> int:
+    """Once at the step's end; at ZeRO 2 and 3 each micro-batch's are added to the earlier ones on the GPU,
+    which come back for it (stage_1_and_2.py:1809, stage3.py:2023)."""
+    zero, at_end = step.spec.parallel.zero_stage, step.share * FP32
+    if zero == 1 or (zero == 2 and step.micro_batches == 1):
+        return at_end
+    width = weight_bytes(step.spec) if zero == 2 else FP32
+    return at_end + 2 * step.micro_batches * step.share * width
