@@ -18,7 +18,7 @@ from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
-from dsft.engine.ties import find_ties, is_copy, tie
+from dsft.engine.ties import find_ties, tie
 from dsft.engine.world import World
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
@@ -103,9 +103,8 @@ class PipelineEngine:
         return self._shapes
 
     def owned(self) -> Iterator[Fragment]:
-        layout, named = self._world.layout, self._trained.items()
-        mine = {name: parameter for name, parameter in named if not is_copy(parameter)}
-        return state.owned(self._engine, mine, self._world.data_rank, layout.data_parallel)
+        layout = self._world.layout
+        return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         if self._started.scaler is not None:

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.engine.api import Fragment, Kind, ReadRange
+from dsft.engine.ties import is_copy
 from dsft.errors import CheckpointError
 
 
@@ -61,17 +62,18 @@ Locate = Callable[[nn.Parameter], Held | None]
 def owned(
     engine: Any, named: Mapping[str, nn.Parameter], data_rank: int, data_parallel: int
 ) -> Iterator[Fragment]:
-    """The state that this rank owns; over the data ranks of a stage each element stands exactly once.
+    """The state that this rank owns; over all ranks each element stands exactly once.
 
     `named` maps Hugging Face names to the engine's parameters; one that stands under two names (tied) is
-    given once, under the first. Before the first applied step there are no moments, and none are given.
+    given once, under the first, and one on two pipeline stages by the first of them. Before the first
+    applied step there are no moments, and none are given.
     Raises CheckpointError for an optimizer whose state is not understood.
     """
     locate, replicated = _locator(engine.optimizer)
     state = _base(engine.optimizer).state
     kinds = _moments(engine.optimizer)
     for name, parameter in _once(named):
-        held = locate(parameter)
+        held = None if is_copy(parameter) else locate(parameter)
         if held is not None and replicated:
             held = held.part(*_share(held.size, data_rank, data_parallel))
         if held is None or held.size == 0:
