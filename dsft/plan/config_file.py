@@ -22,6 +22,7 @@ from dsft.plan.ds_keys import unknown_keys
 from dsft.spec.aliases import descriptions
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
+from dsft.spec.not_offered import in_json, switched_off_keys
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
 from dsft.spec.unbuilt import unbuilt
@@ -44,12 +45,6 @@ WITHOUT_EFFECT = {
     "use_data_before_expert_parallelism": "there are no experts to place",
 }
 """Keys that DeepSpeed reads and dsft leaves out, with what counts instead."""
-
-NOT_BUILT = (
-    "sequence_parallel_size data_parallel_size tensor_parallel expert_parallel compile autotuning "
-    "data_efficiency hybrid_engine weight_quantization datastates_ckpt zero_optimization.zenflow"
-).split()
-"""Features of DeepSpeed that dsft has not; refused, since the run would not be what the file says."""
 
 FIXED: Mapping[str, Any] = {
     "fp16.enabled": False,
@@ -124,7 +119,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-_LEFT_OUT = {*SPEC_DECIDES, *WITHOUT_EFFECT, "optimizer", "scheduler", *NOT_BUILT}
+_LEFT_OUT = {*SPEC_DECIDES, *WITHOUT_EFFECT, "optimizer", "scheduler", *switched_off_keys()}
 
 
 class _Duplicate(Exception):
@@ -162,11 +157,8 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
-    for key in NOT_BUILT:
-        value = _lookup(file, key)
-        off = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
-        if not off:
-            yield Problem(key, "dsft does not have this feature of DeepSpeed; leave it out")
+    for key, feature in in_json(file):
+        yield Problem(key, feature.clause())
     for key, fixed in FIXED.items():
         value = _lookup(file, key)
         wanted = spec.train.precision == "fp16" if key == "fp16.enabled" else fixed

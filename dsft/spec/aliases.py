@@ -12,6 +12,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
+from dsft.spec.not_offered import is_off, of_key, of_value
 from dsft.spec.schema import Spec
 
 # theirs -> ours, wherever theirs stands
@@ -199,11 +200,14 @@ NO_KEY_FOR_IT: dict[str, str] = {
 }
 
 
-def suggestion(section: str, key: str) -> str:
+def suggestion(section: str, key: str, value: object = None) -> str:
     """The way out for an unknown key: `section` is the dotted path of its mapping without list numbers."""
     name = key.strip().lower().replace("-", "_")
     if name in NO_KEY_FOR_IT:
         return NO_KEY_FOR_IT[name]
+    not_offered = of_key(name) or of_value(name, value)
+    if not_offered is not None:
+        return "leave it out" if is_off(value) else not_offered.clause()
     target = meant(section, name)
     if target is not None:
         return f"did you mean {target}?"
@@ -213,6 +217,8 @@ def suggestion(section: str, key: str) -> str:
 
 def meant(section: str, name: str) -> str | None:
     """What the writer of an unknown key most likely meant, or None."""
+    if of_key(name) is not None:
+        return None
     here = f"{section}." if section else ""
     local = LOCAL_ALIASES.get(here + name) or (ALIASES.get(name) if here + name not in keys() else None)
     if local is not None:

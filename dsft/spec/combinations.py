@@ -15,6 +15,7 @@ from dsft.spec.finding import Finding
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
+from dsft.spec.not_offered import config_findings
 from dsft.spec.pairs import longest_example
 from dsft.spec.preferences import preference_findings
 from dsft.spec.schema import Optim, Schedule, Spec
@@ -38,7 +39,8 @@ def combinations(spec: Spec) -> Iterator[Finding]:
 
 
 def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the model's config tells: its positions, and what a pipeline needs."""
+    """What the model's config tells: quantized weights, its positions, and what a pipeline needs."""
+    yield from config_findings(config)
     positions = config.get("max_position_embeddings")
     if _is_count(positions) and spec.data.max_length > positions:
         message = f"{spec.data.max_length} tokens are more than the model's {positions} positions"

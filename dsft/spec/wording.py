@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from dsft.spec.aliases import VALUES, suggestion
 from dsft.spec.document import Path, dotted, read_document, shown
+from dsft.spec.not_offered import of_value
 
 Worded = tuple[Path, str]
 
@@ -60,10 +61,13 @@ def path_in(data: Any, error: ErrorDetails) -> Path:
 def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(path)
+        return _unknown_key(path, value)
     if kind == "missing":
         return _missing(path, descriptions)
     if kind == "literal_error":
+        not_offered = of_value(key_of(path), value)
+        if not_offered is not None:
+            return f"{shown(value)}: {not_offered.clause()}"
         return _none_of(value, context, VALUES.get(key_of(path), {}))
     worder = _WORDERS.get(kind)
     if worder is not None:
@@ -72,9 +76,9 @@ def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) 
     return f"{shown(value)} is not allowed here; choose another: {description[:1].lower()}{description[1:]}"
 
 
-def _unknown_key(path: Path) -> str:
+def _unknown_key(path: Path, value: object) -> str:
     section, key = key_of(path[:-1]), str(path[-1])
-    return f"there is no such key{f' in {section}' if section else ''}; {suggestion(section, key)}"
+    return f"there is no such key{f' in {section}' if section else ''}; {suggestion(section, key, value)}"
 
 
 def _missing(path: Path, descriptions: Mapping[str, str]) -> str:

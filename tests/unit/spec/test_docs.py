@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsft.spec.describe import keys_markdown
+from dsft.spec.not_offered import table_markdown as not_offered_markdown
 from dsft.spec.rules import table_markdown
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -16,7 +17,11 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.mark.parametrize(
     ("file", "name", "make"),
-    [("limits.md", "rules", table_markdown), ("spec.md", "keys", keys_markdown)],
+    [
+        ("limits.md", "rules", table_markdown),
+        ("limits.md", "not offered", not_offered_markdown),
+        ("spec.md", "keys", keys_markdown),
+    ],
 )
 def test_the_table_in_the_docs_is_the_one_in_the_code(file: str, name: str, make: Callable[[], str]) -> None:
     begin, end = f"<!-- {name}: made by the tests, do not edit -->\n", f"<!-- end of {name} -->\n"

@@ -67,6 +67,17 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     + "parallel: {stage: 3, offload_param: {device: cpu}, wibble: 1}\n",
     "preferences_as_others_name_them": spec(head="name: small\ntask: orpo\n")
     + "dpo: {loss_type: cdpo, cpo_alpha: 1.0, ref_model: a/b, max_prompt_length: 64}\n",
+    "not_offered_by_name": spec(
+        model="model: {name_or_path: a/b, load_in_4bit: true, use_unsloth: false, finetuning_type: oft}\n",
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp8, auto_find_batch_size: true}\n",
+        optim="optim: {learning_rate: 1e-3, name: adamw_8bit}\n",
+    )
+    + "parallel: {tensor_parallel_size: 2, sequence-parallel-size: 4, offload_optimizer: {ratio: 0.5}}\n"
+    + "adapter: qlora\nfsdp: full_shard\n",
+    "task_of_rewards": spec(head="name: small\ntask: grpo\n"),
+    "quantized_config": spec(
+        model="model: {from_config: {model_type: llama, quantization_config: {quant_method: gptq}}}\n"
+    ),
     # combinations
     "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
     "pipeline_and_the_model": spec(
