@@ -1,9 +1,9 @@
 """What dsft does not train, refused by the names under which people ask for it. One list; pure.
 
 Takes a key of a spec with its value, a DeepSpeed JSON, or a model's config; gives a clause with the way out.
-`table_markdown` prints the list for docs/limits.md. Names of keys: those of DeepSpeed, accelerate, transformers
-and TRL, LLaMA-Factory, Axolotl, ms-swift, NeMo and Megatron. What DeepSpeed has removed from its JSON stands in
-dsft/plan/ds_keys.py.
+`table_markdown` prints the list for docs/limits.md. Names of keys: those of DeepSpeed, accelerate,
+transformers and TRL, LLaMA-Factory, Axolotl, ms-swift, NeMo and Megatron. What DeepSpeed has removed from its
+JSON stands in dsft/plan/ds_keys.py.
 """
 
 from __future__ import annotations
