@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsft.plan.batch import BatchSizes
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
 """Steps between DeepSpeed's own progress lines: more than any run has. An integer, since `null` is divided
@@ -248,6 +248,9 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     if spec.parallel.offload_optimizer.device != "none":
         for key, value, reason in _offload_optimizer(spec):
             yield f"zero_optimization.offload_optimizer.{key}", value, reason
+    if spec.parallel.offload_parameters.device != "none":
+        for key, value, reason in _offload_parameters(spec):
+            yield f"zero_optimization.offload_param.{key}", value, reason
 
 
 def _zero_common(spec: Spec, elements: Elements | None) -> Iterator[Row]:
@@ -332,11 +335,26 @@ def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     yield "device", offload.device, "fp32 weights and moments live there and are updated there"
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, "parallel.offload_optimizer.nvme_path"
-    yield "pin_memory", True, "page-locked host memory: faster copies, and the host must hold it whole"
+    yield _pinned("offload_optimizer", offload)
     if spec.parallel.zero_stage == 3:
         yield "ratio", 1.0, "all of it"
     yield "fast_init", False, "states are made in place"
     yield "super_offload", False, "for Grace-Hopper machines only"
+
+
+def _offload_parameters(spec: Spec) -> Iterator[Row]:
+    offload = spec.parallel.offload_parameters
+    yield "device", offload.device, "each rank's part of the weights lives there between its uses"
+    if offload.nvme_path is not None:
+        yield "nvme_path", offload.nvme_path, "parallel.offload_parameters.nvme_path"
+    yield _pinned("offload_parameters", offload)
+
+
+def _pinned(key: str, offload: Offload) -> Row:
+    """A run leaves it out where the hosts have no room for it (job/measure.py), in its own file alone."""
+    if offload.pin_memory is not None:
+        return "pin_memory", offload.pin_memory, f"parallel.{key}.pin_memory"
+    return "pin_memory", True, "page-locked: faster copies; a run on hosts without the room leaves it out"
 
 
 def _optimizer(spec: Spec) -> Iterator[Row]:

@@ -387,6 +387,10 @@ def _offload(spec: Spec) -> Iterator[Finding]:
         if offload.device != "nvme" and offload.nvme_path is not None:
             message = f"{shown(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
             yield Finding(("parallel", key, "nvme_path"), message, reads)
+        if offload.device == "none" and offload.pin_memory is not None:
+            message = f"{shown(offload.pin_memory)} has no effect with device none; leave it out"
+            keys = (f"parallel.{key}.pin_memory", f"parallel.{key}.device")
+            yield Finding(("parallel", key, "pin_memory"), message, keys)
 
 
 def _hosts(spec: Spec) -> Iterator[Finding]:

@@ -257,6 +257,10 @@ class Offload(Section):
     nvme_path: str | None = Field(
         default=None, min_length=1, description="Folder on a local disk of each host, for device nvme."
     )
+    pin_memory: bool | None = Field(
+        default=None,
+        description="Page-lock its host memory, for faster copies; by default where the hosts have room.",
+    )
 
 
 Layers = Annotated[int, Field(ge=1)]

@@ -10,7 +10,7 @@ def summary(spec: Spec) -> str:
     model, parallel, train, optim = spec.model, spec.parallel, spec.train, spec.optim
     fresh = f"fresh {(model.from_config or {}).get('model_type')}"
     stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""
-    offload = f", optimizer on {parallel.offload_optimizer.device}" if _offloads(spec) else ""
+    offload = "".join(f", {what} on {device}" for what, device in _offloaded(spec))
     slots = sum(spec.cluster.hosts.values()) if spec.cluster else 0
     world = (
         f"{slots} processes on {len(spec.cluster.hosts)} host(s)"
@@ -51,8 +51,10 @@ def _targets(lora: Lora) -> str:
     return lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
 
 
-def _offloads(spec: Spec) -> bool:
-    return spec.parallel.offload_optimizer.device != "none"
+def _offloaded(spec: Spec) -> list[tuple[str, str]]:
+    parallel = spec.parallel
+    kept = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
+    return [(what, offload.device) for what, offload in kept if offload.device != "none"]
 
 
 def _names(sources: tuple[Source, ...]) -> str:

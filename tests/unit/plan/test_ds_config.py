@@ -100,6 +100,16 @@ def test_a_pipeline_neither_overlaps_nor_recomputes_whole_stages(make_spec: Any)
     assert config["pipeline"] == {"activation_checkpoint_interval": 0, "use_reentrant": False}
 
 
+def test_offloaded_parameters_have_a_section(make_spec: Any) -> None:
+    def section(**offload: Any) -> Any:
+        parallel = {"zero_stage": 3, "offload_parameters": offload}
+        return deepspeed_config(make_spec(parallel=parallel), None)["zero_optimization"].get("offload_param")
+
+    assert section() is None
+    assert section(device="cpu") == {"device": "cpu", "pin_memory": True}
+    assert section(device="cpu", pin_memory=False) == {"device": "cpu", "pin_memory": False}
+
+
 def test_offload_asks_for_deepspeeds_adam_unless_the_spec_allows_another(make_spec: Any) -> None:
     def forced(**sections: Any) -> Any:
         return deepspeed_config(make_spec(**sections), None)["zero_force_ds_cpu_optimizer"]
