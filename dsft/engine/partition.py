@@ -14,15 +14,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
 from dsft.engine.world import World
 from dsft.model.weights import Keep
 
 
-def keep_for(config: Mapping[str, Any], world: World) -> Keep:
-    """All of each parameter, except under ZeRO 3."""
+def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -> Keep:
+    """All of each parameter, except under ZeRO 3. frozen: of a model that is not trained."""
     if config["zero_optimization"]["stage"] != 3:
         return Keep()
     # An empty module: for what zero.Init does beside the partitioning, such as its own linear function.
@@ -40,17 +42,27 @@ def keep_for(config: Mapping[str, Any], world: World) -> Keep:
         else:
             parameter.data = part.new_empty(1, device=init.local_device).expand(parameter.shape)
             init._convert_to_deepspeed_param(parameter)
-            _set_partition(parameter, part.to(init.local_device))
+            _set_partition(parameter, _at_home(part, parameter, init, frozen))
         parameter.partition()
 
     return Keep(span, take) if _is_plain(init) else Keep(take=take)
 
 
 def _is_plain(init: Any) -> bool:
-    """Whether a partition is nothing but a range of the parameter, on the device that computes."""
-    elsewhere = init.remote_device != init.local_device
+    """Whether a partition is nothing but a range of the parameter, in memory."""
     quantized = init.quantized_weights or init.quantized_nontrainable_weights
-    return not elsewhere and not quantized and init.zero_param_process_group is None
+    on_disk = init.remote_device == OffloadDeviceEnum.nvme
+    return not on_disk and not quantized and init.zero_param_process_group is None
+
+
+def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
+    """Where the partition stays: on the device that computes, or in the host's memory, where small ones are
+    kept on the device all the same. A trained one is not page-locked: DeepSpeed moves it into one page-locked
+    tensor (stage3.py:906), and torch would keep the locked memory that it leaves."""
+    if parameter.ds_persist or init.remote_device != OffloadDeviceEnum.cpu:
+        return part.to(init.local_device)
+    pinned = init.pin_memory and (frozen or not parameter.requires_grad)
+    return get_accelerator().pin_memory(part) if pinned else part
 
 
 def _set_partition(parameter: Any, part: Tensor) -> None:

@@ -55,7 +55,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     `reference_layout` says. Raises as `build_model`."""
     model, counted = reference_model(spec), _counted(spec, facts)
     config, cut = _config(spec, counted), cut_of(reference_parallel(spec), counted)
-    keep = keep_for(config, world)
+    keep = keep_for(config, world, frozen=True)
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]

@@ -70,7 +70,15 @@ class Case:
 
     @property
     def zero_stage(self) -> int:
-        return int(self.mode.removesuffix("_offload")[-1])
+        return int(self.mode.partition("zero")[2][0])
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """Sections of `parallel`, by the mode's last word."""
+        optimizer, parameters = "offload_optimizer", "offload_parameters"
+        both = (optimizer, parameters)
+        kept = {"offload": (optimizer,), "parameters": (parameters,), "both": both}
+        return kept.get(self.mode.rpartition("_")[2], ())
 
     @property
     def gathers_head(self) -> bool:
@@ -164,6 +172,19 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _of_pairs(ranks)
     if ranks == 2:
         yield from _chunked(ranks)
+        yield from _offloaded(ranks)
+
+
+def _offloaded(ranks: int) -> Iterator[Case]:
+    """Parameters in host memory, alone and with the optimizer; fp16 with each kind of offload."""
+    yield Case("zero3_parameters", ranks, "adamw", "four", 0.1, precision="bf16", fault=True)
+    yield Case("zero3_parameters", ranks, "adamw", "varying", 0.1, packed=True, trains="lora")
+    yield Case("zero3_both", ranks, "sgd", "varying", 0.1, chunked=True, packed=True)
+    yield Case("zero3_both", ranks, "adamw_default_eps", "varying", checkpointing=True)
+    yield Case("zero3_both", ranks, "adamw", "four", 0.1, precision="bf16", fault=True)
+    yield Case("zero3_both", ranks, "adamw", "one", 0.1, precision="bf16", trains="lora")
+    for mode in (*OFFLOADS, "zero3_both"):
+        yield Case(mode, ranks, "adamw", "four", 0.1, precision="fp16", fault=True)
 
 
 def _chunked(ranks: int) -> Iterator[Case]:
@@ -209,7 +230,7 @@ def _of_pairs(ranks: int) -> Iterator[Case]:
         if ranks == 2 or (number + ranks) % 2 == 0:
             yield pair("adamw", "four", packed=True, shared=True)
     if ranks == 2:
-        yield from _references([*modes, ("zero3_offload", 1)])
+        yield from _references([*modes, ("zero3_offload", 1), ("zero3_both", 1)])
         pair = functools.partial(Case, "zero2", ranks, "adamw", "varying", 0.1, reference="given")
         yield pair(packed=True, loss_type="ipo")
         yield pair(packed=True, chunked=True, sft_weight=0.5)

@@ -310,7 +310,7 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
 
 
 def make_spec(case: Case) -> Spec:
-    offload = {"offload_optimizer": {"device": "cpu"}} if case.mode.endswith("offload") else {}
+    offload = {key: {"device": "cpu"} for key in case.offloads}
     return Spec.model_validate(
         {
             "name": "parity",
