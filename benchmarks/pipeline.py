@@ -1,0 +1,330 @@
+"""The pipeline's idle share against its formula, and its tokens per second beside ZeRO's, on two processes.
+
+    OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu python -m benchmarks.pipeline [--rounds 3] [--out FILE]
+
+A fresh Llama of 13 million parameters in fp32, whose two stages have four equal layers each: its vocabulary
+of 64 makes embedding and head cost next to nothing. A step is 2, 4, 8 or 16 micro-batches of one row without
+padding. A sample is a launch of its own; variants take turns:
+
+pipeline    dsft's engine: DeepSpeed's 1F1B schedule, ZeRO 1
+dualpipev   DeepSpeed's DualPipeV over four stages of two layers, the first and the last on rank 0; ZeRO 1
+zero1       dsft's engine, data parallel: half of the micro-batches on each rank
+zero3       the same
+
+Idle share of a step: 1 - the time in which the ranks are inside DeepSpeed's instructions that compute,
+forward and backward, ÷ (ranks × the time from the first one's begin to the last one's end); reduction and
+update stand behind that window. Both are read from the clock that the processes of a machine share, so other
+jobs, which stretch computing and waiting alike, change it less than they change seconds. The formula's is
+(stages - 1) ÷ (micro-batches + stages - 1). Tokens per second are of whole steps, from a barrier to the
+slower rank's end. Of the steps of a launch the median is taken, without the first two; the loss of the
+second shows that the work is the same.
+
+    torchrun … -m benchmarks.pipeline --rank VARIANT      one sample: a line of JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import paired
+
+VOCABULARY = 64
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1056,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+}
+MICRO_BATCHES = (2, 4, 8, 16)
+WATCHED = ("pipeline", "dualpipev")
+VARIANTS = (*WATCHED, "zero1", "zero3")
+RANKS, SEED, RATE = 2, 1, 1e-4
+Step = Callable[[int], float]  # of so many micro-batches in all; gives this rank's share of the loss
+Span = tuple[float, float]
+
+
+def formula(micro_batches: int, stages: int = RANKS) -> float:
+    """Idle share of 1F1B (Narayanan et al. 2021, section 2.2.1, as a share of the whole)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+# --- one rank -----------------------------------------------------------------------------------------------
+
+
+def rank(variant: str, tokens: int, steps: int) -> None:
+    """Rank 0 prints the sample."""
+    from dsft.engine.world import join
+    from dsft.launch.environment import detect
+    from dsft.plan.layout import Layout
+
+    stages = RANKS if variant in WATCHED else 1
+    world = join(detect(os.environ), Layout(RANKS, stages, RANKS // stages))
+    step, spans = MAKERS[variant](world, tokens)
+    *_, loss = (sum(world.gather(step(2 * RANKS))) for _ in range(2))
+    found: dict[str, list[float]] = {}
+    for number in [n for n in numbers(variant) for _ in range(steps)]:
+        spans.clear()
+        world.gather(None)
+        began = time.perf_counter()
+        step(number)
+        ranks = world.gather((time.perf_counter() - began, list(spans)))
+        figures = {"tokens_per_second": number * tokens / max(seconds for seconds, _ in ranks)}
+        figures |= idle([computed for _, computed in ranks]) if variant in WATCHED else {}
+        for key, value in figures.items():
+            found.setdefault(f"{key} {number}", []).append(value)
+    peaks = world.gather(paired.peak_bytes())
+    if world.rank == 0:
+        sample = {key: statistics.median(values) for key, values in found.items()}
+        print(json.dumps(sample | {"loss": loss, "peak_mb": max(peaks) / 1e6}), flush=True)
+    world.close()
+
+
+def numbers(variant: str) -> tuple[int, ...]:
+    """Of micro-batches: DualPipeV wants twice as many as ranks; ZeRO, for which their number makes no
+    difference but for the update's share, has the largest."""
+    if variant not in WATCHED:
+        return MICRO_BATCHES[-1:]
+    return tuple(n for n in MICRO_BATCHES if variant == "pipeline" or n >= 2 * RANKS)
+
+
+def idle(ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
+    """Of one step: the idle share of all ranks, and what the last one computes ÷ what the first does."""
+    busy = [sum(end - began for began, end in spans) for spans in ranks]
+    every = [span for spans in ranks for span in spans]
+    window = max(end for _, end in every) - min(began for began, _ in every)
+    return {"idle": 1 - sum(busy) / (len(ranks) * window), "last_to_first": busy[-1] / busy[0]}
+
+
+def watch(engine: Any) -> list[Span]:
+    """Where the forward and backward instructions of DeepSpeed's pipeline engine will begin and end."""
+    from deepspeed.runtime.pipe import schedule
+
+    spans: list[Span] = []
+
+    def timed(run: Callable[..., None]) -> Callable[..., None]:
+        def measured(engine: Any, **which: int) -> None:
+            began = time.perf_counter()
+            run(engine, **which)
+            spans.append((began, time.perf_counter()))
+
+        return measured
+
+    computing = (schedule.ForwardPass, schedule.BackwardPass)
+    engine._INSTRUCTION_MAP = {
+        kind: timed(run) if kind in computing else run for kind, run in engine._INSTRUCTION_MAP.items()
+    }
+    return spans
+
+
+# --- engines ------------------------------------------------------------------------------------------------
+
+
+def spec_of(zero_stage: int, stages: int) -> Any:
+    from dsft.spec.schema import Spec
+
+    return Spec.model_validate(
+        {
+            "name": "bench",
+            "task": "pretrain",
+            "model": {"from_config": LLAMA, "gradient_checkpointing": False},
+            "data": {"train": [{"path": "builtin:quickstart"}], "packing": False},
+            "parallel": {"zero_stage": zero_stage, "pipeline_stages": stages},
+            "train": {"micro_batch_size": 1, "accumulation_steps": MICRO_BATCHES[-1], "precision": "fp32"},
+            "optim": {"learning_rate": RATE},
+        }
+    )
+
+
+def config_of(spec: Any, world: Any) -> dict[str, Any]:
+    from dsft.plan.batch import batch_sizes
+    from dsft.plan.ds_config import deepspeed_config
+
+    return deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+
+
+def part(spec: Any, stage: int, stages: int, keep: Any) -> Any:
+    """Of as many equal ones as there are stages."""
+    import torch
+
+    from dsft.model.build import build_model
+    from dsft.model.config import TokenFacts
+    from dsft.plan.cut import Cut
+
+    facts = TokenFacts(VOCABULARY, None, None, None)
+    cut = Cut((LLAMA["num_hidden_layers"] // stages,) * stages)
+    return build_model(spec.model, facts, SEED, torch.float32, stage, cut, keep)
+
+
+def rows(number: int, tokens: int) -> list[Any]:
+    """Micro-batches of one row of random tokens, each of which predicts the next one."""
+    import torch
+
+    from dsft.data.steps.batch import NO_TARGET, MicroBatch
+
+    draw = torch.Generator().manual_seed(SEED)
+    positions = torch.arange(tokens)[None]
+    made = []
+    for _ in range(number):
+        ids = torch.randint(VOCABULARY, (1, tokens), generator=draw)
+        targets = ids.roll(-1, dims=1)
+        targets[:, -1] = NO_TARGET
+        made.append(MicroBatch(ids, positions, targets).to(torch.device("cpu")))
+    return made
+
+
+def ours(zero_stage: int, stages: int, world: Any, tokens: int) -> tuple[Step, list[Span]]:
+    from dsft.engine.build import build_engine
+    from dsft.engine.partition import keep_for
+    from dsft.objective.next_token import next_token
+
+    spec = spec_of(zero_stage, stages)
+    config = config_of(spec, world)
+    policy = part(spec, world.stage, stages, keep_for(config, world))
+    engine: Any = build_engine(policy, spec, config, world, next_token())
+    all_rows = rows(MICRO_BATCHES[-1], tokens)
+
+    def step(number: int) -> float:
+        mine, count = all_rows[:number][world.data_rank :: world.layout.data_parallel], number * (tokens - 1)
+        (total,) = engine.step(mine, {"tokens": count}, RATE).sums
+        return float(total) / count
+
+    return step, watch(engine._engine) if stages > 1 else []
+
+
+def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Span]]:
+    """Not through dsft's engine, which has no use for it: rows of one shape alone can go through."""
+    from deepspeed.pipe import DualPipeVModule
+    from torch import nn
+
+    from dsft.engine.start import start
+    from dsft.model.weights import Keep
+    from dsft.objective.next_token import next_token
+
+    spec, objective, made = spec_of(1, RANKS), next_token(), rows(MICRO_BATCHES[-1], tokens)
+    own = (world.rank, 2 * RANKS - 1 - world.rank)
+    policies = {number: part(spec, number, 2 * RANKS, Keep()) for number in own}
+    to_come = {number: iter(made) for number in own}
+
+    class Stage(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.policy, self.number = policies[number], number
+
+        def forward(self, inputs: Any) -> Any:
+            batch = next(to_come[self.number])
+            return self.policy(inputs, batch.position_ids, batch.targets, num_targets=batch.num_targets)
+
+    def loss(logps: Any, micro_batch: Any) -> Any:
+        (total,) = objective.sums(logps, micro_batch)
+        return total / (tokens - 1)
+
+    layers = [Stage(number) if number in own else nn.Identity() for number in range(2 * RANKS)]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed
+        module = DualPipeVModule(layers, num_stages=RANKS, loss_fn=loss, partition_method="uniform")
+    trained = {name: p for policy in policies.values() for name, p in policy.named_trained().items()}
+    started = start(module, trained, spec, config_of(spec, world))
+    started.set_learning_rate(RATE)
+
+    def step(number: int) -> float:
+        started.engine.set_train_batch_size(number)
+        to_come.update((which, iter(made)) for which in own)
+        mean = started.engine.train_batch((batch.input_ids, batch) for batch in made[:number])
+        return float(mean) if world.rank == 0 else 0.0
+
+    return step, watch(started.engine)
+
+
+MAKERS: Mapping[str, Callable[[Any, int], tuple[Step, list[Span]]]] = {
+    "pipeline": functools.partial(ours, 1, RANKS),
+    "dualpipev": dualpipev,
+    "zero1": functools.partial(ours, 1, 1),
+    "zero3": functools.partial(ours, 3, 1),
+}
+
+
+# --- all samples --------------------------------------------------------------------------------------------
+
+
+def report(samples: paired.Samples, arguments: argparse.Namespace) -> str:
+    head = (
+        f"{arguments.tokens} tokens in a micro-batch, {arguments.steps} steps a launch, {arguments.rounds} "
+        f"rounds; load average {os.getloadavg()[0]:.1f}. {paired.machine_line(paired.machine())}"
+    )
+    tables = [idle_table(name, samples[name]) for name in WATCHED if name in samples]
+    return "\n\n".join([head, *tables, speed_table(samples)])
+
+
+def idle_table(name: str, found: Sequence[paired.Sample]) -> str:
+    body = []
+    for number in numbers(name):
+        measured = paired.column(found, f"idle {number}")
+        body.append(
+            [
+                str(number),
+                f"{formula(number):.3f}",
+                paired.spread(measured, 3),
+                f"{statistics.median(measured) / formula(number):.2f}",
+                paired.spread(paired.column(found, f"last_to_first {number}")),
+            ]
+        )
+    header = ["micro-batches", "1F1B's formula", f"{name}, idle (min / median / max)", "median ÷ formula"]
+    return paired.markdown([*header, "rank 1 computes ÷ rank 0"], body)
+
+
+def speed_table(samples: paired.Samples) -> str:
+    key = f"tokens_per_second {MICRO_BATCHES[-1]}"
+    body = [
+        [
+            name,
+            paired.spread(paired.column(found, key), 0),
+            str(paired.ratio(samples, key, "pipeline", name)) if "pipeline" in samples else "",
+            paired.spread(paired.column(found, "peak_mb"), 0),
+            f"{paired.column(found, 'loss')[-1]:.6f}",
+        ]
+        for name, found in samples.items()
+    ]
+    header = [f"{MICRO_BATCHES[-1]} micro-batches", "tokens/s (min / median / max)"]
+    return paired.markdown([*header, "pipeline ÷ this, round by round", "peak MB of a rank", "loss"], body)
+
+
+def launch(variant: str, arguments: argparse.Namespace) -> list[str]:
+    words = ["--standalone", "--nproc_per_node", str(RANKS), "-m", "benchmarks.pipeline"]
+    words += ["--rank", variant, "--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
+    return [sys.executable, "-m", "torch.distributed.run", *words]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Idle share and tokens per second of the pipeline.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of each number of micro-batches")
+    parser.add_argument("--tokens", type=int, default=192, help="of a micro-batch")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--out", type=Path, help="where the tables go as well")
+    parser.add_argument("--rank", choices=VARIANTS, help="one sample")
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank(arguments.rank, arguments.tokens, arguments.steps)
+        return
+    variants = {name: launch(name, arguments) for name in arguments.variants}
+    text = report(paired.measure(variants, arguments.rounds), arguments)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
