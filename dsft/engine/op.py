@@ -1,6 +1,6 @@
-"""One compiled operation of DeepSpeed: takes its builder, gives the operation, loaded into this process.
+"""A compiled operation of DeepSpeed: takes its builder, loads it into every process, compiled where need be.
 
-What stands here is local to a process; `ops` says which operations a run needs, and who builds first.
+A builder is an OpBuilder of DeepSpeed (ops/op_builder/builder.py). `ops` says which operations a run needs.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, Protocol, TypeVar
 
 import deepspeed
 import torch
@@ -24,17 +24,44 @@ from dsft.engine.op_faults import why
 from dsft.engine.op_turn import Say, turn
 from dsft.errors import BuildError, StorageError
 
+T = TypeVar("T")
 LOG = "failed.log"
 """In the operation's folder: what the compiler and DeepSpeed said when it could not be built."""
 
 
-def load_op(builder: Any, say: Say) -> None:
-    """Loaded into this process, compiled before where it is not there yet. `say` is told before and after a
-    compile, and of waiting for another process.
+class Ranks(Protocol):
+    """Of `World`, what is needed here."""
 
-    builder: an OpBuilder of DeepSpeed (ops/op_builder/builder.py), whose `load` compiles under torch's lock
-    and keeps what it has loaded, so that DeepSpeed's own later call finds it there.
-    Raises BuildError with the reason; StorageError where the folder cannot be written.
+    @property
+    def local_rank(self) -> int: ...
+
+    def gather(self, mine: T) -> list[T]: ...
+
+    def each(self, work: Callable[[], T]) -> T: ...
+
+    def hosts_first(self, work: Callable[[], object]) -> None: ...
+
+
+def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
+    """A collective: into every process, by one of each host first. `say` is told before and after a compile.
+
+    Raises what `load_op` raises, on all ranks, where it fails on one.
+    """
+    is_here = ranks.each(lambda: is_compiled(builder))
+    lacking = [host for host in ranks.gather(None if is_here or ranks.local_rank else gethostname()) if host]
+    if lacking:
+        say(f"building {builder.name} on {', '.join(lacking)}, about a minute, once per host")
+    start = time.monotonic()
+    ranks.hosts_first(lambda: load_op(builder, say))
+    if lacking:
+        say(f"built {builder.name} in {time.monotonic() - start:.0f} s")
+
+
+def load_op(builder: Any, say: Say) -> None:
+    """Into this process, when it is its turn; `say` is told whom it waits for.
+
+    `builder.load` compiles under torch's lock, and keeps what it has loaded, so that DeepSpeed's own later
+    call finds it there. Raises BuildError with the reason; StorageError where the folder cannot be written.
     """
     if is_installed(builder):
         _load(builder, None)
@@ -42,13 +69,7 @@ def load_op(builder: Any, say: Say) -> None:
     folder = build_folder(builder.name)
     try:
         with turn(folder, say):
-            fresh = is_compiled(folder)
-            if not fresh:
-                say(f"building {builder.name} in {folder}, about a minute, once per host")
-            start = time.monotonic()
             _load(builder, folder)
-            if not fresh:
-                say(f"built {builder.name} in {time.monotonic() - start:.0f} s")
     except OSError as error:
         raise _not_writable(folder, error) from None
 
@@ -59,9 +80,12 @@ def is_installed(builder: Any) -> bool:
     return bool(installed_ops.get(builder.name, False)) and accelerator_name == here
 
 
-def is_compiled(folder: Path) -> bool:
+def is_compiled(builder: Any) -> bool:
     """Whether the library is there, newer than torch and DeepSpeed. This decides what is told; ninja decides
-    what is compiled, by each source's flags and headers."""
+    what is compiled, by each source's flags and headers. Raises StorageError as `load_op` does."""
+    if is_installed(builder):
+        return True
+    folder = build_folder(builder.name)
     try:
         made = (folder / f"{folder.name}.so").stat().st_mtime
     except OSError:
@@ -80,7 +104,7 @@ def build_folder(name: str) -> Path:
 
 def _not_writable(folder: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{folder} on {socket.gethostname()} cannot be written ({error.strerror}), where DeepSpeed's "
+        f"{folder} on {gethostname()} cannot be written ({error.strerror}), where DeepSpeed's "
         "operations are compiled; set TORCH_EXTENSIONS_DIR to a folder that can be."
     )
 
@@ -95,7 +119,7 @@ def _load(builder: Any, folder: Path | None) -> None:
         reason = why(builder, output)
         kept = _keep(output, folder) if folder else ""
         raise BuildError(
-            f"DeepSpeed's {builder.name} cannot be built on {socket.gethostname()}: {reason}{kept}."
+            f"DeepSpeed's {builder.name} cannot be built on {gethostname()}: {reason}{kept}."
         ) from None
 
 

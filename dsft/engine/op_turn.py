@@ -89,7 +89,7 @@ def _wait_for_torchs(lock: Path, say: Say) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """torch's lock as it stands. holders: processes of this host; is_over: without one, nothing is built."""
+    """torch's lock as it stands. holders: builders on this host; is_over: without one, nothing is built."""
 
     inode: int
     holders: list[int]
@@ -107,16 +107,19 @@ def _look(lock: Path) -> _Found | None:
     except FileNotFoundError:
         return None
     is_visible = status.st_uid == os.geteuid() and _is_local(lock.parent)  # a holder would be seen
-    return _Found(status.st_ino, processes_with(lock), is_visible or _quiet(lock.parent) > QUIET)
+    return _Found(status.st_ino, builders(lock), is_visible or _quiet(lock.parent) > QUIET)
 
 
-def processes_with(path: Path) -> list[int]:
-    """Processes of this host that have the file open, of those that this user may look into."""
-    target, found = str(path.resolve()), []
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
+def builders(lock: Path) -> list[int]:
+    """Processes of this host, of those that this user may look into, that have the lock open, or are a ninja
+    at work in its folder: one whose Python was killed compiles on."""
+    target, found = lock.resolve(), []
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended, or another user's
-            if any(_link(one) == target for one in descriptors.iterdir()):
-                found.append(int(descriptors.parent.name))
+            works = (process / "comm").read_text().strip() == "ninja"
+            works = works and _link(process / "cwd") == str(target.parent)
+            if works or any(_link(one) == str(target) for one in (process / "fd").iterdir()):
+                found.append(int(process.name))
     return found
 
 

@@ -11,12 +11,11 @@ AdamW on a GPU is torch's own fused kernel, which comes compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 
-from dsft.engine.op import load_op
+from dsft.engine.op import load_everywhere
 from dsft.engine.op_turn import Say
 from dsft.engine.world import World
 from dsft.errors import BuildError, StorageError
@@ -29,22 +28,26 @@ CPU_ADAM = "zero_force_ds_cpu_optimizer"
 def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, say: Say) -> dict[str, Any]:
     """A collective. The configuration, with `CPU_ADAM` as it turned out.
 
-    Raises BuildError or StorageError where one cannot be had on some host. Where that is cpu_adam, and
-    parallel.allow_torch_adam is set, all ranks step with torch's AdamW instead, and `say` is told why.
+    Raises BuildError or StorageError where one cannot be had on some host. Where that is cpu_adam, of states
+    that are in memory, and parallel.allow_torch_adam is set, all ranks step with torch's AdamW instead, and
+    `say` is told why.
     """
     decided = dict(config)
     if needs_cpu_adam(spec, config):
         try:
-            world.hosts_first(partial(load_op, CPUAdamBuilder(), say))
+            load_everywhere(CPUAdamBuilder(), world, say)
             decided[CPU_ADAM] = True
         except (BuildError, StorageError) as error:
+            if _device(config, "offload_optimizer") == "nvme":
+                raise
+            reason = str(error).rstrip(".")
             if not spec.parallel.allow_torch_adam:
-                raise type(error)(f"{str(error).rstrip('.')}; {_WAY_OUT}") from None
-            say(f"warning: {error} torch's AdamW steps on the CPU instead (parallel.allow_torch_adam)")
+                raise type(error)(f"{reason}; {_WAY_OUT}") from None
+            say(f"warning: {reason}; by parallel.allow_torch_adam torch's AdamW steps on the CPU instead")
             decided[CPU_ADAM] = False
     if _is_on_nvme(config):
         for builder in (PinMemoryBuilder, AsyncIOBuilder):  # in this order: async_io loads the other
-            world.hosts_first(partial(load_op, builder(), say))
+            load_everywhere(builder(), world, say)
     return decided
 
 

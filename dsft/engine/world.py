@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from torch import Tensor
 
-from dsft.engine.op import load_op
+from dsft.engine.op import load_everywhere
 from dsft.engine.op_turn import Say
 from dsft.errors import DsftError
 from dsft.launch.environment import Launched
@@ -127,7 +127,7 @@ def join(launched: Launched, layout: Layout, say: Say = silent) -> World:
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
     if name == "cpu":  # DeepSpeed takes this group over, and finds its operation loaded
         dist.init_process_group("gloo", timeout=TIMEOUT)
-        world.hosts_first(lambda: load_op(ShareMemCommBuilder(), say))
+        load_everywhere(ShareMemCommBuilder(), world, say)
     backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of its operation, on every rank
         deepspeed.init_distributed(

@@ -94,7 +94,7 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     reference has no finite value for a pair.
     """
     spec, launched = asked.spec, detect(os.environ)
-    world = join(launched, reference_layout(spec, launched.world_size))
+    world = join(launched, reference_layout(spec, launched.world_size), say)
     inputs = world.each(lambda: _inputs(asked))
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
     _check_same_files(spec, world)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen
+from typing import Any
 
 import pytest
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 
 from dsft.engine import op_turn
-from dsft.engine.op import LOG, load_op
+from dsft.engine.op import LOG, load_everywhere, load_op
 from dsft.engine.op_turn import turn
 from dsft.errors import BuildError, StorageError
 
@@ -84,14 +85,29 @@ def path_with(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> 
     monkeypatch.setenv("PATH", str(folder))
 
 
+class Alone:
+    """A world of one rank."""
+
+    local_rank = 0
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def each(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def hosts_first(self, work: Callable[[], object]) -> None:
+        work()
+
+
 def test_it_is_built_once_and_said(extensions: Path, tmp_path: Path, told: list[str]) -> None:
     builder = Small(tmp_path)
-    load_op(builder, told.append)
-    assert [line.split()[0] for line in told] == ["building", "built"]
-    assert builder.name in told[0] and str(extensions) in told[0]
+    load_everywhere(builder, Alone(), told.append)
+    assert [line.split()[:2] for line in told] == [["building", builder.name], ["built", builder.name]]
+    assert (extensions / builder.name / f"{builder.name}.so").exists()
     OpBuilder._loaded_ops.pop(builder.name)
     told.clear()
-    load_op(builder, told.append)
+    load_everywhere(builder, Alone(), told.append)
     assert told == [], "what is there is not announced as being built"
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
@@ -248,6 +264,25 @@ def test_a_living_builder_is_waited_for(tmp_path: Path, told: list[str], start: 
 
     with turn(tmp_path, say):
         assert told == [f"waiting for process {living.pid}, which builds {tmp_path.name} in {tmp_path}"]
+
+
+def test_a_ninja_that_outlives_its_python_is_waited_for(tmp_path: Path, told: list[str]) -> None:
+    """It would write the same files at the same time."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    (tmp_path / "build.ninja").write_text("rule wait\n  command = sleep 60\nbuild it: wait\n")
+    ninja = Popen(["ninja"], cwd=tmp_path, stdout=PIPE)
+
+    def say(text: str) -> None:
+        told.append(text)
+        end(ninja)
+
+    while not op_turn.builders(lock):
+        time.sleep(0.02)
+    with turn(tmp_path, say):
+        assert told[0] == f"waiting for process {ninja.pid}, which builds {tmp_path.name} in {tmp_path}"
+        assert told[1].startswith(f"removed {lock}")
+    ninja.communicate()
 
 
 def test_a_lock_whose_holder_cannot_be_seen_is_waited_for(

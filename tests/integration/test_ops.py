@@ -1,0 +1,63 @@
+"""Runs whose operations are not there yet, cannot be compiled, or were left locked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, forked
+
+KEPT = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+WORDS = [
+    str(ROOT / "specs" / "quickstart.yaml"),
+    "train.max_steps=2",
+    "train.eval_every=null",
+    "parallel.zero_stage=2",
+    "parallel.offload_optimizer.device=cpu",
+    "model.from_config.hidden_size=16",
+    "model.from_config.num_hidden_layers=1",
+    "wandb.mode=disabled",
+]
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """cpu_adam cannot be compiled, since a file stands in its folder's place."""
+    folder = tmp_path / "extensions"
+    folder.mkdir()
+    (folder / "cpu_adam").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    return folder
+
+
+def test_without_a_compiler_nothing_starts(
+    extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++-99")
+    done = forked(ROOT / "dsft/train.py", 2, [*WORDS, f"output_dir={tmp_path}"])
+    assert "building deepspeed_shm_comm on " in done.stdout
+    assert "DeepSpeed's deepspeed_shm_comm cannot be built on " in done.stderr
+    assert "the compiler is missing (CXX names g++-99, which is not on PATH)" in done.stderr
+    assert "ended with exit code 72" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_stale_lock_and_an_adam_that_cannot_be_compiled(tmp_path: Path, extensions: Path) -> None:
+    built = KEPT / "deepspeed_shm_comm"
+    if not (built / "deepspeed_shm_comm.so").exists():
+        pytest.skip("deepspeed_shm_comm is not compiled yet; scripts/install does it")
+    shutil.copytree(built, extensions / built.name)
+    lock = extensions / built.name / "lock"
+    lock.touch()
+    run = [*WORDS, f"output_dir={tmp_path}"]
+    done = forked(ROOT / "dsft/train.py", 2, [*run, "parallel.allow_torch_adam=true"])
+    assert done.returncode == 0, done.stderr
+    assert f"removed {lock}, which a build that was killed left behind" in done.stdout
+    assert "by parallel.allow_torch_adam torch's AdamW steps on the CPU instead" in done.stdout
+    assert "step 2/2" in done.stdout
+
+    done = forked(ROOT / "dsft/train.py", 2, [*run, "name=strict"])
+    assert "or set parallel.allow_torch_adam: true" in done.stderr
+    assert "ended with exit code 74" in done.stderr
