@@ -203,8 +203,7 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
     """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps."""
     base, kinds = _base(optimizer), _moments(optimizer)
     base.state.clear()
-    if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False  # else `_hp_mapping` keeps the old moments
+    _unlink_moments(optimizer)
     if not applied_steps:
         return
     for home in _homes(optimizer):
@@ -213,6 +212,18 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
             base.state[home]["step"] = _step_count(base, home, applied_steps)
     if isinstance(base, DeepSpeedCPUAdam):
         _replay_powers(base, applied_steps)
+
+
+def _unlink_moments(optimizer: Any) -> None:
+    """What DeepSpeed links to each parameter (mixed_precision_linkage.py:37) are views of the moments, whose
+    memory they would keep until a step has made others."""
+    if not hasattr(optimizer, "_hp_optimizer_states_linked"):
+        return
+    optimizer._hp_optimizer_states_linked = False
+    groups = optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
+    for parameter in (parameter for group in groups for parameter in group):
+        if parameter._hp_mapping is not None:
+            parameter._hp_mapping.optim_fragment = None
 
 
 def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:

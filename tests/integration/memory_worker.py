@@ -15,6 +15,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
+from dsft.engine import state
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
@@ -52,8 +53,9 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(spec: Spec) -> tuple[int, int]:
-    """(largest bytes seen between the backward and the update, bytes by the plan)."""
+def measure(spec: Spec) -> tuple[int, int, bool]:
+    """(largest bytes seen between the backward and the update, bytes by the plan, whether forgetting the
+    steps frees the moments)."""
     ranks = layout(spec.parallel, torch.distributed.get_world_size())
     before = live_bytes()
     config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))
@@ -74,8 +76,13 @@ def measure(spec: Spec) -> tuple[int, int]:
         largest = max(largest, live_bytes() - before)
         engine.step()
     rank = memory(census, spec, ranks, {"here": ranks.world_size}).stages[0]
+    held = live_bytes()
+    state.forget_steps(engine)
+    freed = held - live_bytes() >= 0.99 * 8 * LAYERS * WIDTH**2 / (
+        ranks.world_size if spec.parallel.zero_stage else 1
+    )
     engine.destroy()
-    return largest, rank.states - rank.buffers + rank.offloaded
+    return largest, rank.states - rank.buffers + rank.offloaded, freed
 
 
 def main() -> None:
@@ -87,10 +94,13 @@ def main() -> None:
     ]
     cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
     for precision, stage, offload in cases:
-        measured, planned = measure(make_spec(precision, stage, offload))
+        measured, planned, freed = measure(make_spec(precision, stage, offload))
         if torch.distributed.get_rank() == 0:
             case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{' offload' if offload else ''}"}
-            print("CASE " + json.dumps(case | {"measured": measured, "planned": planned}), flush=True)
+            print(
+                "CASE " + json.dumps(case | {"measured": measured, "planned": planned, "freed": freed}),
+                flush=True,
+            )
     torch.distributed.destroy_process_group()
 
 

@@ -43,3 +43,4 @@ def test_the_memory_table_is_what_deepspeed_allocates() -> None:
         if not 0.79 <= case["measured"] / case["planned"] <= 1.1
     }
     assert off == {}
+    assert [case["case"] for case in cases if not case["freed"]] == []
