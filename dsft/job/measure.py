@@ -23,7 +23,7 @@ from dsft.report.memory import PHASES, Peaks, Phase
 
 
 def counted_model(job: Job, inputs: Inputs) -> Census:
-    return census_from(take_census(job.spec.model, inputs.facts))
+    return census_from(take_census(job.spec.model, inputs.facts, cuts=job.layout.pipeline_stages > 1))
 
 
 def untrained_rows(job: Job, inputs: Inputs, counted: Census) -> Iterator[str]:

@@ -19,11 +19,12 @@ from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
+from dsft.model.joints import check_cut
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
-from dsft.model.stage import check_cut, cut_to_stage
+from dsft.model.stage import cut_to_stage
 from dsft.model.trainable import train_only
 from dsft.model.vocabulary import NewRows, Values, WithNewRows
 from dsft.model.weights import Keep, Weights
@@ -53,7 +54,7 @@ def build_model(
     """
     config = resolve_config(model, facts)
     cut = cut or Cut((config.num_hidden_layers,))
-    check_cut(config, cut)
+    joints = check_cut(config, cut) if cut.stages > 1 else None
     causal_lm = _on_meta(config)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
@@ -61,8 +62,8 @@ def build_model(
         offload = model.activation_offload and on_gpu
         causal_lm.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
-    if cut.stages > 1:
-        cut_to_stage(causal_lm, stage, cut)
+    if joints is not None:
+        cut_to_stage(causal_lm, joints, stage, cut)
     if model.compile:
         compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)

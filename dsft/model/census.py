@@ -20,24 +20,29 @@ from dsft.errors import MissingInputError, SpecError
 from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import TokenFacts, resolve_config, token_facts
-from dsft.model.stage import why_not_cut
+from dsft.model.joints import joints_of
+from dsft.model.stage import Joints
 from dsft.spec.schema import Model
 
+NOT_ASKED = "where its layers come apart was not asked"
 
-def take_census(model: Model, facts: TokenFacts | None = None) -> dict[str, Any]:
+
+def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = True) -> dict[str, Any]:
     """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`.
-    `facts`: of the tokenizer, where it has been read."""
+    `facts`: of the tokenizer, where it has been read; cuts: find out where its stages come apart."""
     config = resolve_config(model, facts or _facts(model))
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_trainable(causal_lm)
     choose_trained(causal_lm, model)
+    joints = joints_of(config) if cuts else NOT_ASKED
+    before = joints.before if isinstance(joints, Joints) else ()
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,
         "max_positions": getattr(config, "max_position_embeddings", None),
-        "parameters": _parameters(causal_lm, config.num_hidden_layers),
-        "uncuttable": why_not_cut(config),
+        "parameters": _parameters(causal_lm, config.num_hidden_layers, before),
+        "uncuttable": joints if isinstance(joints, str) else None,
     }
 
 
@@ -46,7 +51,7 @@ def _facts(model: Model) -> TokenFacts:
     return token_facts(tokenizer, added.first_id)
 
 
-def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, Any]]:
+def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, ...]) -> list[dict[str, Any]]:
     """One entry per distinct tensor, under its first name; the other names of a tied one stand in
     `aliases`."""
     embedding = causal_lm.get_input_embeddings().weight
@@ -61,6 +66,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int) -> list[dict[str, A
             "shape": list(parameter.shape),
             "layer": layers.get(id(parameter)),
             "embedding": parameter is embedding,
+            "before": parameter is embedding or name.startswith(tuple(f"{module}." for module in before)),
             "trained": parameter.requires_grad,
             "aliases": [],
         }

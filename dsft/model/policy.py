@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import packed_keywords
 from dsft.model.head import install_head, plain_logps
+from dsft.model.stage import Entry, Exit
 
 
 class Policy(nn.Module):
@@ -30,6 +31,8 @@ class Policy(nn.Module):
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
         self._head = (head,)  # in a tuple: a module has one place alone, or ZeRO 3 would gather it twice
+        self._entry = [m for m in causal_lm.modules() if isinstance(m, Entry)]  # a list, likewise
+        self._exit = [m for m in causal_lm.modules() if isinstance(m, Exit)]
         self._label_smoothing = 0.0
 
     def set_loss(self, uniform: bool, label_smoothing: float) -> None:
@@ -54,16 +57,19 @@ class Policy(nn.Module):
         the first stage's embeddings in training; num_targets: how many there are, where that is known. Gives
         (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, hidden states
         (B, T, hidden), which the next one takes."""
-        given: dict[str, Any] = {"input_ids" if self.is_first else "inputs_embeds": inputs}
+        given: dict[str, Any] = {"input_ids": inputs}
+        if self._entry:
+            self._entry[0].received = inputs
+            given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
         given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths, starts)
         given |= {"position_ids": position_ids, "use_cache": False}
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
             return target_logps(output.logits, targets, self._label_smoothing if self.training else 0.0)
+        if self._exit:
+            return self._exit[0].taken()
         hidden: Tensor = output.last_hidden_state
-        if not self.is_last:
-            return hidden
         logps: Tensor = self.causal_lm.get_output_embeddings()(hidden, targets, num_targets)
         return logps
 

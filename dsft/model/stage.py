@@ -1,70 +1,111 @@
-"""One pipeline stage of a model: takes a transformers model, leaves out in place what other stages own.
+"""One pipeline stage of a model: takes a transformers model and its joints, leaves out in place what other
+stages own.
 
-The layers of other stages become pass-throughs under the same index, so masks, rotary tables and sliding
-windows stay transformers' own code and parameters keep the names of the Hugging Face file.
+A stage stays the model's own class, so masks, rotary tables, sliding windows and kinds of layers are
+transformers' own code, and parameters keep the names of the Hugging Face file. Layers of other stages become
+pass-throughs under the same index. What a stage receives comes in at the place of the first layer, behind all
+that the class does to embeddings (a scale, a normalizer, learned positions), and what it sends on goes out at
+the place of the last layer, before all that the class does to the end result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from dsft.errors import Problem, SpecError
 from dsft.plan.cut import Cut
 
-CUTTABLE = ("llama",)
-"""Architectures for which two stages were shown to equal the whole model (tests/unit/model, tests/parity)."""
+
+@dataclass(frozen=True)
+class Joints:
+    """Where a model comes apart, by the names of its modules.
+
+    layers    the list of its layers
+    before    what has parameters and is called before the first layer: embeddings
+    after     what has parameters and is called after the last one: final norm, head
+    in_tuple  whether a layer gives its hidden states as the first of a tuple
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    in_tuple: bool
 
 
 class PassThrough(nn.Module):
     """Stands for a layer of another stage: gives hidden states back as they came."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
         super().__init__()
-        for kind in ("attention_type", "layer_type"):  # by which some models choose a layer's mask
-            if hasattr(layer, kind):
-                setattr(self, kind, getattr(layer, kind))
+        for name, value in vars(layer).items():  # by some of which a model chooses a layer's mask
+            if isinstance(value, (str, int)) and not hasattr(self, name):
+                setattr(self, name, value)
+        self.in_tuple = in_tuple
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
-
-
-def why_not_cut(config: PreTrainedConfig) -> str | None:
-    """Why this model cannot be cut into stages; None where it can."""
-    if config.model_type not in CUTTABLE:
-        known = ", ".join(CUTTABLE)
-        return f"a {config.model_type} model cannot be cut into stages yet, only {known} can"
-    if config.tie_word_embeddings:
-        return "a model with tied embeddings cannot be cut into stages yet"
-    return None
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        return (hidden_states,) if self.in_tuple else hidden_states
 
 
-def check_cut(config: PreTrainedConfig, cut: Cut) -> None:
-    """Raises SpecError where this model cannot be cut so."""
-    if cut.stages == 1:
-        return
-    reason = why_not_cut(config)
-    if reason is not None:
-        raise _error(f"{reason}; set it to 1")
-    if cut.num_layers != config.num_hidden_layers:
-        raise _error(f"a cut of {cut.num_layers} layers is not one of {config.num_hidden_layers}")
+class Entry(PassThrough):
+    """In the place of the first layer: gives what the stage before has sent."""
+
+    received: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        assert self.received is not None, "it is given before each pass"
+        hidden, self.received = self.received, None
+        return super().forward(hidden)
 
 
-def cut_to_stage(model: PreTrainedModel, stage: int, cut: Cut) -> None:
-    """Leave `model` with one stage: embeddings in the first, final norm and head in the last."""
-    base: Any = model.base_model
+class Exit(PassThrough):
+    """In the place of the last layer: keeps what goes to the next stage."""
+
+    leaving: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        self.leaving = hidden_states
+        return super().forward(hidden_states)
+
+    def taken(self) -> Tensor:
+        hidden, self.leaving = self.leaving, None
+        assert hidden is not None, "a pass went through"
+        return hidden
+
+
+class Absent(nn.Module):
+    """Stands for an embedding or a norm of another stage, whose result nobody uses: gives hidden states
+    (B, T, H) back, and of positions or a mask (B, T) a zero, to be added."""
+
+    def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+        return inputs if inputs.dim() == 3 else torch.zeros((), device=inputs.device)
+
+
+def cut_to_stage(model: PreTrainedModel, joints: Joints, stage: int, cut: Cut) -> None:
+    """Leave `model` with the layers of one stage, with what comes before them on the first and what comes
+    after them on the last. An embedding that is the head too is on both."""
+    layers: Any = model.get_submodule(joints.layers)
+    is_first, is_last = stage == 0, stage == cut.stages - 1
     owned = cut.layers(stage)
-    for index, layer in enumerate(base.layers):
+    for index, layer in enumerate(layers):
         if index not in owned:
-            base.layers[index] = PassThrough(layer)
-    if stage > 0:
-        base.embed_tokens = nn.Identity()
-    if stage < cut.stages - 1:
-        base.norm = nn.Identity()
-        model.lm_head = nn.Identity()
+            layers[index] = PassThrough(layer, joints.in_tuple)
+    if not is_first:
+        layers[0] = Entry(layers[0], joints.in_tuple)
+    if not is_last:
+        layers[-1] = Exit(layers[-1], joints.in_tuple)
+    kept = {id(p) for p in _parameters(model, joints.after)} if is_last else set()
+    for name in () if is_first else joints.before:
+        if not kept.intersection(map(id, model.get_submodule(name).parameters())):
+            model.set_submodule(name, Absent())
+    for name in () if is_last else joints.after:
+        model.set_submodule(name, Absent())
 
 
-def _error(message: str) -> SpecError:
-    return SpecError("The model cannot be cut.", [Problem("parallel.pipeline_stages", message)])
+def _parameters(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Parameter]:
+    for name in names:
+        yield from model.get_submodule(name).parameters()

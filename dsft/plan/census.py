@@ -34,8 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One distinct tensor. layer: its number, None outside the layers; aliases: further names of a tied one;
-    trained: False where it is frozen."""
+    """One distinct tensor. layer: its number, None outside the layers; embedding: of tokens, at the input;
+    aliases: further names of a tied one; trained: False where it is frozen; before: used before the layers,
+    as embeddings are, and learned positions."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Parameter:
     embedding: bool
     aliases: tuple[str, ...]
     trained: bool = True
+    before: bool = False
 
     @property
     def numel(self) -> int:
@@ -79,7 +81,7 @@ def _is_on(parameter: Parameter, stage: int, cut: Cut) -> bool:
     if parameter.layer is not None:
         return parameter.layer in cut.layers(stage)
     is_last = stage == cut.stages - 1
-    if not parameter.embedding:
+    if not (parameter.embedding or parameter.before):
         return is_last
     return stage == 0 or (is_last and bool(parameter.aliases))
 
@@ -141,7 +143,13 @@ def census_from(answer: Mapping[str, Any]) -> Census:
         answer["max_positions"],
         tuple(
             Parameter(
-                p["name"], tuple(p["shape"]), p["layer"], p["embedding"], tuple(p["aliases"]), p["trained"]
+                p["name"],
+                tuple(p["shape"]),
+                p["layer"],
+                p["embedding"],
+                tuple(p["aliases"]),
+                p["trained"],
+                p["before"],
             )
             for p in answer["parameters"]
         ),
@@ -163,7 +171,7 @@ def _keep(place: Path, answer: Mapping[str, Any]) -> None:
 def _digest(model: Model) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
     sources = [
-        *"census config lora adapter_names stage trainable".split(),
+        *"census config joints lora adapter_names stage trainable".split(),
         "../data/tokenizer/load",
         "../data/tokenizer/spm",
     ]

@@ -35,7 +35,8 @@ def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
 
 
 def _counted(spec: Spec, facts: TokenFacts) -> Census:
-    return census_from(take_census(reference_model(spec), facts))
+    cuts = reference_parallel(spec).pipeline_stages > 1
+    return census_from(take_census(reference_model(spec), facts, cuts=cuts))
 
 
 def _config(spec: Spec, counted: Census) -> dict[str, Any]:

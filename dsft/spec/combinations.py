@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
+from dsft.spec.cuttable import uncuttable
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
 from dsft.spec.formats import format_findings
@@ -18,7 +19,7 @@ from dsft.spec.hosts import is_host
 from dsft.spec.not_offered import config_findings
 from dsft.spec.pairs import longest_example
 from dsft.spec.preferences import preference_findings
-from dsft.spec.schema import Optim, Schedule, Spec
+from dsft.spec.schema import Optim, Parallel, Schedule, Spec
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -47,22 +48,41 @@ def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
         reads = ("data.max_length", *_MODEL)
         yield Finding(("data", "max_length"), f"{message}; set it to {positions} or less", reads)
     if spec.parallel.pipeline_stages > 1:
-        yield from _pipeline_findings(spec.parallel.pipeline_stages, config)
+        yield from _pipeline_findings(spec.parallel, config)
 
 
-def _pipeline_findings(stages: int, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _pipeline_findings(parallel: Parallel, config: Mapping[str, Any]) -> Iterator[Finding]:
+    stages, counts = parallel.pipeline_stages, _listed(parallel)
     path, reads = ("parallel", "pipeline_stages"), ("parallel.pipeline_stages", *_MODEL)
-    kind = config.get("model_type")
-    if isinstance(kind, str) and kind != "llama":
-        message = f"{stages} stages of a {shown(kind)} model are not built yet, only of llama; set it to 1"
-        yield Finding(path, message, reads)
-    if config.get("tie_word_embeddings") is True:
-        message = f"{stages} stages of a model with tied embeddings are not built yet; set it to 1"
-        yield Finding(path, message, reads)
-    layers = config.get("num_hidden_layers")
+    reason = uncuttable(config)
+    if reason is not None:
+        yield Finding(path, f"{stages} stages, but {reason}; set it to 1", reads)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if counts and _is_count(layers) and sum(counts) != layers:
+        message = (
+            f"{shown(list(counts))} are {sum(counts)} layers, the model has {layers}; write numbers that add "
+            "up to that, or parameters"
+        )
+        yield Finding(("parallel", "pipeline_cut"), message, ("parallel.pipeline_cut", *_MODEL))
     if _is_count(layers) and stages > layers:
         message = f"{stages} stages are more than the model's {layers} layers; set it to {layers} or less"
         yield Finding(path, message, reads)
+
+
+def _listed(parallel: Parallel) -> tuple[int, ...]:
+    """The layers of each stage, where the spec lists them."""
+    return () if isinstance(parallel.pipeline_cut, str) else parallel.pipeline_cut
+
+
+def _cut(spec: Spec) -> Iterator[Finding]:
+    counts, stages = _listed(spec.parallel), spec.parallel.pipeline_stages
+    if not isinstance(spec.parallel.pipeline_cut, str) and len(counts) != stages:
+        message = (
+            f"{shown(list(counts))} has {len(counts)} stages, parallel.pipeline_stages is {stages}; write a "
+            "number of layers for each stage, or parameters"
+        )
+        reads = ("parallel.pipeline_cut", "parallel.pipeline_stages")
+        yield Finding(("parallel", "pipeline_cut"), message, reads)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
@@ -454,6 +474,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     preference_findings,
     _attention,
     _compiled,
+    _cut,
     _activations,
     _offload,
     _hosts,

@@ -65,11 +65,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pipeline with tied embeddings, ZeRO 1 and gradients kept in another type than the weights",
-        "refused",
+        "mended",
         (STAGES, "model"),
         None,
         "the sum over the two copies is skipped in silence, and they drift apart",
-        "dsft refuses tied embeddings in a pipeline; set parallel.pipeline_stages to 1",
+        "dsft gives DeepSpeed the gradients of both copies wherever it keeps them",
         "pipe/engine.py:269, ran",
     ),
     Rule(

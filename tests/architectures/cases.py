@@ -156,23 +156,31 @@ def keys_of(kind: str) -> dict[str, Any]:
     return {name: value for name, value in SMALL.items() if name in known} | ARCHITECTURES[kind]
 
 
-def small_config(kind: str) -> PreTrainedConfig:
+def deeper(kind: str) -> dict[str, Any]:
+    """What makes the small model one of four layers, which can be cut in unequal parts."""
+    keys = keys_of(kind)
+    times = 4 // keys["num_hidden_layers"]
+    lists = {name: value * times for name, value in keys.items() if name == "layer_types"}
+    return {"num_hidden_layers": 4} | lists
+
+
+def small_config(kind: str, **more: Any) -> PreTrainedConfig:
     config: PreTrainedConfig = CONFIG_MAPPING[kind](
         vocab_size=VOCABULARY,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=None,
         use_cache=False,
-        **keys_of(kind),
+        **keys_of(kind) | more,
     )
     return config
 
 
-def small_model(kind: str, seed: int = 11) -> PreTrainedModel:
+def small_model(kind: str, seed: int = 11, **more: Any) -> PreTrainedModel:
     """Made by transformers alone. All parameters are moved from their first values, so that a bias of 0 or a
     norm of 1 is not lost unseen."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(small_config(kind)).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(small_config(kind, **more)).eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *kept_beside(model).values()):
             tensor.add_(0.02 * torch.randn_like(tensor))

@@ -87,9 +87,8 @@ def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
 @pytest.mark.parametrize(
     ("keys", "stages", "words"),
     [
-        (LLAMA | {"tie_word_embeddings": True}, 2, "tied"),
         (LLAMA | {"num_hidden_layers": 4}, 2, "a cut of 5 layers is not one of 4"),
-        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, 2, "a gpt2 model"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 5}, 2, "looks tokens up again"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:

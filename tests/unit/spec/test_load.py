@@ -81,15 +81,16 @@ def test_the_models_own_config_is_read(write: Write) -> None:
         "model_type": "llama",
         "max_position_embeddings": 64,
         "num_hidden_layers": 1,
-        "tie_word_embeddings": True,
+        "num_kv_shared_layers": 1,
     }
     Path("model").mkdir()
-    path = write(model="{name_or_path: model}", parallel="{pipeline_stages: 2}")
+    path = write(model="{name_or_path: model}", parallel="{pipeline_stages: 2, pipeline_cut: [2, 1]}")
     Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
     found = "\n".join(messages(path))
     assert "128 tokens are more than the model's 64 positions" in found
     assert "2 stages are more than the model's 1 layers" in found
-    assert "tied embeddings" in found
+    assert "[2, 1] are 3 layers, the model has 1" in found
+    assert "share keys and values" in found
     assert load_spec(path, check_files=False).parallel.pipeline_stages == 2
 
 

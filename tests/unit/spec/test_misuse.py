@@ -80,10 +80,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     ),
     # combinations
     "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
-    "pipeline_and_the_model": spec(
-        model="model: {from_config: {model_type: gpt2, num_hidden_layers: 4, tie_word_embeddings: true}}\n"
-    )
-    + "parallel: {pipeline_stages: 8}\n",
+    "pipeline_and_the_model": spec(model="model: {from_config: {model_type: mamba, num_hidden_layers: 4}}\n")
+    + "parallel: {pipeline_stages: 8, pipeline_cut: [2, 3]}\n",
     "max_length_over_positions": spec(data="data: {train: [{path: rows.jsonl}], max_length: 2048}\n"),
     "two_models": spec(model="model: {name_or_path: a/b, from_config: {hidden_size: 8}}\n"),
     "no_model": spec(model="model: {}\n"),

@@ -1,0 +1,246 @@
+"""Where a model comes apart into pipeline stages, found out on a small model of its own class: takes a
+transformers config, gives its joints, or the reason why it cannot be cut.
+
+The small model has a few layers, one of each kind that the config names, and narrow ones. It runs once to see
+what is called before, in and after the layers. Then two stages of it must give the log-probabilities and the
+gradients of the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dsft.errors import Problem, SpecError
+from dsft.model.policy import Policy
+from dsft.model.stage import Joints, cut_to_stage
+from dsft.plan.cut import Cut
+from dsft.spec.cuttable import uncuttable
+
+VOCABULARY, WIDTH, WINDOW, MOST_LAYERS = 32, 32, 3, 6
+BOUND = 1e-4
+"""Of a difference, by the largest of what is compared; the same operations run in both, and ties add up in
+another order."""
+ROWS = (  # positions: two rows, and one of two segments
+    ((0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ((0, 1, 2, 3, 4, 0, 1, 2),),
+)
+
+
+class _Unfit(Exception):
+    """Why a model cannot be cut."""
+
+
+def check_cut(config: PreTrainedConfig, cut: Cut) -> Joints:
+    """Raises SpecError where this model cannot be cut so."""
+    found = joints_of(config)
+    if isinstance(found, str):
+        raise _error(f"{found}; set it to 1")
+    if cut.num_layers != config.num_hidden_layers:
+        raise _error(f"a cut of {cut.num_layers} layers is not one of {config.num_hidden_layers}")
+    return found
+
+
+def joints_of(config: PreTrainedConfig) -> Joints | str:
+    """Or why this model cannot be cut into stages."""
+    return _found(_Key(config))
+
+
+class _Key:
+    """A config, as a cache's key."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self._text = config, config.to_json_string(use_diff=False)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+
+@functools.lru_cache(maxsize=8)
+def _found(key: _Key) -> Joints | str:
+    config = key.config
+    reason = uncuttable(config.to_dict())
+    if reason is not None or config.num_hidden_layers == 1:
+        return reason or "a model of one layer cannot be cut into stages"
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("cpu"):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = _small_model(config)
+            joints = _trace(model)
+            _prove(model, joints)
+    except _Unfit as error:
+        return f"a {config.model_type} model cannot be cut into stages, since {error}"
+    except Exception as error:  # whatever a class raises that is not made to be cut
+        text = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        return f"a {config.model_type} model cannot be cut into stages: a small one failed with {text[0]}"
+    return joints
+
+
+# --- the small model ----------------------------------------------------------------------------------------
+
+
+def shrunken(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Two heads of the same size, few layers, few words, a window that is shorter than a row."""
+    small: Any = copy.deepcopy(config)
+    layers = _one_of_each(config)
+    for name, value in vars(config).items():
+        if _is_per_layer(value, config.num_hidden_layers):
+            setattr(small, name, [value[index] for index in layers])
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = 2 * (vars(config).get("head_dim") or hidden // heads)
+    for name, value in vars(config).items():
+        if type(value) is int and value == hidden:  # the embedding's own width, too
+            setattr(small, name, width)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if getattr(config, name, None) is not None:
+            setattr(small, name, 2 if getattr(config, name) == heads else 1)
+    changed = {"hidden_size": width, "num_attention_heads": 2, "num_hidden_layers": len(layers)}
+    changed |= {"vocab_size": VOCABULARY, "intermediate_size": WIDTH, "sliding_window": WINDOW}
+    changed["pad_token_id"] = 0  # it must be a word
+    for name, new in changed.items():
+        if getattr(config, name, None) is not None:
+            setattr(small, name, new)
+    return small
+
+
+def _is_per_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == num_layers
+
+
+def _one_of_each(config: PreTrainedConfig) -> list[int]:
+    """Layers that stand for all: the first of each kind, and the first ones up to three."""
+    number = config.num_hidden_layers
+    lists = [value for value in vars(config).values() if _is_per_layer(value, number)]
+    first: dict[str, int] = {}
+    for index in range(number):
+        first.setdefault(repr([value[index] for value in lists]), index)
+    chosen = list(first.values())[:MOST_LAYERS]
+    others = [index for index in range(number) if index not in chosen]
+    return sorted(chosen + others[: max(0, 3 - len(chosen))])
+
+
+def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """In float32 on the CPU; every parameter is moved, so that a zero or a one hides nothing."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        shrunken(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.eval()
+
+
+# --- what is called when ------------------------------------------------------------------------------------
+
+
+def _trace(model: PreTrainedModel) -> Joints:
+    """Of one pass. Raises _Unfit where something with parameters is used neither before nor after the
+    layers."""
+    name = layers_of(model)
+    layers: Any = model.get_submodule(name)
+    outside = dict(_outside(model, name))
+    calls: list[tuple[str, Any]] = []
+    watched = {**outside, **{str(index): layer for index, layer in enumerate(layers)}}
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: calls.append((name, output)))
+        for name, module in watched.items()
+    ]
+    with torch.no_grad():
+        model(**_inputs(ROWS[0]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    order = [name for name, _ in calls]
+    first, last = order.index("0"), len(order) - 1 - order[::-1].index(str(len(layers) - 1))
+    before = tuple(name for name in outside if name in order[:first] and name not in order[first:])
+    after = tuple(name for name in outside if name in order[last:] and name not in order[:last])
+    odd = sorted(outside.keys() - {*before, *after})
+    if odd:
+        raise _Unfit(f"{' and '.join(odd)} is used neither before nor after the layers alone")
+    return Joints(name, before, after, isinstance(calls[first][1], tuple))
+
+
+def layers_of(model: PreTrainedModel) -> str:
+    """Name of the list that has as many modules as the config has layers."""
+    number = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return name
+    raise _Unfit(f"it has no list of {number} layers")
+
+
+def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that have parameters and are not on the way to the layers."""
+    if next(model.parameters(recurse=False), None) is not None:
+        raise _Unfit(f"{above or 'the model'} has parameters of its own beside its layers")
+    for child_name, child in model.named_children():
+        name = f"{above}.{child_name}" if above else child_name
+        if name == layers:
+            continue
+        if layers.startswith(f"{name}."):
+            yield from _outside(child, layers, name)
+        elif next(child.parameters(), None) is not None:
+            yield name, child
+
+
+# --- the proof ----------------------------------------------------------------------------------------------
+
+
+def _prove(model: PreTrainedModel, joints: Joints) -> None:
+    """Raises _Unfit where two stages are not the whole."""
+    number = len(model.get_submodule(joints.layers))  # type: ignore[arg-type]
+    cut = Cut((1, number - 1))
+    parts = [copy.deepcopy(model) for _ in range(cut.stages)]
+    for stage, part in enumerate(parts):
+        cut_to_stage(part, joints, stage, cut)
+    stages = [Policy(part, is_first=not n, is_last=n == 1) for n, part in enumerate(parts)]
+    whole = Policy(model)
+    for rows in ROWS:
+        _compare([_scored([whole], rows)], [_scored(stages, rows)], "log-probabilities")
+    named = [policy.named_trained() for policy in (whole, *stages)]
+    gradients: list[dict[str, Tensor]] = [
+        {name: p.grad for name, p in part.items() if p.grad is not None} for part in named
+    ]
+    expected, *found = gradients
+    summed = {n: sum((part[n] for part in found if n in part), torch.zeros(())) for n in expected}
+    if {name for part in found for name in part} != expected.keys():
+        raise _Unfit("two stages of a small one do not train what the whole trains")
+    _compare(expected.values(), summed.values(), "gradients")
+
+
+def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Targets' log-probabilities; the gradients of their sum are added to the parameters."""
+    ids, positions = _inputs(rows).values()
+    logps = ids
+    for stage in stages:
+        logps = stage(logps, positions, ids.roll(-1, 1))
+    weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a sum of all could hide an exchange
+    (logps * weights).sum().backward()
+    return logps.detach()
+
+
+def _inputs(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
+    positions = torch.tensor(rows)
+    ids = torch.arange(positions.numel()).mul(7).remainder(VOCABULARY).view_as(positions)
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def _compare(expected: Iterable[Tensor], found: Iterable[Tensor], what: str) -> None:
+    for one, other in zip(expected, found, strict=True):
+        largest = one.abs().max().clamp(min=1e-3)
+        if not bool((one - other).abs().max() <= BOUND * largest):
+            raise _Unfit(f"two stages of a small one have other {what} than the whole")
+
+
+def _error(message: str) -> SpecError:
+    return SpecError("The model cannot be cut.", [Problem("parallel.pipeline_stages", message)])
