@@ -40,7 +40,7 @@ class PipelineEngine:
         ties = find_ties(self._trained, world)  # after it: a PipelineModule takes every mark off
         self._started = start(module, self._trained, spec, config)
         self._engine = self._started.engine
-        tie(self._engine, ties)
+        tie(self._engine, ties, world.data_rank)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
