@@ -7,13 +7,15 @@ insides; file and line of what DeepSpeed does are those of version 0.19.8.
     ZeRO 0, fp32       the optimizer's own state, by parameter; equal on all data ranks
     ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all data ranks
     ZeRO 1, 2          a flat fp32 partition per parameter group; `param._hp_mapping` says which part is here
-    ZeRO 3             a flat fp32 partition per sub-group, of which each parameter has an equal, padded part
+    ZeRO 3             a flat fp32 partition per sub-group, of which each parameter has an equal, padded part;
+                       offloaded to NVMe, sub-groups of 1 MiB and more are files (swapped.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.engine.api import Fragment, Kind, ReadRange
+from dsft.engine.swapped import forget_moments, in_memory, is_swapped, mapped, put_in_place
 from dsft.engine.ties import is_copy
 from dsft.errors import CheckpointError
 
@@ -70,19 +74,17 @@ def owned(
     Raises CheckpointError for an optimizer whose state is not understood.
     """
     locate, replicated = _locator(engine.optimizer)
-    state = _base(engine.optimizer).state
-    kinds = _moments(engine.optimizer)
+    kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer))
     for name, parameter in _once(named):
         held = None if is_copy(parameter) else locate(parameter)
         if held is not None and replicated:
             held = held.part(*_share(held.size, data_rank, data_parallel))
         if held is None or held.size == 0:
             continue
-        yield Fragment(name, "value", held.start, held.of(held.home))
         for kind in kinds:
-            moment = state.get(held.home, {}).get(kind)
-            if moment is not None:
-                yield Fragment(name, kind, held.start, held.of(moment))
+            tensor = _tensor(engine.optimizer, held.home, kind)
+            if tensor is not None:
+                yield Fragment(name, kind, held.start, held.of(tensor))
 
 
 @torch.no_grad()
@@ -91,16 +93,35 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
 
     With applied_steps 0 the moments are as before a first step. Raises what `read` raises.
     """
-    locate, _ = _locator(engine.optimizer)
-    _empty_state(engine.optimizer, applied_steps)
-    state = _base(engine.optimizer).state
-    kinds = _moments(engine.optimizer) if applied_steps else ()
+    optimizer = engine.optimizer
+    locate, _ = _locator(optimizer)
+    _empty_state(optimizer, applied_steps)
+    kinds = _moments(optimizer) if applied_steps else ()
+    homes = [home for home in _homes(optimizer) if is_swapped(optimizer, home)]
+    swapped: dict[int, list[Callable[[], None]]] = {id(home): [] for home in homes}
     for name, parameter in _once(named):
         held = locate(parameter)
-        _set_value(name, parameter, held, read)
-        if held is not None and held.size:
-            for kind in kinds:
-                held.of(state[held.home][kind]).copy_(read(name, kind, held.start, held.start + held.size))
+        put = partial(_put, optimizer, name, parameter, held, kinds, read)
+        if held is not None and id(held.home) in swapped:
+            swapped[id(held.home)].append(put)
+        else:
+            put()
+    for home in homes:
+        with in_memory(optimizer, home):
+            _fresh_state(optimizer, home, applied_steps)
+            for later in swapped[id(home)]:
+                later()
+    put_in_place(optimizer)
+
+
+def _put(
+    optimizer: Any, name: str, parameter: Any, held: Held | None, kinds: Iterable[Kind], read: ReadRange
+) -> None:
+    _set_value(name, parameter, held, read)
+    if held is not None and held.size:
+        for kind in kinds:
+            moment = _base(optimizer).state[held.home][kind]
+            held.of(moment).copy_(read(name, kind, held.start, held.start + held.size))
 
 
 def forget_first_step(engine: Any) -> None:
@@ -133,6 +154,16 @@ def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 def _base(optimizer: Any) -> Any:
     """The torch optimizer inside DeepSpeed's."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _tensor(optimizer: Any, home: Tensor, kind: Kind) -> Tensor | None:
+    """All of `home`, or a moment of it, wherever it is; None where there is no such moment yet."""
+    if is_swapped(optimizer, home):
+        return mapped(optimizer, home, kind)
+    if kind == "value":
+        return home
+    moment: Tensor | None = _base(optimizer).state.get(home, {}).get(kind)
+    return moment
 
 
 def _moments(optimizer: Any) -> tuple[Kind, ...]:
@@ -200,18 +231,27 @@ def _homes(optimizer: Any) -> Iterable[Tensor]:
 
 
 def _empty_state(optimizer: Any, applied_steps: int) -> None:
-    """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps."""
-    base, kinds = _base(optimizer), _moments(optimizer)
+    """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps, nor of
+    what is swapped out."""
+    base = _base(optimizer)
     base.state.clear()
+    forget_moments(optimizer)
     _unlink_moments(optimizer)
+    for home in _homes(optimizer):
+        if not is_swapped(optimizer, home):
+            _fresh_state(optimizer, home, applied_steps)
+    if applied_steps and isinstance(base, DeepSpeedCPUAdam):
+        _replay_powers(base, applied_steps)
+
+
+def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
+    """Of one tensor of the optimizer, which is in memory."""
+    base, kinds = _base(optimizer), _moments(optimizer)
     if not applied_steps:
         return
-    for home in _homes(optimizer):
-        base.state[home] = {kind: torch.zeros_like(home, requires_grad=False) for kind in kinds}
-        if "exp_avg" in kinds:
-            base.state[home]["step"] = _step_count(base, home, applied_steps)
-    if isinstance(base, DeepSpeedCPUAdam):
-        _replay_powers(base, applied_steps)
+    base.state[home] = {kind: torch.zeros_like(home, requires_grad=False) for kind in kinds}
+    if "exp_avg" in kinds:
+        base.state[home]["step"] = _step_count(base, home, applied_steps)
 
 
 def _unlink_moments(optimizer: Any) -> None:
@@ -258,6 +298,7 @@ def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) ->
     assert held is not None, "ZeRO 3 gives every rank a part of each parameter"
     part = read(name, "value", held.start, held.start + held.size) if held.size else torch.empty(0)
     held.of(held.home).copy_(part)
-    parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
+    if parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:  # else `put_in_place` writes its file
+        parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
     if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are kept whole on every rank
         parameter.data.copy_(read(name, "value", 0, parameter.ds_numel).view(parameter.ds_shape))

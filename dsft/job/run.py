@@ -22,6 +22,7 @@ from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.job.api import Job, Say
 from dsft.job.same import prove_same
+from dsft.job.swap import swap_folders
 from dsft.job.train import train
 from dsft.loop import Progress
 from dsft.report.jsonl import storage_error
@@ -46,7 +47,10 @@ def run(job: Job) -> None:
         progress = Progress(**start.state["progress"]) if start else Progress()
         # Where the spec says how many steps there are, no row need be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
-        saved = None if done else train(job, world, start, progress, say)
+        saved = None
+        if not done:
+            with swap_folders(job, world, say) as swapping:
+                saved = train(swapping, world, start, progress, say)
         if saved is None:
             assert start is not None, "a run has at least one step"
             saved = start.path

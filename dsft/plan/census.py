@@ -92,14 +92,14 @@ def census(model: Model, cache: Path | None = None) -> Census:
     SpecError for a config with unknown keys; MissingInputError where a config or tokenizer cannot be read.
     `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
     """
-    place = (cache or _cache_folder()) / "census" / f"{_digest(model)}.json"
+    place = (cache or cache_folder()) / "census" / f"{_digest(model)}.json"
     try:
         return census_from(json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         answer = _ask(model)
     result = census_from(answer)
     if not _is_hub_id(model):  # what a hub id stands for may change
-        _keep(place, answer)
+        keep_answer(place, answer)
     return result
 
 
@@ -157,7 +157,7 @@ def census_from(answer: Mapping[str, Any]) -> Census:
     )
 
 
-def _keep(place: Path, answer: Mapping[str, Any]) -> None:
+def keep_answer(place: Path, answer: Mapping[str, Any]) -> None:
     """Write the answer under its final name at once; a cache that cannot be written is no reason to stop."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,8 @@ def _is_hub_id(model: Model) -> bool:
     return any(name is not None and not Path(name).exists() for name in named)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Of what is counted or measured once."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft"
 
 

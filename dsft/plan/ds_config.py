@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsft.plan.batch import BatchSizes
+from dsft.plan.nvme import aio_rows, optimizer_rows, parameter_rows
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
@@ -76,6 +77,8 @@ def bucket_size(elements: int | None) -> int:
 def sized(config: Mapping[str, Any], elements: Elements, kept: Collection[str] = ()) -> dict[str, Any]:
     """`config` with the bucket sizes of such a model, but for the keys in `kept`."""
     sizes = dict(bucket_sizes(elements))
+    if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+        del sizes["stage3_prefetch_bucket_size"]
     zero = {
         key: sizes[key] if key in sizes and key not in kept else value
         for key, value in config["zero_optimization"].items()
@@ -99,6 +102,7 @@ def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = No
         *_precision(spec),
         *_reduction(spec),
         *_zero(spec, elements),
+        *aio_rows(spec),
         *_optimizer(spec),
         *_pipeline(spec),
         *silence(),
@@ -242,7 +246,7 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     )
     if stage == 0:
         return
-    rest = _zero_3(elements) if stage == 3 else _zero_12(stage, elements)
+    rest = _zero_3(spec, elements) if stage == 3 else _zero_12(stage, elements)
     for key, value, reason in (*_zero_common(spec, elements), *rest):
         yield f"zero_optimization.{key}", value, reason
     if spec.parallel.offload_optimizer.device != "none":
@@ -298,14 +302,28 @@ def _zero_12(stage: int, elements: Elements | None) -> Iterator[Row]:
         )
 
 
-def _zero_3(elements: Elements | None) -> Iterator[Row]:
+def _zero_3(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     yield (
         "sub_group_size",
         SUB_GROUP,
         "elements updated at a time: at most 400 MB of fp32 gradients live at once",
     )
-    yield from gathering(elements)
+    if spec.parallel.offload_parameters.device == "nvme":
+        for key, value, reason in gathering(elements):
+            yield key, *AT_THEIR_USE.get(key, (value, reason))
+    else:
+        yield from gathering(elements)
     yield "zero_quantized_gradients", False, "gradients travel unchanged"
+
+
+AT_THEIR_USE = {
+    "stage3_prefetch_bucket_size": (
+        0,
+        "no read ahead: what is read ahead keeps buffers that others wait for",
+    ),
+    "stage3_max_reuse_distance": (0, "a buffer is given back after each use"),
+}
+"""Of parameters on a disk: how they are gathered."""
 
 
 def gathering(elements: Elements | None) -> Iterator[Row]:
@@ -338,6 +356,8 @@ def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     yield _pinned("offload_optimizer", offload)
     if spec.parallel.zero_stage == 3:
         yield "ratio", 1.0, "all of it"
+    if offload.device == "nvme":
+        yield from optimizer_rows()
     yield "fast_init", False, "states are made in place"
     yield "super_offload", False, "for Grace-Hopper machines only"
 
@@ -348,6 +368,8 @@ def _offload_parameters(spec: Spec) -> Iterator[Row]:
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, "parallel.offload_parameters.nvme_path"
     yield _pinned("offload_parameters", offload)
+    if offload.device == "nvme":
+        yield from parameter_rows()
 
 
 def _pinned(key: str, offload: Offload) -> Row:

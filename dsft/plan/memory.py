@@ -14,7 +14,7 @@ from typing import Protocol
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import LIVE, PERSIST_BELOW, bucket_size
+from dsft.plan.ds_config import LIVE, PERSIST_BELOW, SUB_GROUP, bucket_size
 from dsft.plan.head import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -24,6 +24,7 @@ from dsft.plan.head import (
     kept_rows,
 )
 from dsft.plan.layout import Layout
+from dsft.plan.swapped import Swapped, swapped
 from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
@@ -141,6 +142,11 @@ def of_host(
         totals[host] = sum(rank.offloaded + (rank.device if on_cpu else 0) for rank in ranks)
         first += slots
     return totals
+
+
+def swapped_of(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) -> Swapped:
+    """What one rank swaps to its disk."""
+    return swapped(census, spec, ranks, sub_group, moment_bytes(spec), weight_bytes(spec))
 
 
 def runs_on_cpu(spec: Spec) -> bool:

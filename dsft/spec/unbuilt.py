@@ -31,8 +31,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "use auto, which attends per segment when rows are packed",
     ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
-    Unbuilt("parallel.offload_optimizer.device", ("none", "cpu"), "use cpu or none"),
-    Unbuilt("parallel.offload_parameters.device", ("none", "cpu"), "use cpu or none"),
     Unbuilt(
         "cluster.launcher", ("deepspeed",), "use deepspeed, or start dsft/train.py under torchrun by hand"
     ),

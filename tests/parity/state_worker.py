@@ -3,7 +3,8 @@
     torchrun … state_worker.py FOLDER CASE …
 
 A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and `-sgd`
-or `-momentum` where it is not AdamW, as `z2-bf16-offload`. A case A:B:N goes on from A's step N under B to
+or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-large` has sub-groups of more than 1 MiB, which
+`-nvme` keeps on the disk, `-params` the parameters too. A case A:B:N goes on from A's step N under B to
 step 6. Engines are made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is
 under test. Rank 0 writes FOLDER/results.jsonl: losses, and what differs after step 6 from no break.
 """
@@ -14,6 +15,7 @@ import gc
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
 CONFIG: dict[str, Any] = dict(
     vocab_size=61, hidden_size=16, intermediate_size=36, num_hidden_layers=3, num_attention_heads=2,
     num_key_value_heads=1,
+)  # fmt: skip
+LARGE: dict[str, Any] = CONFIG | dict(
+    vocab_size=512, hidden_size=256, intermediate_size=4200, num_hidden_layers=1
 )  # fmt: skip
 
 
@@ -81,7 +86,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 class Case:
     """An engine under one layout, stepping through the same global batches as every other."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, disk: Path) -> None:
         words = name.split("-")
         self.zero, self.bf16 = int(words[0][1:]), words[1] == "bf16"
         self.pipe, offload = "pipe" in words, "offload" in words
@@ -90,7 +95,8 @@ class Case:
         layout = Layout(ranks, stages, ranks // stages)
         self.world = World(rank, ranks, rank, layout, torch.device("cpu"))
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings="tied" in words))
+        shapes = LARGE if "large" in words else CONFIG
+        model = LlamaForCausalLM(LlamaConfig(**shapes, tie_word_embeddings="tied" in words))
         module: nn.Module = model
         if self.pipe:
             topology = PipeDataParallelTopology(stages, layout.data_parallel)
@@ -98,8 +104,13 @@ class Case:
         self.engine = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), dist_init_required=False,
             optimizer=lambda parameters: optimizer(model, parameters, words),
-            config=config(self.zero, self.bf16, offload, ROWS, layout.data_parallel),
+            config=on_disk(config(self.zero, self.bf16, offload, ROWS, layout.data_parallel), words, disk),
         )[0]  # fmt: skip
+        if "nvme" in words:
+            assert any(
+                len(info.tensors)
+                for info in self.engine.optimizer.optimizer_swapper.swap_params_info.values()
+            )
         state.forget_first_step(self.engine)
         mine = {id(p) for p in self.engine.module.parameters()}
         self.named = {n: p for n, p in model.named_parameters() if id(p) in mine}
@@ -156,7 +167,7 @@ def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> tor
     ]
     if "sgd" in words or "momentum" in words:
         return torch.optim.SGD(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
-    if "offload" in words:
+    if "offload" in words or "nvme" in words:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, eps=1e-4)
     return torch.optim.AdamW(groups, lr=0.0, eps=1e-4, fused=True)
 
@@ -185,8 +196,22 @@ def config(zero: int, bf16: bool, offload: bool, rows: int, data_parallel: int) 
     return made
 
 
+def on_disk(made: dict[str, Any], words: list[str], disk: Path) -> dict[str, Any]:
+    """With its larger sub-groups, and what of them is on the disk."""
+    if "large" in words:
+        made["zero_optimization"]["sub_group_size"] = 400_000
+    for section, word in (("offload_optimizer", "nvme"), ("offload_param", "params")):
+        if word in words:
+            folder = {"nvme_path": tempfile.mkdtemp(dir=disk), "pin_memory": False}
+            made["zero_optimization"][section] = {"device": "nvme", **folder}
+    if "params" in words:
+        made["zero_optimization"]["offload_param"] |= {"buffer_size": 600_000, "max_in_cpu": 0}
+        made["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return made
+
+
 def save_case(folder: Path, name: str) -> dict[str, Any]:
-    case, run, losses = Case(name, seed=0), folder / name, []
+    case, run, losses = Case(name, 0, folder), folder / name, []
     for index in range(STEPS):
         if index in SAVED_AT:
             case.save(run, index)
@@ -199,7 +224,7 @@ def save_case(folder: Path, name: str) -> dict[str, Any]:
 def load_case(folder: Path, words: str) -> dict[str, Any]:
     source, target, saved_at = words.split(":")
     start = Checkpoint.open(folder / source / "checkpoints" / f"step-{saved_at}")
-    case = Case(target, seed=1)  # other weights: what is right afterwards was loaded
+    case = Case(target, 1, folder)  # other weights: what is right afterwards was loaded
     if start.step == 0:
         case.step(0)  # an engine with moments, counts and gathered parameters of its own
     case.load(start)

@@ -148,8 +148,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp32}\n",
     ),
     "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
-    "offload_at_zero_0": GOOD
-    + "parallel: {zero_stage: 0, offload_optimizer: {device: cpu, nvme_path: /d}, "
+    "offload_at_zero_0": GOOD + "parallel: {zero_stage: 0, offload_optimizer: {device: cpu, nvme_path: /d}, "
     "offload_parameters: {pin_memory: false}}\n",
     "hosts": GOOD
     + "cluster: {hosts: {-oProxyCommand=x: 1, 'a,b': 1, no_de: 1, 'nöde': 1, 300.1.1.1: 1, node1: 1, NODE1: 1}}\n",

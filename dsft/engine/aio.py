@@ -1,0 +1,102 @@
+"""How fast this host's disk is past the page cache (libaio), as DeepSpeed swaps, and with which settings.
+
+Takes a folder; gives rates. Measured once per host and disk and kept in the cache folder; every run takes
+the settings that are fastest on the slowest of its disks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from torch import Tensor
+
+from dsft.errors import StorageError
+from dsft.plan.census import cache_folder, keep_answer
+from dsft.plan.nvme import AIO
+
+MEBI = 2**20
+
+MEASURED = 128 * MEBI
+"""Bytes that are written and read with each of the settings."""
+
+SETTINGS: tuple[Mapping[str, Any], ...] = tuple(
+    {**AIO, "queue_depth": depth, "intra_op_parallelism": threads}
+    for depth, threads in ((8, 1), (32, 1), (8, 2), (32, 2), (32, 4), (32, 8))
+)
+"""From DeepSpeed's own to what arrays of disks need (its blogs/deepnvme). All with its block size, below
+which it swaps nothing: a larger one would keep more in memory."""
+
+Rates = tuple[float, float]
+"""Bytes per second: read, written."""
+
+
+def rates(folder: Path) -> tuple[list[Rates], bool]:
+    """One for each of SETTINGS, and whether they were measured now. folder: on the disk, empty enough for
+    MEASURED bytes."""
+    place = cache_folder() / "aio" / f"{_disk(folder)}.json"
+    known = _known(place)
+    if known is not None:
+        return known, False
+    found = measure(folder)
+    keep_answer(place, {"settings": list(SETTINGS), "rates": found})
+    return found, True
+
+
+def measure(folder: Path) -> list[Rates]:
+    """Raises StorageError where the disk does not take such reads and writes."""
+    path = folder / "measured.swp"
+    aio = AsyncIOBuilder().load(verbose=False)
+    try:
+        return [_rate(aio, path, settings) for settings in SETTINGS]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def fastest(all_rates: Sequence[Sequence[Rates]]) -> int:
+    """The index of the settings with which a byte is written and read back soonest on the slowest disk; the
+    first of equal ones. all_rates: of each host, those of SETTINGS."""
+    return min(range(len(SETTINGS)), key=lambda i: max(1 / one[i][0] + 1 / one[i][1] for one in all_rates))
+
+
+def _disk(folder: Path) -> str:
+    """Of this host, as far as rates depend on it."""
+    return f"{socket.gethostname()}-{os.stat(folder).st_dev}-deepspeed-{deepspeed.__version__}"
+
+
+def _known(place: Path) -> list[Rates] | None:
+    try:
+        kept = json.loads(place.read_text(encoding="utf-8"))
+        found = [(float(read), float(written)) for read, written in kept["rates"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if kept["settings"] == list(SETTINGS) else None
+
+
+def _rate(aio: Any, path: Path, settings: Mapping[str, Any]) -> Rates:
+    names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    handle = aio.aio_handle(**{name: settings[name] for name in names})
+    buffer = handle.new_cpu_locked_tensor(MEASURED, torch.zeros(1, dtype=torch.uint8))
+    try:
+        buffer.zero_()
+        written = _seconds(handle.sync_pwrite, buffer, path)
+        return MEASURED / _seconds(handle.sync_pread, buffer, path), MEASURED / written
+    finally:
+        handle.free_cpu_locked_tensor(buffer)
+
+
+def _seconds(work: Any, buffer: Tensor, path: Path) -> float:
+    start = time.perf_counter()
+    if work(buffer, str(path), 0) < 0:
+        raise StorageError(
+            f"{path.parent}: this disk takes no direct reads and writes; name another nvme_path."
+        )
+    return time.perf_counter() - start

@@ -1,0 +1,107 @@
+"""Whether a folder of this host can hold what DeepSpeed swaps: takes its path and the bytes that it is to
+hold; raises StorageError where it cannot.
+
+Looked at before anything is built: asynchronous reads and writes (O_DIRECT) past the page cache fail on
+memory file systems, crawl on network ones, and a disk that is full ends a run in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from dsft.errors import StorageError
+
+GIB = 2**30
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+ON_THE_NETWORK = frozenset(
+    "9p afs beegfs ceph cifs fhgfs fuse.beegfs fuse.ceph fuse.gcsfuse fuse.glusterfs fuse.juicefs fuse.s3fs "
+    "fuse.sshfs glusterfs gpfs lustre ncpfs nfs nfs4 orangefs panfs smb3 smbfs wekafs".split()
+)
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+CAP_IPC_LOCK = 14  # linux/capability.h
+
+
+def check_disk(folder: Path, key: str) -> None:
+    """That it is there, on a disk of this host, and can be written. key: of the spec, that names it."""
+    here = f"{key}: {folder} on {socket.gethostname()}"
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "is not there"
+        raise StorageError(f"{here} {what}; make it on every host, or name a folder that each has.")
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        raise StorageError(
+            f"{here} is in memory ({kind}), where swapping saves nothing; name a folder on a local "
+            "disk, or set device cpu."
+        )
+    if kind in ON_THE_NETWORK:
+        raise StorageError(
+            f"{here} is on the network ({kind}), which every step would wait for; name a folder on "
+            "a local disk."
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise StorageError(f"{here} cannot be written ({error.strerror}); name another folder.") from None
+
+
+def check_space(folder: Path, needed: int, key: str) -> None:
+    """needed: bytes, of all ranks of this host together."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"{key}: {folder} on {socket.gethostname()} has {free / GIB:.2f} GiB free where this run swaps "
+            f"up to {needed / GIB:.2f} GiB; free space, name another disk, or "
+            "spread the model over more hosts."
+        )
+
+
+def check_locked(needed: int) -> None:
+    """That this process may lock so many bytes of memory, as DeepSpeed does with its swap buffers: where it
+    may not, DeepSpeed goes on with a buffer that is not there (page_alloc.cpp:24)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or needed <= limit or _may_lock_all():
+        return
+    raise StorageError(
+        f"Swap buffers of {needed / GIB:.2f} GiB a process are locked in memory, and {socket.gethostname()} "
+        f"allows {limit / GIB:.2f} GiB (ulimit -l); raise it: ulimit -l unlimited, memlock in "
+        "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
+    )
+
+
+def file_system(folder: Path, mounts: Path = MOUNTS) -> str | None:
+    """Of the mount that holds it, such as ext4, xfs, nfs4; None where the system does not tell."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    path, best, kind = folder.resolve(), -1, None
+    for line in lines:  # proc(5): … mount point (5th) … - type source options
+        left, _, right = line.partition(" - ")
+        point = Path(_unescaped(left.split()[4]))
+        if path.is_relative_to(point) and len(point.parts) >= best:  # a later mount hides an earlier one
+            best, kind = len(point.parts), right.split()[0]
+    return kind
+
+
+def _unescaped(point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
+
+
+def _may_lock_all() -> bool:
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return os.geteuid() == 0
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> CAP_IPC_LOCK & 1)
