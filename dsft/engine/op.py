@@ -18,9 +18,10 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils.cpp_extension import _get_build_directory
 
-from dsft.engine.op_faults import why
+from dsft.engine.op_faults import missing_tool, why
 from dsft.engine.op_turn import Say, turn
 from dsft.errors import BuildError, StorageError
 
@@ -58,17 +59,22 @@ def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
 
 
 def load_op(builder: Any, say: Say) -> None:
-    """Into this process, when it is its turn; `say` is told whom it waits for.
+    """Into this process, when it is its turn, where it is not there yet; `say` is told whom it waits for.
 
     `builder.load` compiles under torch's lock, and keeps what it has loaded, so that DeepSpeed's own later
     call finds it there. Raises BuildError with the reason; StorageError where the folder cannot be written.
     """
+    if builder.name in OpBuilder._loaded_ops:
+        return
     if is_installed(builder):
         _load(builder, None)
         return
     folder = build_folder(builder.name)
     try:
         with turn(folder, say):
+            cause = None if is_compiled(builder) else missing_tool()
+            if cause is not None:  # said here, where torch would write a page of warnings first
+                raise _cannot(builder, cause)
             _load(builder, folder)
     except OSError as error:
         raise _not_writable(folder, error) from None
@@ -118,9 +124,11 @@ def _load(builder: Any, folder: Path | None) -> None:
         output = f"{said.getvalue()}{error}\n"
         reason = why(builder, output)
         kept = _keep(output, folder) if folder else ""
-        raise BuildError(
-            f"DeepSpeed's {builder.name} cannot be built on {gethostname()}: {reason}{kept}."
-        ) from None
+        raise _cannot(builder, f"{reason}{kept}") from None
+
+
+def _cannot(builder: Any, cause: str) -> BuildError:
+    return BuildError(f"DeepSpeed's {builder.name} cannot be built on {gethostname()}: {cause}.")
 
 
 @contextlib.contextmanager

@@ -46,11 +46,12 @@ _MISSING_LIBRARY = re.compile(r"cannot find -l([\w+.-]+)|library not found for -
 
 def why(builder: Any, output: str) -> str:
     """One clause: what does not fit (compiler, headers, CUDA, torch, memory, disk), and the way out."""
-    return next(cause for look in _LOOKS if (cause := look(builder, output)) is not None)
+    looked = (look(builder, output) for look in _LOOKS)
+    return missing_tool() or next(filter(None, looked), None) or _own_words(output)
 
 
-def _tools(builder: Any, output: str) -> str | None:
-    """The programs that a build starts."""
+def missing_tool() -> str | None:
+    """A program that a build starts, and that is not there."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         named = "CXX names" if os.environ.get("CXX") else "it is called"
@@ -128,7 +129,7 @@ def _resources(builder: Any, output: str) -> str | None:
     return None
 
 
-def _own_words(builder: Any, output: str) -> str:
+def _own_words(output: str) -> str:
     """The first line that calls itself an error, else the last one."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [
@@ -140,4 +141,4 @@ def _own_words(builder: Any, output: str) -> str:
 
 
 _Look = Callable[[Any, str], str | None]
-_LOOKS: tuple[_Look, ...] = (_tools, _cuda, _torch, _headers, _resources, _own_words)
+_LOOKS: tuple[_Look, ...] = (_cuda, _torch, _headers, _resources)

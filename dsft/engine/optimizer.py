@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
+from dsft.engine.op import load_op
 from dsft.engine.partition import full_shape
-from dsft.engine.world import World
+from dsft.engine.world import World, silent
 from dsft.errors import Problem, SpecError
 from dsft.spec.patterns import group_of, group_problems
 from dsft.spec.schema import Optim, Spec
@@ -24,12 +26,13 @@ def build_optimizer(
     trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
 ) -> torch.optim.Optimizer:
     """AdamW or SGD over few groups. `offloaded`: fp32 weights and moments live in the host's memory, where
-    DeepSpeed's own Adam updates them; compiled at its first use. Elsewhere torch's fused AdamW."""
+    DeepSpeed's own Adam updates them. Elsewhere torch's fused AdamW."""
     groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
     settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
     if offloaded:
+        load_op(CPUAdamBuilder(), silent)  # there already where a run has prepared it
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             groups, **settings, adamw_mode=True, fp32_optimizer_states=True
         )

@@ -16,10 +16,12 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from dsft.engine import state
+from dsft.engine.world import join
+from dsft.launch.environment import detect
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import layout
+from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import memory
 from dsft.spec.schema import Spec
 
@@ -86,7 +88,8 @@ def measure(spec: Spec) -> tuple[int, int, bool]:
 
 
 def main() -> None:
-    deepspeed.init_distributed("gloo")
+    launched = detect(os.environ)
+    join(launched, Layout(launched.world_size, 1, launched.world_size))
     cases = [
         case
         for case in itertools.product(("fp32", "bf16"), range(4), (False, True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
@@ -31,7 +33,9 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine import state
-from dsft.engine.world import World
+from dsft.engine.op import load_op
+from dsft.engine.world import World, join
+from dsft.launch.environment import detect
 from dsft.plan.layout import Layout
 
 ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
@@ -258,7 +262,9 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def main(folder: Path, cases: list[str]) -> None:
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    launched = detect(os.environ)
+    join(launched, Layout(launched.world_size, 1, launched.world_size))
+    load_op(CPUAdamBuilder(), print)
     for words in cases:
         result = load_case(folder, words) if ":" in words else save_case(folder, words)
         if deepspeed.comm.get_rank() == 0:
