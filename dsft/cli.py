@@ -123,8 +123,16 @@ def plan(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Processes, where the spec has no cluster.", show_default=False)
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Every layout of these hosts: what fits, and why others do not.")
+    ] = False,
 ) -> None:
     """Show what a spec means: batch, ranks, memory, DeepSpeed keys; no GPU needed."""
+    if compare:
+        from dsft.plan.show_compare import print_comparison
+
+        print_comparison(spec, overrides or (), as_json=as_json, world_size=world_size)
+        return
     from dsft.plan.show import print_plan
 
     print_plan(spec, overrides or (), as_json=as_json, explain=explain, world_size=world_size)

@@ -74,16 +74,16 @@ class Census:
     def stage(self, stage: int, cut: Cut) -> tuple[Parameter, ...]:
         """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last. An
         embedding that is the head too is on both."""
-        return tuple(p for p in self.parameters if _is_on(p, stage, cut))
+        layers, is_last = cut.layers(stage), stage == cut.stages - 1
 
+        def is_on(parameter: Parameter) -> bool:
+            if parameter.layer is not None:
+                return parameter.layer in layers
+            if not (parameter.embedding or parameter.before):
+                return is_last
+            return stage == 0 or (is_last and bool(parameter.aliases))
 
-def _is_on(parameter: Parameter, stage: int, cut: Cut) -> bool:
-    if parameter.layer is not None:
-        return parameter.layer in cut.layers(stage)
-    is_last = stage == cut.stages - 1
-    if not (parameter.embedding or parameter.before):
-        return is_last
-    return stage == 0 or (is_last and bool(parameter.aliases))
+        return tuple(p for p in self.parameters if is_on(p))
 
 
 def census(model: Model, cache: Path | None = None) -> Census:

@@ -4,15 +4,13 @@ JSON."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -24,10 +22,10 @@ from dsft.plan.reference import has_engine, in_stages, reference_line
 from dsft.plan.reference_config import reference_entries
 from dsft.plan.reference_memory import Reference, ReferenceMemory
 from dsft.plan.schedule import batch_scale, scaling_equation
+from dsft.plan.tables import figures, heading, printed, rendered, size_text
 from dsft.plan.traffic import bubble
 from dsft.spec.patterns import group_of
 
-PLAIN_WIDTH = 160  # characters, where the output is no terminal
 NOT_COUNTED = (
     "Bytes of a step's fullest moment; activations and head are an estimate, padding of flat buffers is not "
     "counted. A run measures them: memory.json."
@@ -43,21 +41,13 @@ def print_plan(
     if as_json:
         print(json.dumps(as_mapping(plan), indent=2))
         return
-    terminal = sys.stdout.isatty()
-    print(
-        as_text(plan, explain=explain, terminal=terminal, width=Console().width if terminal else None), end=""
-    )
+    print(printed(_parts(plan, explain)), end="")
 
 
 def as_text(plan: Plan, *, explain: bool, terminal: bool, width: int | None = None) -> str:
     """The whole plan; with `explain` every DeepSpeed key, its value and the reason. Colours on a terminal
     only."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
-    for part in _parts(plan, explain):
-        console.print(part)
-    lines = (line.rstrip() for line in out.getvalue().splitlines())
-    return "\n".join(lines) + "\n"
+    return rendered(_parts(plan, explain), terminal=terminal, width=width)
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:
@@ -128,32 +118,32 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield Text(
             f"The spec has no cluster: the world is found at start. Shown for {processes}; or --world-size N."
         )
-    yield _heading("Batch")
+    yield heading("Batch")
     yield Text(plan.batch.equation())
     yield Text(_steps(plan))
     scaling = scaling_equation(plan.spec.optim, plan.batch.global_batch_size)
     if scaling is not None:
         yield Text(scaling)
-    yield _heading("Ranks")
+    yield heading("Ranks")
     yield _ranks(plan)
-    yield _heading("Memory")
+    yield heading("Memory")
     yield _memory(plan)
     yield Text(NOT_COUNTED)
-    yield _heading("Step")
+    yield heading("Step")
     if plan.layout.pipeline_stages > 1:
         yield Text(_bubble(plan))
     yield _traffic(plan)
     if plan.reference is not None:
-        yield _heading("Reference")
+        yield heading("Reference")
         yield from map(Text, _reference(plan, plan.reference))
     if explain:
-        yield _heading("DeepSpeed")
+        yield heading("DeepSpeed")
         yield _keys(entries(plan.spec, _known_batch(plan), _elements(plan)))
         if _reference_keys(plan):
-            yield _heading("DeepSpeed, of the reference")
+            yield heading("DeepSpeed, of the reference")
             yield _keys(_reference_keys(plan))
     if plan.warnings:
-        yield _heading("Warnings")
+        yield heading("Warnings")
         for warning in plan.warnings:
             yield Text(warning)
 
@@ -180,10 +170,6 @@ def _elements(plan: Plan) -> Elements:
     return Elements(plan.census.numel, plan.census.trained)
 
 
-def _heading(words: str) -> Text:
-    return Text(f"\n{words}", style="bold")
-
-
 def _steps(plan: Plan) -> str:
     train = plan.spec.train
     if train.max_steps is not None:
@@ -192,13 +178,6 @@ def _steps(plan: Plan) -> str:
         f"Steps: {train.num_train_epochs:g} × rows ÷ {plan.batch.global_batch_size}, rounded up; "
         "unknown until the rows are read"
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    return table
 
 
 def _ranks(plan: Plan) -> Table:
@@ -228,7 +207,7 @@ def _range(pair: tuple[int, int]) -> str:
 
 def _memory(plan: Plan) -> Table:
     stages = plan.memory.stages
-    table = _table(
+    table = figures(
         "per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages))
     )
     rows = (
@@ -245,7 +224,7 @@ def _memory(plan: Plan) -> Table:
     for label, field in rows:
         sizes = [getattr(rank, field) for rank in stages]
         if field != "reference" or any(sizes):
-            table.add_row(label, *map(_size, sizes))
+            table.add_row(label, *map(size_text, sizes))
     table.add_section()
     for label, size in _host_rows(plan.memory.hosts):
         table.add_row(label, size, *[""] * (len(stages) - 1))
@@ -264,10 +243,12 @@ def _traffic(plan: Plan) -> RenderableType:
     """What the busiest rank sends, reads and writes in a step."""
     if not plan.traffic:
         return Text("Nothing travels between ranks.")
-    table = _table("a rank's traffic, at most", "times a step", "bytes each", "bytes a step")
+    table = figures("a rank's traffic, at most", "times a step", "bytes each", "bytes a step")
     table.add_column("link")
     for flow in plan.traffic:
-        table.add_row(flow.what, str(flow.times), _size(flow.bytes_each), _size(flow.bytes), flow.link)
+        table.add_row(
+            flow.what, str(flow.times), size_text(flow.bytes_each), size_text(flow.bytes), flow.link
+        )
     return table
 
 
@@ -279,13 +260,13 @@ def _reference(plan: Plan, reference: Reference) -> Iterator[str]:
         yield "Scored before the policy is there, by processes of their own. They take at most:"
         for rank in reference.stages:
             stage = f"stage {rank.stage}, " if len(reference.stages) > 1 else ""
-            yield f"  {stage}per GPU {_size(rank.device)}: {_of_reference(rank)}"
+            yield f"  {stage}per GPU {size_text(rank.device)}: {_of_reference(rank)}"
         for label, size in _host_rows(reference.hosts):
             yield f"  {label} {size}"
     elif reference.stages:
         for rank in reference.stages:
             stage = f"Stage {rank.stage} takes" if len(reference.stages) > 1 else "It takes"
-            yield f"{stage} per GPU {_size(rank.device)} while it scores: {_of_reference(rank)}."
+            yield f"{stage} per GPU {size_text(rank.device)} while it scores: {_of_reference(rank)}."
 
 
 def _of_reference(rank: ReferenceMemory) -> str:
@@ -296,15 +277,15 @@ def _of_reference(rank: ReferenceMemory) -> str:
         (rank.activations, "activations, about"),
         (rank.logits, "logits, about"),
     ]
-    return ", ".join(f"{words} {_size(size)}" for size, words in parts if size)
+    return ", ".join(f"{words} {size_text(size)}" for size, words in parts if size)
 
 
 def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     """One row per host, or one for all where they are alike."""
     if len(set(sizes.values())) == 1:
         label = "each host" if len(sizes) > 1 else f"host {next(iter(sizes))}"
-        return [(label, _size(next(iter(sizes.values()))))]
-    return [(f"host {host}", _size(size)) for host, size in sizes.items()]
+        return [(label, size_text(next(iter(sizes.values()))))]
+    return [(f"host {host}", size_text(size)) for host, size in sizes.items()]
 
 
 def _keys(found: Sequence[Entry]) -> Table:
@@ -315,13 +296,3 @@ def _keys(found: Sequence[Entry]) -> Table:
         value = "-" if entry.value is ABSENT else json.dumps(entry.value)
         table.add_row(Text(entry.key), Text(value), Text(entry.reason))
     return table
-
-
-def _size(count: int) -> str:
-    """Bytes in the unit that leaves one to four digits before the point."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

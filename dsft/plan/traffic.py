@@ -8,12 +8,13 @@ algorithms"). What DeepSpeed 0.19.8 calls, and when, was counted on two ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dsft.plan.batch import batch_sizes
-from dsft.plan.census import Census, Parameter
+from dsft.plan.census import Census
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.layout import Layout
@@ -23,8 +24,6 @@ from dsft.spec.schema import Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]
 """Between GPUs of a host, through the network, between a GPU and its host's memory, to a host's disk."""
-
-INTEGERS = 2 * 8  # bytes a token that go to the next stage beside hidden states: position and target, int64
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,11 @@ def traffic(
 ) -> tuple[Flow, ...]:
     """Of each kind and link the busiest rank's, where there is anything. hosts: host -> ranks,
     in their order; tokens: of a micro-batch, by default the most that the spec allows."""
-    on = _host_of_each(hosts)
     cut = cut_of(spec.parallel, census)
     most = tokens or most_tokens(spec, layout)
-    steps = batch_sizes(spec.train, layout.data_parallel).accumulation_steps
     busiest: dict[tuple[str, Link], Flow] = {}
     for stage in range(layout.pipeline_stages):
-        step = _Step(spec, layout, census, cut, stage, steps, most, on)
-        for flow in _flows(step):
+        for flow in _flows(_step(census, spec, layout, hosts, (cut, stage), most)):
             place = flow.what, flow.link
             if flow.bytes > (busiest[place].bytes if place in busiest else 0):
                 busiest[place] = flow
@@ -68,44 +64,49 @@ def traffic(
 
 @dataclass(frozen=True)
 class _Step:
-    """A stage's part in a step. on: the host of each rank."""
+    """A stage's part in a step.
+
+    trained    elements of the stage that are trained
+    sharded    those that ZeRO 3 gathers for each use; what is small is whole on every rank
+    tied       of a trained embedding that is the head too, on the first stage and the last
+    layers     in the stage; hidden: the width between them
+    on         the host of each rank
+    """
 
     spec: Spec
     layout: Layout
-    census: Census
-    cut: Cut
     stage: int
+    trained: int
+    sharded: int
+    tied: int
+    layers: int
+    hidden: int
     micro_batches: int
     tokens: int
     on: Sequence[str]
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return self.census.stage(self.stage, self.cut)
-
-    @property
-    def trained(self) -> int:
-        return sum(p.numel for p in self.parameters if p.trained)
-
-    @property
-    def sharded(self) -> int:
-        """Elements that ZeRO 3 gathers for each use; what is small is whole on every rank."""
-        return sum(p.numel for p in self.parameters if p.numel > PERSIST_BELOW)
 
     @property
     def share(self) -> int:
         """Trained elements that one rank updates."""
         return -(-self.trained // self.layout.data_parallel)
 
-    def ring(self, elements: int, bytes_each: int) -> int:
-        """Bytes that a rank sends while all gather, or reduce and scatter."""
-        ranks = self.layout.data_parallel
-        return elements * bytes_each * (ranks - 1) // ranks
-
     @property
-    def ring_link(self) -> Link:
-        first = self.stage * self.layout.data_parallel
-        return _link(self.on[first : first + self.layout.data_parallel])
+    def hidden_bytes(self) -> int:
+        """Of a micro-batch between two layers."""
+        return self.tokens * self.hidden * weight_bytes(self.spec)
+
+    def ring(self, what: str, times: int, elements: int, width: int) -> Iterator[Flow]:
+        """While all gather, or reduce and scatter, elements of `width` bytes: of the ranks on a host, each of
+        which sends to the next one, one sends to another host, and they take turns where a host has a network
+        card for each."""
+        ranks = self.layout.data_parallel
+        first = self.stage * ranks
+        on_hosts = Counter(self.on[first : first + ranks]).values()
+        sent = elements * width * (ranks - 1) // ranks
+        if len(on_hosts) > 1:
+            yield Flow(what, "between hosts", times, sent // min(on_hosts))
+            sent -= sent // max(on_hosts)
+        yield Flow(what, "within a host", times, sent)
 
 
 def _flows(step: _Step) -> Iterator[Flow]:
@@ -118,12 +119,24 @@ def _flows(step: _Step) -> Iterator[Flow]:
     yield from _to_disk(step)
 
 
-def _host_of_each(hosts: Mapping[str, int]) -> list[str]:
-    return [host for host, slots in hosts.items() for _ in range(slots)]
-
-
-def _link(hosts: Sequence[str]) -> Link:
-    return "within a host" if len(set(hosts)) <= 1 else "between hosts"
+def _step(
+    census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], part: tuple[Cut, int], tokens: int
+) -> _Step:
+    cut, stage = part
+    parameters = census.stage(stage, cut)
+    return _Step(
+        spec,
+        layout,
+        stage,
+        trained=sum(p.numel for p in parameters if p.trained),
+        sharded=sum(p.numel for p in parameters if p.numel > PERSIST_BELOW),
+        tied=sum(p.numel for p in parameters if p.embedding and p.aliases and p.trained),
+        layers=len(cut.layers(stage)),
+        hidden=hidden_size(census),
+        micro_batches=batch_sizes(spec.train, layout.data_parallel).accumulation_steps,
+        tokens=tokens,
+        on=[host for host, slots in hosts.items() for _ in range(slots)],
+    )
 
 
 def _gradients(step: _Step) -> Iterator[Flow]:
@@ -131,9 +144,9 @@ def _gradients(step: _Step) -> Iterator[Flow]:
     after each micro-batch (engine.py:3085), below once a step; reduced and scattered at ZeRO 3
     (stage3.py:1931) after each micro-batch."""
     zero = step.spec.parallel.zero_stage
-    sent = step.ring(step.trained, 2 if step.spec.train.reduce_dtype == "bf16" else FP32)
-    times = step.micro_batches if zero >= 2 else 1
-    yield Flow("gradients", step.ring_link, times, sent if zero == 3 else 2 * sent)
+    elements = step.trained * (1 if zero == 3 else 2)
+    width = 2 if step.spec.train.reduce_dtype == "bf16" else FP32
+    yield from step.ring("gradients", step.micro_batches if zero >= 2 else 1, elements, width)
 
 
 def _parameters(step: _Step) -> Iterator[Flow]:
@@ -141,10 +154,9 @@ def _parameters(step: _Step) -> Iterator[Flow]:
     zero = step.spec.parallel.zero_stage
     width = weight_bytes(step.spec)
     if zero in (1, 2):
-        yield Flow("updated parameters", step.ring_link, 1, step.ring(step.trained, width))
+        yield from step.ring("updated parameters", 1, step.trained, width)
     elif zero == 3:
-        sent = step.ring(_gathered(step), width)
-        yield Flow("parameters for use", step.ring_link, step.micro_batches, sent)
+        yield from step.ring("parameters for use", step.micro_batches, _gathered(step), width)
 
 
 def _gathered(step: _Step) -> int:
@@ -163,32 +175,26 @@ def _reference(step: _Step) -> Iterator[Flow]:
         return
     adapter = dpo_of(spec).reference == "adapter"
     if (spec.parallel.zero_stage if adapter else reference_stage(spec)) == 3:
-        sent = step.ring(step.sharded, weight_bytes(spec))
-        yield Flow("reference's parameters", step.ring_link, step.micro_batches, sent)
+        width = weight_bytes(spec)
+        yield from step.ring("reference's parameters", step.micro_batches, step.sharded, width)
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
-    """Hidden states with positions and targets to the next stage, their gradient to the one before; and the
-    gradient of an embedding that is the head too, between the first stage and the last."""
-    stages = step.layout.pipeline_stages
-    if stages == 1:
-        return
-    hidden = step.tokens * hidden_size(step.census) * weight_bytes(step.spec)
-    times = step.micro_batches
-    if step.stage < stages - 1:
-        link = _neighbours(step, step.stage, step.stage + 1)
-        yield Flow("hidden states", link, times, hidden + step.tokens * INTEGERS)
+    """Hidden states to the next stage, their gradient to the one before; and the gradient of an embedding
+    that is the head too, between the first stage and the last."""
+    last, times = step.layout.pipeline_stages - 1, step.micro_batches
+    if step.stage < last:
+        yield Flow("hidden states", _neighbours(step, step.stage + 1), times, step.hidden_bytes)
     if step.stage > 0:
-        yield Flow("their gradients", _neighbours(step, step.stage, step.stage - 1), times, hidden)
-    tied = sum(p.numel for p in step.parameters if p.embedding and p.aliases and p.trained)
-    if tied and step.stage in (0, stages - 1):
-        yield Flow("tied gradients", _neighbours(step, 0, stages - 1), 1, tied * FP32)
+        yield Flow("their gradients", _neighbours(step, step.stage - 1), times, step.hidden_bytes)
+    if last > 0 and step.stage in (0, last):
+        yield Flow("tied gradients", _neighbours(step, last - step.stage), 1, step.tied * FP32)
 
 
-def _neighbours(step: _Step, stage: int, other: int) -> Link:
-    """The slowest link between the ranks of two stages that hold the same data."""
+def _neighbours(step: _Step, other: int) -> Link:
+    """The slowest link to the ranks of another stage that hold the same data."""
     ranks = step.layout.data_parallel
-    pairs = ((step.on[stage * ranks + i], step.on[other * ranks + i]) for i in range(ranks))
+    pairs = ((step.on[step.stage * ranks + i], step.on[other * ranks + i]) for i in range(ranks))
     return "between hosts" if any(one != another for one, another in pairs) else "within a host"
 
 
@@ -207,9 +213,8 @@ def _to_host(step: _Step) -> Iterator[Flow]:
     if parallel.offload_parameters.device != "none":
         yield Flow("parameters for use", "host memory", step.micro_batches, _read(step))
     if model.activation_offload and model.gradient_checkpointing:
-        inputs = len({p.layer for p in step.parameters if p.layer is not None})
-        kept = inputs * step.tokens * hidden_size(step.census) * width
-        yield Flow("inputs of layers", "host memory", step.micro_batches, 2 * kept)
+        inputs = step.layers * step.hidden_bytes
+        yield Flow("inputs of layers", "host memory", step.micro_batches, 2 * inputs)
 
 
 def _to_disk(step: _Step) -> Iterator[Flow]:

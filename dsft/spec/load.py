@@ -69,6 +69,11 @@ def load_spec(
     return spec
 
 
+def refusals(spec: Spec, more: Check = _no_more) -> Iterator[Finding]:
+    """Why a spec that has the right form would be refused, without a look at the files that it names."""
+    return _findings(spec, _Checks(files=False, more=more, not_built=unbuilt))
+
+
 def dump_spec(spec: Spec) -> str:
     """The spec with every default written out, as YAML that `load_spec` reads back to an equal spec."""
     return yaml.dump(

@@ -148,6 +148,6 @@ def test_the_traffic_of_a_step_and_a_pipelines_bubble_are_shown(plan: Any) -> No
     assert "within a host" in text(made)
     mapping = as_mapping(made)
     assert mapping["bubble"] == 0.25
-    assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "hidden states"}
+    assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "updated parameters"}
     alone = plan(1)
     assert "Bubble" not in text(alone) and "Nothing travels between ranks" in text(alone)

@@ -1,0 +1,317 @@
+"""All layouts of a run on its hosts: which fit, in which order to try them, and why the others do not. Takes
+a plan, gives its alternatives; pure.
+
+Each is held against the rules of `dsft validate`, so that none is offered that it refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+from dsft.errors import SpecError
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.build import GIB, Plan
+from dsft.plan.cost import Cost, cost
+from dsft.plan.cut import Cut, cut_of
+from dsft.plan.layout import Layout, layout
+from dsft.plan.memory import Memory, memory
+from dsft.plan.promised import cluster_findings
+from dsft.plan.reference import dpo_of, needs_reference
+from dsft.plan.reference_memory import Reference, with_reference
+from dsft.plan.traffic import Flow, bubble, traffic
+from dsft.spec.finding import Finding, value_at
+from dsft.spec.load import refusals
+from dsft.spec.schema import Offload, Parallel, Spec
+
+Device = Literal["none", "cpu", "nvme"]
+DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
+AS_FAST = 1.05  # times the fastest micro-batch's seconds; of those within it the one of least memory is taken
+
+KEYS = (
+    "parallel.zero_stage",
+    "parallel.pipeline_stages",
+    "parallel.pipeline_cut",
+    "parallel.offload_optimizer.device",
+    "parallel.offload_optimizer.nvme_path",
+    "parallel.offload_parameters.device",
+    "parallel.offload_parameters.nvme_path",
+    "model.gradient_checkpointing",
+    "dpo.reference",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.accumulation_steps",
+)
+"""What a layout may set other than the spec does."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """reference: of preference pairs, None where the loss has none."""
+
+    zero_stage: int
+    pipeline_stages: int
+    offload_optimizer: Device
+    offload_parameters: Device
+    checkpointing: bool
+    reference: str | None
+
+    @property
+    def offloads(self) -> bool:
+        return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
+
+    @property
+    def order(self) -> int:
+        """The field's: plain data parallelism, ZeRO 1, 2 and 3, then offload, then a pipeline."""
+        if self.pipeline_stages == 1:
+            return 4 if self.offloads else self.zero_stage
+        return 6 if self.offloads else 5
+
+
+@dataclass(frozen=True)
+class Over:
+    """One bound that a layout passes. where: a GPU of a stage or a host; both in bytes."""
+
+    where: str
+    needs: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layout at one micro-batch size; over: what does not fit, the worst first."""
+
+    batch: BatchSizes
+    memory: Memory
+    traffic: tuple[Flow, ...]
+    cost: Cost
+    over: tuple[Over, ...]
+
+    @property
+    def device(self) -> int:
+        return max(rank.device for rank in self.memory.stages)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """refused: why it is none at all; else sizes has every micro-batch size that fits and the first that does
+    not. overrides: what to type behind the spec, of the best size."""
+
+    choice: Choice
+    refused: tuple[Finding, ...]
+    sizes: tuple[Size, ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def best(self) -> Size | None:
+        """Of the micro-batch sizes that fit the fastest; of those about as fast the one of least memory."""
+        fitting = [size for size in self.sizes if not size.over]
+        if not fitting:
+            return None
+        fastest = min(size.cost.seconds for size in fitting)
+        return min((s for s in fitting if s.cost.seconds <= AS_FAST * fastest), key=lambda s: s.device)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, about; without end where nothing fits."""
+        return self.best.cost.seconds if self.best else math.inf
+
+    @property
+    def bubble(self) -> float:
+        return bubble(self.choice.pipeline_stages, self.best.batch.accumulation_steps) if self.best else 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of a GPU and of a host; None: not known, and nothing is held against it."""
+
+    device: int | None
+    host: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """fitting: the advice first; others: those too large, the least over first, then the refused."""
+
+    limits: Limits
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    refused: tuple[Candidate, ...]
+
+
+def compare(plan: Plan) -> Comparison:
+    """Every layout that keeps the plan's global_batch_size on its hosts."""
+    limits = _limits(plan.spec)
+
+    @cache  # they depend on nothing else, and take long
+    def cut(stages: int) -> Cut:
+        return cut_of(_parallel(plan.spec, {"pipeline_stages": stages}), plan.census)
+
+    found = [_candidate(plan, choice, limits, cut) for choice in _choices(plan)]
+    fitting = [c for c in found if c.best is not None]
+    fitting.sort(key=lambda c: (c.choice.order, c.seconds))
+    too_large = [c for c in found if c.best is None and not c.refused]
+    too_large.sort(key=lambda c: c.sizes[0].over[0].needs / c.sizes[0].over[0].limit)
+    refused = [c for c in found if c.refused]
+    return Comparison(limits, tuple(fitting), tuple(too_large), tuple(refused))
+
+
+def _limits(spec: Spec) -> Limits:
+    cluster = spec.cluster
+    accelerator = cluster.accelerator if cluster else None
+    device = accelerator.memory_gib if accelerator else None
+    host = cluster.host_memory_gib if cluster else None
+    return Limits(_bytes(device), _bytes(host))
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def _choices(plan: Plan) -> Iterator[Choice]:
+    """All, without a thought of what goes together; of stages that do not divide the ranks one."""
+    spec, ranks = plan.spec, plan.layout.world_size
+    references = _references(spec)
+    for stages in range(1, min(ranks, plan.census.num_layers) + 1):
+        if ranks % stages:
+            yield Choice(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
+            continue
+        for one in product(range(4), DEVICES, DEVICES, (False, True), references):
+            zero, optimizer, parameters, checkpointing, reference = one
+            yield Choice(zero, stages, optimizer, parameters, checkpointing, reference)
+
+
+def _references(spec: Spec) -> tuple[str | None, ...]:
+    """The spec's own first."""
+    if not needs_reference(spec):
+        return (None,)
+    ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
+    return tuple(dict.fromkeys(ways))
+
+
+def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], Cut]) -> Candidate:
+    spec = _with_choice(plan.spec, choice)
+    refused = tuple(refusals(spec, cluster_findings))
+    if refused:
+        return Candidate(choice, refused, (), ())
+    whole = plan.batch.global_batch_size
+    try:
+        places = layout(spec.parallel, plan.layout.world_size)
+        counts = cut(choice.pipeline_stages).counts
+        batch_sizes(_with_batch(spec, whole, 1).train, places.data_parallel)
+    except SpecError as error:
+        found = tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems)
+        return Candidate(choice, found, (), ())
+    sizes: list[Size] = []
+    for micro in _micro_batches(plan, whole // places.data_parallel):
+        sizes.append(_size(plan, _with_batch(_with_cut(spec, counts), whole, micro), places, limits))
+        if sizes[-1].over:
+            break
+    found_one = Candidate(choice, (), tuple(sizes), ())
+    return replace(found_one, overrides=_overrides(plan, spec, (found_one.best or sizes[0]).batch))
+
+
+def _with_choice(spec: Spec, choice: Choice) -> Spec:
+    own = spec.parallel
+    path = own.offload_optimizer.nvme_path or own.offload_parameters.nvme_path
+
+    def offload(device: Device) -> Offload:
+        return Offload(device=device, nvme_path=path if device == "nvme" else None)
+
+    parallel = {
+        "zero_stage": choice.zero_stage,
+        "pipeline_stages": choice.pipeline_stages,
+        "offload_optimizer": offload(choice.offload_optimizer),
+        "offload_parameters": offload(choice.offload_parameters),
+    }
+    model = {"gradient_checkpointing": choice.checkpointing}
+    changed: dict[str, Any] = {
+        "parallel": _parallel(spec, parallel),
+        "model": spec.model.model_copy(update=model),
+    }
+    if choice.reference not in (None, dpo_of(spec).reference):
+        changed["dpo"] = dpo_of(spec).model_copy(update={"reference": choice.reference})
+    return spec.model_copy(update=changed)
+
+
+def _parallel(spec: Spec, changes: Mapping[str, Any]) -> Parallel:
+    """A cut that is listed is one of so many stages."""
+    if changes["pipeline_stages"] != spec.parallel.pipeline_stages:
+        changes = {**changes, "pipeline_cut": Parallel.model_fields["pipeline_cut"].default}
+    return spec.parallel.model_copy(update=changes)
+
+
+def _with_cut(spec: Spec, counts: tuple[int, ...]) -> Spec:
+    """A cut that need not be made anew for each size."""
+    if len(counts) == 1:
+        return spec
+    parallel = spec.parallel.model_copy(update={"pipeline_cut": counts})
+    return spec.model_copy(update={"parallel": parallel})
+
+
+def _with_batch(spec: Spec, whole: int, micro: int) -> Spec:
+    sizes = {"global_batch_size": whole, "micro_batch_size": micro, "accumulation_steps": None}
+    return spec.model_copy(update={"train": spec.train.model_copy(update=sizes)})
+
+
+def _micro_batches(plan: Plan, share: int) -> list[int]:
+    """Sizes that divide a rank's share of the global batch, the smallest first. Where packed micro-batches
+    have a budget of tokens their number of examples says nothing: then one that divides the spec's, too."""
+    if plan.spec.data.packing and plan.spec.data.max_tokens_per_micro_batch is not None:
+        return [math.gcd(share, plan.batch.micro_batch_size)]
+    return [n for n in range(1, share + 1) if share % n == 0]
+
+
+def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
+    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+    alone = memory(plan.census, spec, places, plan.hosts)
+    taken, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
+    flows = traffic(plan.census, spec, places, plan.hosts)
+    spent = cost(plan.census, spec, batch, flows, plan.hosts)
+    return Size(batch, taken, flows, spent, tuple(_over(taken, reference, limits)))
+
+
+def _over(taken: Memory, reference: Reference | None, limits: Limits) -> list[Over]:
+    """Of training, and of a pass of the reference before it; the worst first."""
+    found = [Over(f"a GPU of stage {rank.stage}", rank.device, limits.device or 0) for rank in taken.stages]
+    found += _hosts(taken.hosts, "", limits)
+    if reference is not None and reference.hosts is not None:
+        found += [
+            Over(f"a GPU of stage {rank.stage} in the reference's pass", rank.device, limits.device or 0)
+            for rank in reference.stages
+        ]
+        found += _hosts(reference.hosts, " in the reference's pass", limits)
+    found = [over for over in found if over.limit and over.needs > over.limit]
+    return sorted(found, key=lambda over: over.limit / over.needs)
+
+
+def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Over]:
+    return [Over(f"host {host}{when}", size, limits.host or 0) for host, size in sizes.items()]
+
+
+def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:
+    """key=value of what differs from the plan's spec; of the batch only what must."""
+    if _same_batch(plan.spec, batch):
+        spec = spec.model_copy(update={"train": plan.spec.train})
+    else:
+        spec = _with_batch(spec, batch.global_batch_size, batch.micro_batch_size)
+    pairs = ((key, value_at(plan.spec, key), value_at(spec, key)) for key in KEYS)
+    return tuple(f"{key}={_written(value)}" for key, own, value in pairs if value != own)
+
+
+def _same_batch(spec: Spec, batch: BatchSizes) -> bool:
+    try:
+        own = batch_sizes(spec.train, batch.data_parallel)
+    except SpecError:
+        return False
+    return (own.global_batch_size, own.micro_batch_size) == (batch.global_batch_size, batch.micro_batch_size)
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,178 @@
+"""Properties of the comparison: whatever the hosts, what it offers fits, is allowed, and is what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsft.errors import SpecError
+from dsft.plan.build import GIB, Plan, build_plan
+from dsft.plan.census import Census, Parameter
+from dsft.plan.compare import Candidate, Comparison, compare
+from dsft.plan.promised import load
+from dsft.plan.show_compare import as_mapping, parts
+from dsft.plan.tables import rendered
+from dsft.spec.schema import Spec
+
+LAYERS = 4
+
+
+def census(uncuttable: str | None = None) -> Census:
+    layers = [Parameter(f"layers.{i}.w", (5000, 1000), i, False, ()) for i in range(LAYERS)]
+    embed = Parameter("embed", (2000, 1000), None, True, ())
+    head = Parameter("head", (2000, 1000), None, False, ())
+    return Census("X", LAYERS, None, (embed, *layers, head), uncuttable)
+
+
+def document(hosts: dict[str, int], **cluster: Any) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "task": "sft",
+        "model": {"from_config": {"model_type": "llama", "tie_word_embeddings": False}},
+        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 128},
+        "train": {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "bf16"},
+        "optim": {"learning_rate": 1e-3},
+        "cluster": {"hosts": hosts, **cluster},
+    }
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: census())
+    yield
+
+
+def compared(made: dict[str, Any]) -> tuple[Plan, Comparison]:
+    plan = build_plan(Spec.model_validate(made))
+    return plan, compare(plan)
+
+
+def every(found: Comparison) -> list[Candidate]:
+    return [*found.fitting, *found.too_large, *found.refused]
+
+
+HOSTS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 4), min_size=1)
+MEMORY = st.floats(0.05, 2.0)
+
+
+@settings(max_examples=8, deadline=None)
+@given(HOSTS, MEMORY, MEMORY)
+def test_what_is_offered_fits_in_the_fields_order(hosts: dict[str, int], gpu: float, host: float) -> None:
+    made = document(hosts, accelerator={"name": "H100", "memory_gib": gpu}, host_memory_gib=host)
+    plan, found = compared(made)
+    choices = [candidate.choice for candidate in every(found)]
+    assert len(set(choices)) == len(choices)
+    for candidate in found.fitting:
+        best = candidate.best
+        assert best is not None and best.batch.global_batch_size == plan.batch.global_batch_size
+        assert best.device <= gpu * GIB
+        assert max(best.memory.hosts.values()) <= host * GIB
+        assert candidate.seconds > 0
+    assert [c.choice.order for c in found.fitting] == sorted(c.choice.order for c in found.fitting)
+    for candidate in found.too_large:
+        assert candidate.sizes[0].batch.micro_batch_size == 1
+        assert all(over.needs > over.limit for over in candidate.sizes[0].over)
+
+
+@settings(max_examples=5, deadline=None)
+@given(HOSTS, MEMORY)
+def test_more_memory_takes_no_layout_away(hosts: dict[str, int], gpu: float) -> None:
+    small, large = (
+        {c.choice for c in compared(document(hosts, accelerator=accelerator))[1].fitting}
+        for accelerator in ({"name": "H100", "memory_gib": gpu}, {"name": "H100", "memory_gib": 2 * gpu})
+    )
+    assert small <= large
+
+
+def test_what_is_typed_is_what_was_compared(tmp_path: Path) -> None:
+    made = document({"a": 2, "b": 2}, accelerator={"name": "H100", "memory_gib": 80})
+    made |= {"task": "dpo", "train": {"global_batch_size": 24, "micro_batch_size": 6}}
+    spec = tmp_path / "x.yaml"
+    spec.write_text(yaml.safe_dump(made), encoding="utf-8")
+    plan, found = compared(made)
+    assert {c.choice.reference for c in found.fitting} == {"precomputed", "live"}
+    assert () in {c.overrides for c in found.fitting}  # the spec as it is
+    for candidate in found.fitting:
+        assert candidate.best is not None
+        typed = build_plan(load(spec, candidate.overrides, check_files=False))
+        assert typed.memory == candidate.best.memory
+        assert typed.batch == candidate.best.batch
+        assert typed.traffic == candidate.best.traffic
+
+
+def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
+    made = document({"a": 4})
+    spec = tmp_path / "x.yaml"
+    spec.write_text(yaml.safe_dump(made), encoding="utf-8")
+    _, found = compared(made)
+    told = {
+        (c.choice.zero_stage, c.choice.pipeline_stages, str(c.choice.offload_optimizer)): c.refused[0]
+        for c in found.refused
+        if c.choice.offload_parameters == "none"
+    }
+    for zero, stages, device in ((2, 2, "none"), (0, 1, "cpu"), (3, 1, "nvme"), (0, 3, "none")):
+        keys = {"zero_stage": zero, "pipeline_stages": stages, "offload_optimizer.device": device}
+        with pytest.raises(SpecError) as error:
+            load(spec, [f"parallel.{key}={value}" for key, value in keys.items()], check_files=False)
+        assert any(p.message.endswith(told[zero, stages, device].message) for p in error.value.problems)
+
+
+def test_a_model_that_cannot_be_cut_gets_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: census("its layers share keys"))
+    _, found = compared(document({"a": 2}))
+    assert {c.choice.pipeline_stages for c in found.fitting} == {1}
+    staged = [c for c in found.refused if c.choice.pipeline_stages == 2 and c.choice.zero_stage == 0]
+    assert any("its layers share keys" in finding.message for c in staged for finding in c.refused)
+
+
+def test_a_batch_that_no_layout_divides_but_a_pipeline_is_said() -> None:
+    made = document({"a": 4})
+    made["train"] = {"global_batch_size": 2, "micro_batch_size": 1}
+    made["parallel"] = {"pipeline_stages": 2}
+    _, found = compared(made)
+    assert {c.choice.pipeline_stages for c in found.fitting} == {2, 4}
+    alone = next(c for c in found.refused if c.choice.pipeline_stages == 1)
+    assert "global_batch_size 2 = micro_batch_size" in alone.refused[0].message
+
+
+def test_a_packed_budget_keeps_its_tokens() -> None:
+    made = document({"a": 2})
+    made["data"] |= {"packing": True, "max_tokens_per_micro_batch": 512}
+    _, found = compared(made)
+    for candidate in found.fitting:
+        assert [size.batch.micro_batch_size for size in candidate.sizes] in ([2], [1], [3], [6])
+        assert candidate.best is not None and candidate.best.batch.tokens_per_micro_batch == 512
+
+
+def shown(made: dict[str, Any]) -> str:
+    return rendered(parts(*compared(made)), terminal=False)
+
+
+def test_the_page_names_the_advice_and_why_not_the_others() -> None:
+    small = {"name": "H100", "memory_gib": 0.3}
+    page = shown(document({"a": 4}, accelerator=small, host_memory_gib=64.0))
+    assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
+    assert "parallel.zero_stage=" in page.split("What fits")[0]
+    assert "zero_stage 2, 3; pipeline_stages 2, 4" in page
+    assert "DeepSpeed's" in page and "does not divide the 4 processes" in page
+    assert "is not given" not in page
+    none = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 0.001}))
+    assert "No layout fits" in none and "cluster.host_memory_gib is not given" in none
+
+
+def test_programs_get_every_size_and_reason() -> None:
+    plan, found = compared(document({"a": 2}, accelerator={"name": "H100", "memory_gib": 80}))
+    told = json.loads(json.dumps(as_mapping(plan, found)))
+    assert len(told["candidates"]) == len(every(found))
+    first = told["candidates"][0]
+    assert first["verdict"] == "fits" and told["advice"] == first["overrides"]
+    assert first["layout"]["zero_stage"] == 0
+    assert [size["micro_batch_size"] for size in first["sizes"]] == [1, 2, 3, 6]
+    assert all(one["refused"] for one in told["candidates"] if one["verdict"] == "refused")
