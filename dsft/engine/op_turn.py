@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from dsft.launch.disk import ON_THE_NETWORK, file_system
+
 Say = Callable[[str], None]
 
 OURS, TORCHS = ".dsft_lock", "lock"
@@ -28,8 +30,6 @@ QUIET = 15 * 60.0
 """Seconds in which nothing of a build has changed, after which a lock counts as left behind where its holder
 cannot be seen: the longest step of a compile seen here took 5 minutes, on a busy machine."""
 
-# Of these a process of this host holds what is locked; any other may be mounted by several hosts.
-LOCAL_DISKS = frozenset("bcachefs btrfs erofs ext2 ext3 ext4 f2fs overlay ramfs tmpfs xfs zfs".split())
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -106,7 +106,8 @@ def _look(lock: Path) -> _Found | None:
         status = lock.stat()
     except FileNotFoundError:
         return None
-    is_visible = status.st_uid == os.geteuid() and _is_local(lock.parent)  # a holder would be seen
+    is_local = file_system(lock.parent) not in (None, *ON_THE_NETWORK)
+    is_visible = is_local and status.st_uid == os.geteuid()  # a holder would be seen
     return _Found(status.st_ino, builders(lock), is_visible or _quiet(lock.parent) > QUIET)
 
 
@@ -138,14 +139,3 @@ def _quiet(folder: Path) -> float:
             if file.name != OURS:
                 changed.append(file.stat().st_mtime)
     return time.time() - max(changed)
-
-
-def _is_local(folder: Path) -> bool:
-    """Whether the folder's disk is this host's alone, by the mounts of /proc/self/mountinfo."""
-    kinds: dict[Path, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            mount, _, disk = line.partition(" - ")
-            kinds[Path(mount.split()[4])] = disk.split()[0]
-    inside = [place for place in kinds if folder.resolve().is_relative_to(place)]
-    return bool(inside) and kinds[max(inside, key=lambda place: len(place.parts))] in LOCAL_DISKS

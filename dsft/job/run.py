@@ -40,7 +40,6 @@ def run(job: Job) -> None:
         world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
-        job = replace(job, config=prepare_ops(spec, job.config, world, say))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             say(line)
         start = resume_point(job, world, say)
@@ -50,7 +49,8 @@ def run(job: Job) -> None:
         saved = None
         if not done:
             with swap_folders(job, world, say) as swapping:
-                saved = train(swapping, world, start, progress, say)
+                ready = replace(swapping, config=prepare_ops(spec, swapping.config, world, say))
+                saved = train(ready, world, start, progress, say)
         if saved is None:
             assert start is not None, "a run has at least one step"
             saved = start.path

@@ -38,6 +38,7 @@ class Case:
     loss_type: Literal["sigmoid", "ipo", "orpo"] = "sigmoid"
     sft_weight: float = 0.0
     shared: bool = False
+    torch_adam: bool = False  # offloaded, where DeepSpeed's CPU Adam cannot be compiled
 
     @property
     def name(self) -> str:
@@ -55,6 +56,7 @@ class Case:
             "shared" * self.shared,
             self.loss_type * (self.loss_type != "sigmoid"),
             "sft" * (self.sft_weight > 0),
+            "torch_adam" * self.torch_adam,
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
@@ -168,6 +170,8 @@ def _cases(ranks: int) -> Iterator[Case]:
             yield Case(mode, ranks, "adamw", "four", 0.1, precision="fp16", fault=True)
     if ranks > 2:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
+    if ranks == 2:
+        yield from _with_torch_adam(ranks)
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
     if ranks == 2:
@@ -198,6 +202,18 @@ def _chunked(ranks: int) -> Iterator[Case]:
     yield Case("zero2", ranks, "sgd", "varying", 0.1, label_smoothing=0.1)
     yield Case("zero3", ranks, "sgd", "varying", 0.1, chunked=True, label_smoothing=0.1)
     yield Case("pipeline_zero1", ranks, "sgd", "varying", 0.1, stages=2, chunked=True, label_smoothing=0.1)
+
+
+def _with_torch_adam(ranks: int) -> Iterator[Case]:
+    """Offloaded, stepped as where DeepSpeed's CPU Adam cannot be compiled."""
+    for mode, stages in (
+        *((mode, 1) for mode in (*OFFLOADS, "zero3_offload")),
+        ("pipeline_zero1_offload", 2),
+    ):
+        case = functools.partial(Case, mode, ranks, max_norm=0.1, stages=stages, torch_adam=True)
+        yield case("adamw", "varying", fault=True)
+        if stages == 1:
+            yield case("adamw", "four", precision="bf16")
 
 
 def _partly_trained(ranks: int) -> Iterator[Case]:

@@ -46,6 +46,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen
+from dsft.engine.ops import CPU_ADAM
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
@@ -163,6 +164,8 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
+    if case.torch_adam:
+        config[CPU_ADAM] = False
     cut = balanced([1] * 4, case.stages)
     policy = build_model(
         spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, cut, keep_for(config, world)

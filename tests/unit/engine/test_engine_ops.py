@@ -289,7 +289,7 @@ def test_a_lock_whose_holder_cannot_be_seen_is_waited_for(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk that several hosts mount: it counts as left behind once nothing of the build changes."""
-    monkeypatch.setattr(op_turn, "LOCAL_DISKS", frozenset())
+    monkeypatch.setattr(op_turn, "file_system", lambda folder: "nfs4")
     lock = tmp_path / "lock"
     lock.touch()
 

@@ -1,0 +1,86 @@
+"""Which operations a plan needs, and what becomes of a run that cannot have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from dsft.engine import ops
+from dsft.engine.world import World
+from dsft.errors import BuildError
+from dsft.plan.ds_config import deepspeed_config
+from dsft.spec.schema import Spec
+
+NOWHERE = cast(World, None)
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
+
+
+def spec(optimizer: str = "adamw", **parallel: Any) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "x", "task": "pretrain", "model": {"from_config": {"model_type": "llama"}},
+            "data": {"train": [{"path": "a.jsonl"}]},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+            "parallel": {"zero_stage": 3, **parallel},
+            "optim": {"name": optimizer, "learning_rate": 1.0},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    monkeypatch.setattr(ops, "load_everywhere", lambda builder, world, say: names.append(builder.name))
+    return names
+
+
+def prepared(spec: Spec, say: Callable[[str], None] = print) -> dict[str, Any]:
+    return ops.prepare_ops(spec, deepspeed_config(spec, None), NOWHERE, say)
+
+
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (spec(), []),
+        (spec(offload_optimizer=CPU), ["cpu_adam"]),
+        (spec("sgd", offload_optimizer=CPU), []),
+        (spec(offload_parameters=NVME), ["pin_memory", "async_io"]),
+        (spec(offload_optimizer=NVME), ["cpu_adam", "pin_memory", "async_io"]),
+    ],
+)
+def test_what_a_plan_needs(loaded: list[str], made: Spec, names: list[str]) -> None:
+    prepared(made)
+    assert loaded == names
+
+
+def test_deepspeeds_adam_is_taken_where_it_is_there(loaded: list[str]) -> None:
+    made = spec(offload_optimizer=CPU, allow_torch_adam=True)
+    assert deepspeed_config(made, None)[ops.CPU_ADAM] is False  # a generated file admits both
+    assert prepared(made)[ops.CPU_ADAM] is True
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(builder: Any, world: World, say: Any) -> None:
+        raise BuildError(f"DeepSpeed's {builder.name} cannot be built on node2: the cause.")
+
+    monkeypatch.setattr(ops, "load_everywhere", fails)
+
+
+def test_torchs_adam_where_the_spec_allows_it(broken: None) -> None:
+    told: list[str] = []
+    assert prepared(spec(offload_optimizer=CPU, allow_torch_adam=True), told.append)[ops.CPU_ADAM] is False
+    assert len(told) == 1 and "cpu_adam cannot be built on node2: the cause; by parallel.allow" in told[0]
+
+
+def test_it_stops_where_the_spec_does_not(broken: None) -> None:
+    with pytest.raises(BuildError, match=r"the cause; or set parallel\.allow_torch_adam: true") as raised:
+        prepared(spec(offload_optimizer=CPU))
+    assert raised.value.exit_code == 72
+
+
+def test_states_on_a_disk_have_no_other_adam(broken: None) -> None:
+    with pytest.raises(BuildError, match=r"the cause\.$"):
+        prepared(spec(offload_optimizer=NVME, allow_torch_adam=True))
