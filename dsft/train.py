@@ -21,8 +21,10 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from dsft.errors import DsftError
+from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
 from dsft.launch.promise import check_promise
@@ -31,6 +33,7 @@ from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.launch import environment
 from dsft.plan.layout import layout
+from dsft.plan.pinned import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 
@@ -117,7 +120,11 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
         spec, config, notes, kept = merged.spec, merged.config, merged.notes, merged.decided
 
+    share = share_of(spec, launched, os.environ)
     os.environ.update(environment(spec.cluster))  # whoever started this process
+    os.environ.update(allocator(spec, os.environ, version("torch")))
+    if share is not None:
+        os.environ[THREADS] = str(share.threads)
     if options.reference_only:
         from dsft.reference.command import score_as_launched
 
@@ -125,7 +132,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         return
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept, options.profile))
+    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept, options.profile, share))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsft.launch.cores import Share
 from dsft.launch.environment import Launched
 from dsft.plan.batch import BatchSizes
 from dsft.plan.cut import Cut
@@ -21,7 +22,8 @@ class Job:
     """What is known before torch is imported. notes: how the configuration came about, a line each;
     hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
     that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice; cut:
-    of the layers into stages, once the model is counted."""
+    of the layers into stages, once the model is counted; cores: what this rank keeps to once its rows are
+    read."""
 
     spec: Spec
     batch: BatchSizes
@@ -33,6 +35,7 @@ class Job:
     command: Sequence[str]
     kept: frozenset[str] = frozenset()
     profile: int | None = None
+    cores: Share | None = None
     cut: Cut | None = None
 
     @property

@@ -18,9 +18,9 @@ from dsft.errors import DsftError
 from dsft.inputs import longest, read_inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
+from dsft.job.host import on_hosts
 from dsft.job.measure import counted_model, mfu_of, planned, sized_job, untrained_rows
 from dsft.job.same import prove_same
-from dsft.job.swap import measured_swap
 from dsft.job.tell import describe, facts_of, open_report
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.plan.batch import BatchSizes
@@ -55,7 +55,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     counted = world.first(lambda: counted_model(job, inputs))
     for line in untrained_rows(job, inputs, counted):
         say(line)
-    job = measured_swap(sized_job(job, counted, say), counted, world, say)
+    job = on_hosts(sized_job(job, counted, say), counted, world, say)
     world.first(lambda: describe(job, inputs))
     largest = longest(inputs, job.batch, spec.train, last_step)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")

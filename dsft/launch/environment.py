@@ -22,7 +22,8 @@ UNREAD_LAUNCHERS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 
 @dataclass(frozen=True)
 class Launched:
-    """rank of world_size processes; local_rank on this host; where rank 0 listens; who started it."""
+    """rank of world_size processes; local_rank on this host; where rank 0 listens; who started it;
+    local_world_size: processes on this host, None where the launcher does not tell."""
 
     launcher: str
     rank: int
@@ -30,6 +31,7 @@ class Launched:
     local_rank: int
     master_addr: str
     master_port: int
+    local_world_size: int | None = None
 
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Write the rendezvous variables for a process that was started alone."""
@@ -56,7 +58,14 @@ def detect(environ: Mapping[str, str]) -> Launched:
             f"RANK={rank}, LOCAL_RANK={local_rank} and WORLD_SIZE={world_size} contradict each other: ranks "
             "count from 0 to WORLD_SIZE - 1; give each process its own."
         )
-    return Launched(_launcher(environ), rank, world_size, local_rank, environ["MASTER_ADDR"], port)
+    launcher, address = _launcher(environ), environ["MASTER_ADDR"]
+    return Launched(launcher, rank, world_size, local_rank, address, port, _local_world_size(environ))
+
+
+def _local_world_size(environ: Mapping[str, str]) -> int | None:
+    """As torchrun and deepspeed (launcher/launch.py:182) name it."""
+    name = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)), None)
+    return None if name is None else _whole_number(environ, name)
 
 
 def _alone(environ: Mapping[str, str]) -> Launched:

@@ -312,19 +312,6 @@ def _environment() -> dict[str, str]:
     }
 
 
-def cores(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use, by its affinity and its control groups (cgroup v2)."""
-    count = len(os.sched_getaffinity(0))
-    with suppress(OSError):
-        group = own.read_text(encoding="ascii").strip().rpartition("::")[2].strip("/")
-        places = [root / group, *(root / group).parents]
-        for place in places[: len(places) - len(root.parents)]:
-            with suppress(OSError, ValueError):  # the root has none; "max": no limit
-                quota, period = (place / "cpu.max").read_text(encoding="ascii").split()
-                count = min(count, max(1, int(quota) // int(period)))
-    return count
-
-
 # --- a worker ---------------------------------------------------------------------------------------------
 
 

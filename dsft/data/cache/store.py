@@ -36,7 +36,7 @@ from dsft.data.cache.block import (
     parse,
     reopen_block,
 )
-from dsft.data.cache.build import MAX_BAD, Job, Makers, cores, make_bytes
+from dsft.data.cache.build import MAX_BAD, Job, Makers, make_bytes
 from dsft.data.read import files
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
@@ -44,6 +44,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Account, BadRowError, Line, Rendered, printable
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DamagedDataError, DataError, Problem, StorageError
+from dsft.launch.cores import cores
 from dsft.spec.schema import Spec
 
 _LOOKED_AT = 100  # first rows of a file, by which its format is known

@@ -30,6 +30,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DamagedDataError, DataError, StorageError
+from dsft.launch.cores import cores
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDERER = Renderer(byte_level_tokenizer())
@@ -209,16 +210,16 @@ def test_cores_are_those_that_may_be_used(tmp_path: Path) -> None:
     own, root = tmp_path / "own", tmp_path / "root"
     inner = root / "a" / "b"
     inner.mkdir(parents=True)
-    assert store.cores(own, root) == affinity
+    assert cores(own, root) == affinity
     own.write_text("0::/a/b\n", encoding="ascii")
-    assert store.cores(own, root) == affinity
+    assert cores(own, root) == affinity
     (inner / "cpu.max").write_text("max 100000\n", encoding="ascii")
-    assert store.cores(own, root) == affinity
+    assert cores(own, root) == affinity
     (tmp_path / "cpu.max").write_text("50000 100000\n", encoding="ascii")
     (root / "a" / "cpu.max").write_text(f"{(affinity + 1) * 100000} 100000\n", encoding="ascii")
-    assert store.cores(own, root) == affinity
+    assert cores(own, root) == affinity
     (root / "a" / "cpu.max").write_text("150000 100000\n", encoding="ascii")
-    assert store.cores(own, root) == 1
+    assert cores(own, root) == 1
 
 
 # --- another makes them ------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""The cores of a host that one of its ranks keeps to, where the optimizer steps in the host's memory. Takes a
+spec and how this process was launched. Reads /sys and /proc; without torch, which counts its threads when it
+is imported.
+
+All ranks of a host step at the same moment. Left alone each would use a thread per core of the host, under
+torchrun a single one (torch/distributed/run.py:872), and the kernel would move them about.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dsft.launch.environment import Launched
+from dsft.plan.launch import environment
+from dsft.spec.schema import Spec
+
+THREADS = "OMP_NUM_THREADS"
+CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Share:
+    """cpus: numbers of the processors that are this rank's alone; threads: one a core of them; ranks: of this
+    host."""
+
+    cpus: frozenset[int]
+    threads: int
+    ranks: int
+
+    def bind(self) -> str:
+        """Keep all threads of this process to its cores. A line that says so, or that the host forbids it."""
+        each = f"each of the {self.ranks} ranks of a host steps its offloaded states with"
+        count = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.sched_setaffinity(int(thread), self.cpus)
+        except OSError as error:
+            return f"cores: {each} {count}; it cannot be kept to cores of its own ({error.strerror})"
+        return f"cores: {each} {count} on cores of its own"
+
+
+def share_of(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> Share | None:
+    """None where no optimizer steps on the host's cores, where a rank has the host to itself, where there are
+    fewer cores than ranks, and where whoever started this process has chosen threads or cores."""
+    ranks = launched.local_world_size or 1
+    if spec.parallel.offload_optimizer.device == "none" or ranks == 1 or _is_chosen(spec, launched, environ):
+        return None
+    found = physical_cores(os.sched_getaffinity(0))
+    if len(found) < ranks:
+        return None
+    first, end = (len(found) * rank // ranks for rank in (launched.local_rank, launched.local_rank + 1))
+    threads = min(end - first, max(cores() // ranks, 1))
+    return Share(frozenset(cpu for core in found[first:end] for cpu in core), threads, ranks)
+
+
+def _is_chosen(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> bool:
+    try:
+        starter = psutil.Process(os.getppid())
+        if set(starter.cpu_affinity()) != os.sched_getaffinity(0):
+            return True
+        by_torchrun = launched.launcher == "torchrun" and THREADS not in starter.environ()
+    except psutil.Error:  # another user's process: what it chose is not known
+        return True
+    return THREADS in environment(spec.cluster) or (THREADS in environ and not by_torchrun)
+
+
+def physical_cores(allowed: Collection[int], root: Path = CPUS) -> list[tuple[int, ...]]:
+    """The processors in `allowed` by core, those of one memory node beside each other. Two of a core share
+    what an optimizer's step needs of it, so it gets one thread."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(allowed):
+        nodes = [int(path.name[4:]) for path in (root / f"cpu{cpu}").glob("node[0-9]*")]
+        found.setdefault((min(nodes, default=0), _first_sibling(root / f"cpu{cpu}", cpu)), []).append(cpu)
+    return [tuple(found[place]) for place in sorted(found)]
+
+
+def _first_sibling(cpu: Path, number: int) -> int:
+    """The lowest processor of its core, as in `0,64` or `0-1`; itself where the kernel does not tell."""
+    with suppress(OSError, ValueError):
+        text = (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii")
+        return int(text.replace("-", ",").split(",")[0])
+    return number
+
+
+def cores(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use, by its affinity and its control groups (cgroup v2)."""
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        group = own.read_text(encoding="ascii").strip().rpartition("::")[2].strip("/")
+        places = [root / group, *(root / group).parents]
+        for place in places[: len(places) - len(root.parents)]:
+            with suppress(OSError, ValueError):  # the root has none; "max": no limit
+                quota, period = (place / "cpu.max").read_text(encoding="ascii").split()
+                count = min(count, max(1, int(quota) // int(period)))
+    return count

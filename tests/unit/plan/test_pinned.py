@@ -1,0 +1,74 @@
+"""Page-locked memory: how much, and who decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.cut import Cut
+from dsft.plan.layout import Layout
+from dsft.plan.pinned import allocator, has_room, locked_bytes, with_pinning
+
+GIB = 2**30
+CPU, NONE = {"device": "cpu"}, {"device": "none"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "optimizer", "parameters", "precision", "each"),
+    [
+        (1, CPU, NONE, "bf16", 4 + 4 + 2),
+        (2, CPU, NONE, "bf16", 4 + 4 + 2),
+        (2, CPU, NONE, "fp32", 4 + 4 + 4 + 4),
+        (3, CPU, NONE, "bf16", 4 + 4),
+        (3, CPU, CPU, "bf16", 4 + 4 + 2),
+        (3, NONE, CPU, "bf16", 2),
+        (3, NONE, NONE, "bf16", 0),
+    ],
+)
+def test_bytes_that_deepspeed_locks_for_each_element(
+    make_spec: Any, zero: int, optimizer: Any, parameters: Any, precision: str, each: int
+) -> None:
+    parallel = {"zero_stage": zero, "offload_optimizer": optimizer, "offload_parameters": parameters}
+    spec = make_spec(parallel=parallel, train={"precision": precision})
+    layers = tuple(Parameter(f"layer {layer}", (10, 100), layer, False, ()) for layer in range(3))
+    frozen = Parameter("frozen", (10, 10), 0, False, (), trained=False)
+    counted = Census("X", 3, None, (*layers, frozen))
+    kept = 50 * 2 if parameters == CPU else 0
+    assert locked_bytes(counted, spec, Layout(2, 1, 2), 0, Cut((3,))) == each * 3 * 500 + kept
+
+
+def test_a_stage_of_a_pipeline_locks_its_own(make_spec: Any) -> None:
+    parallel = {"zero_stage": 1, "pipeline_stages": 2, "offload_optimizer": CPU}
+    spec = make_spec(parallel=parallel, train={"precision": "bf16"})
+    layers = tuple(Parameter(f"layer {layer}", (10, 10), layer, False, ()) for layer in range(4))
+    counted, cut = Census("X", 4, None, layers), Cut((1, 3))
+    assert [locked_bytes(counted, spec, Layout(2, 2, 1), stage, cut) for stage in (0, 1)] == [1000, 3000]
+
+
+def test_all_ranks_of_a_host_count_and_one_full_host_is_enough() -> None:
+    value, reason = has_room([("a", 30 * GIB, 128 * GIB), ("a", 33 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
+    assert value and reason == "which locks 63.0 GiB of a's 128.0 GiB"
+    value, reason = has_room([("a", 30 * GIB, 128 * GIB), ("a", 35 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
+    assert not value and reason.startswith("since 65.0 GiB of a's 128.0 GiB would be locked, more than half;")
+    assert not has_room([("a", 1, 128 * GIB), ("b", 3 * GIB, 4 * GIB)])[0]
+
+
+def test_only_what_is_named_is_changed() -> None:
+    section = {"device": "cpu", "pin_memory": True}
+    config = {"a": 1, "zero_optimization": {"stage": 3, "offload_param": section}}
+    changed = with_pinning(config, {"offload_param": False})
+    assert changed["a"] == 1 and changed["zero_optimization"]["stage"] == 3
+    assert changed["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert section["pin_memory"]
+
+
+def test_torch_is_told_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:
+    offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
+    exact = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}
+    assert allocator(offloaded, {}, "2.13.0+cu130") == exact
+    assert allocator(offloaded, {}, "2.12.1") == {}
+    assert allocator(make_spec(), {}, "2.13.0") == {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert allocator(offloaded, {name: "expandable_segments:True"}, "2.13.0") == {}
