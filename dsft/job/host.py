@@ -1,5 +1,5 @@
-"""What a run takes of its hosts before the model is built: cores, page-locked memory, disks. Takes a job whose
-model is counted."""
+"""What a run takes of its hosts before the model is built: cores, page-locked memory, disks. Takes a job that
+has its model counted."""
 
 from __future__ import annotations
 
