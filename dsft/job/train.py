@@ -19,7 +19,7 @@ from dsft.inputs import longest, read_inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
 from dsft.job.host import on_hosts
-from dsft.job.measure import counted_model, mfu_of, planned, sized_job, untrained_rows
+from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
 from dsft.job.same import prove_same
 from dsft.job.tell import describe, facts_of, open_report
 from dsft.loop import Progress, Record, Run, Schedule, fit
@@ -52,12 +52,11 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     if progress.step >= last_step:
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
-    counted = world.first(lambda: counted_model(job, inputs))
-    for line in untrained_rows(job, inputs, counted):
-        say(line)
-    job = on_hosts(sized_job(job, counted, say), counted, world, say)
-    world.first(lambda: describe(job, inputs))
+    counted = counted_model(job, inputs, world, say)
     largest = longest(inputs, job.batch, spec.train, last_step)
+    job = on_hosts(sized_job(job, counted, say), counted, world, say)
+    job = timed_job(job, inputs, largest[0], world, say)
+    world.first(lambda: describe(job, inputs))
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,13 +90,35 @@ def _found(key: _Key) -> Joints | str:
 # --- the small model ----------------------------------------------------------------------------------------
 
 
-def shrunken(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Two heads of the same size, few layers, few words, a window that is shorter than a row."""
-    small: Any = copy.deepcopy(config)
-    layers = _one_of_each(config)
+def shallow(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """The same model with these layers alone."""
+    found: Any = copy.deepcopy(config)
     for name, value in vars(config).items():
         if _is_per_layer(value, config.num_hidden_layers):
-            setattr(small, name, [value[index] for index in layers])
+            setattr(found, name, [value[index] for index in layers])
+    found.num_hidden_layers = len(layers)
+    kept: PreTrainedConfig = found
+    return kept
+
+
+def one_of_each(config: PreTrainedConfig) -> list[int]:
+    """For every layer the first one of its kind, by what the config lists layer by layer."""
+    number = config.num_hidden_layers
+    lists = [value for value in vars(config).values() if _is_per_layer(value, number)]
+    kinds = [repr([value[index] for value in lists]) for index in range(number)]
+    return [kinds.index(kind) for kind in kinds]
+
+
+def _is_per_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == num_layers
+
+
+def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Two heads of the same size, few layers with one of each kind, few words, a window shorter than a
+    row."""
+    kinds = sorted(set(one_of_each(config)))[:MOST_LAYERS]
+    others = [index for index in range(config.num_hidden_layers) if index not in kinds]
+    small = shallow(config, sorted(kinds + others[: max(0, 3 - len(kinds))]))
     heads, hidden = config.num_attention_heads, config.hidden_size
     width = 2 * (vars(config).get("head_dim") or hidden // heads)
     for name, value in vars(config).items():
@@ -105,35 +127,18 @@ def shrunken(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("num_key_value_heads", "num_kv_heads"):
         if getattr(config, name, None) is not None:
             setattr(small, name, 2 if getattr(config, name) == heads else 1)
-    changed = {"hidden_size": width, "num_attention_heads": 2, "num_hidden_layers": len(layers)}
-    changed |= {"vocab_size": VOCABULARY, "intermediate_size": WIDTH, "sliding_window": WINDOW}
-    changed["pad_token_id"] = 0  # it must be a word
+    changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    changed |= {"intermediate_size": WIDTH, "sliding_window": WINDOW, "pad_token_id": 0}
     for name, new in changed.items():
         if getattr(config, name, None) is not None:
             setattr(small, name, new)
     return small
 
 
-def _is_per_layer(value: Any, num_layers: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == num_layers
-
-
-def _one_of_each(config: PreTrainedConfig) -> list[int]:
-    """Layers that stand for all: the first of each kind, and the first ones up to three."""
-    number = config.num_hidden_layers
-    lists = [value for value in vars(config).values() if _is_per_layer(value, number)]
-    first: dict[str, int] = {}
-    for index in range(number):
-        first.setdefault(repr([value[index] for value in lists]), index)
-    chosen = list(first.values())[:MOST_LAYERS]
-    others = [index for index in range(number) if index not in chosen]
-    return sorted(chosen + others[: max(0, 3 - len(chosen))])
-
-
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """In float32 on the CPU; every parameter is moved, so that a zero or a one hides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        shrunken(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        _narrow(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     with torch.no_grad():
         for parameter in model.parameters():

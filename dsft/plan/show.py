@@ -16,6 +16,7 @@ from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
@@ -67,6 +68,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "parameters": plan.census.numel,
             "trained": plan.census.trained,
             "layers": plan.census.num_layers,
+            "layers_of_stages": cut_of(spec.parallel, plan.census).counts,
         },
         "memory": {
             "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device} for rank in plan.memory.stages],
@@ -221,6 +223,10 @@ def _memory(plan: Plan) -> Table:
         ("logits, about", "head"),
         ("total", "device"),
     )
+    if len(stages) > 1:
+        cut = cut_of(plan.spec.parallel, plan.census)
+        owned = (cut.layers(rank.stage) for rank in stages)
+        table.add_row("layers", *(_range((layers[0], layers[-1])) for layers in owned))
     for label, field in rows:
         sizes = [getattr(rank, field) for rank in stages]
         if field != "reference" or any(sizes):
