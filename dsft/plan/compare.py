@@ -26,6 +26,7 @@ from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, bubble, traffic
 from dsft.spec.finding import Finding, value_at
 from dsft.spec.load import refusals
+from dsft.spec.rules import warnings
 from dsft.spec.schema import Offload, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]
@@ -99,12 +100,13 @@ class Size:
 @dataclass(frozen=True)
 class Candidate:
     """refused: why it is none at all; else sizes has every micro-batch size that fits and the first that does
-    not. overrides: what to type behind the spec, of the best size."""
+    not. overrides: what to type behind the spec, of the best size; warnings: `dsft validate`'s."""
 
     choice: Choice
     refused: tuple[Finding, ...]
     sizes: tuple[Size, ...]
     overrides: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def best(self) -> Size | None:
@@ -197,7 +199,7 @@ def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], 
     spec = _with_choice(plan.spec, choice)
     refused = tuple(refusals(spec, cluster_findings))
     if refused:
-        return Candidate(choice, refused, (), ())
+        return Candidate(choice, refused, (), (), ())
     whole = plan.batch.global_batch_size
     try:
         places = layout(spec.parallel, plan.layout.world_size)
@@ -205,13 +207,13 @@ def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], 
         batch_sizes(_with_batch(spec, whole, 1).train, places.data_parallel)
     except SpecError as error:
         found = tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems)
-        return Candidate(choice, found, (), ())
+        return Candidate(choice, found, (), (), ())
     sizes: list[Size] = []
     for micro in _micro_batches(plan, whole // places.data_parallel):
         sizes.append(_size(plan, _with_batch(_with_cut(spec, counts), whole, micro), places, limits))
         if sizes[-1].over:
             break
-    found_one = Candidate(choice, (), tuple(sizes), ())
+    found_one = Candidate(choice, (), tuple(sizes), (), warnings(spec))
     return replace(found_one, overrides=_overrides(plan, spec, (found_one.best or sizes[0]).batch))
 
 

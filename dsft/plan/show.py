@@ -242,6 +242,7 @@ def _bubble(plan: Plan) -> str:
     return (
         f"Bubble: (stages {stages} - 1) ÷ (micro-batches {micro_batches} + stages {stages} - 1) = "
         f"{bubble(stages, micro_batches):.1%} of the step in which a stage waits"
+        f"{'; more in a packed step, which has fewer' if plan.spec.data.packing else ''}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble
 from dsft.spec.document import dotted
 from dsft.spec.finding import Finding
+
+_VALUES = re.compile(r"\d+|'[^']*'")  # of one rule, whose other words stay
 
 SHOWN = 24  # layouts of a table; --json has all
 
@@ -60,6 +63,7 @@ def _mapping(candidate: Candidate, verdict: str) -> dict[str, Any]:
         "verdict": verdict,
         "layout": dataclasses.asdict(candidate.choice),
         "overrides": list(candidate.overrides),
+        "warnings": list(candidate.warnings),
         "micro_batch_size": best.batch.micro_batch_size if best else None,
         "sizes": [_size_mapping(size, candidate.choice) for size in candidate.sizes],
         "refused": [_reason(finding) for finding in candidate.refused],
@@ -136,6 +140,7 @@ def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
         least = next((one for one in found.too_large if one.choice.order == order), None)
         if least is not None:
             yield f"{label(least.choice)}{_details(least.choice)}: {_over(least.sizes[0].over[0])}"
+    yield from (f"warning: {warning}" for warning in first.warnings)
     yield from _faster(first, found.fitting)
 
 
@@ -214,7 +219,8 @@ def _refused(found: Comparison) -> Table:
     """A row for each rule, with the layouts that it refuses before any other does."""
     groups: dict[tuple[Any, ...], list[Candidate]] = {}
     for one in found.refused:
-        groups.setdefault((one.refused[0].path, one.refused[0].reads), []).append(one)
+        first = one.refused[0]
+        groups.setdefault((first.path, _VALUES.sub("", first.message)), []).append(one)
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("layouts", "of", "why"):
         table.add_column(column, overflow="fold")

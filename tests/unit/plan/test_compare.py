@@ -161,8 +161,12 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
     assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
     assert "parallel.zero_stage=" in page.split("What fits")[0]
     assert "zero_stage 2, 3; pipeline_stages 2, 4" in page
+    assert page.count("does not divide") == 1 and page.count("offload is a part of ZeRO") == 1
+    assert "offload_optimizer nvme" in page  # needs a path
     assert "DeepSpeed's" in page and "does not divide the 4 processes" in page
-    assert "is not given" not in page
+    assert "is not given" not in page and "warning" not in page
+    large = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 80}))
+    assert "warning: train.precision: 'bf16' with parallel.zero_stage 0" in large
     none = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 0.001}))
     assert "No layout fits" in none and "cluster.host_memory_gib is not given" in none
 
