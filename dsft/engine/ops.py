@@ -51,7 +51,7 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, say: Say) -
     return decided
 
 
-_WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU, which takes longer."
+_WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
 
 
 def needs_cpu_adam(spec: Spec, config: Mapping[str, Any]) -> bool:

@@ -45,14 +45,8 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
             _set_partition(parameter, _at_home(part, parameter, init, frozen))
         parameter.partition()
 
-    return Keep(span, take) if _is_plain(init) else Keep(take=take)
-
-
-def _is_plain(init: Any) -> bool:
-    """Whether a partition is nothing but a range of the parameter, in memory."""
-    quantized = init.quantized_weights or init.quantized_nontrainable_weights
-    on_disk = init.remote_device == OffloadDeviceEnum.nvme
-    return not on_disk and not quantized and init.zero_param_process_group is None
+    on_disk = init.remote_device == OffloadDeviceEnum.nvme  # else a partition is a range of the parameter
+    return Keep(take=take) if on_disk else Keep(span, take)
 
 
 def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:

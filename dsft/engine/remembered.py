@@ -14,23 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsft.errors import Problem, SpecError
-
 
 class Remembered:
     """values: what this rank holds of each parameter, as it was."""
 
     def __init__(self, engine: Any, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises SpecError where ZeRO 3 computes with other copies than those that it is said to hold."""
         self._homes = [home_of(parameter) for parameter in parameters]
         self.values = [home.detach().clone() for home in self._homes]
         self._sharded = engine if engine.zero_optimization_stage() == 3 else None
-        if self._sharded and (engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights()):
-            message = (
-                "'adapter' does not go with zero_hpz_partition_size over 1 or zero_quantized_weights, which "
-                "keep copies of their own; use live or precomputed"
-            )
-            raise SpecError("The reference cannot be computed.", [Problem("dpo.reference", message)])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 from dsft.engine.remembered import Remembered
-from dsft.errors import CheckpointError, DsftError, MissingInputError, SpecError
+from dsft.errors import CheckpointError, DsftError, MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
@@ -147,16 +147,6 @@ def test_remembered_values_come_and_go_without_a_copy() -> None:
         pass
     assert parameter.tolist() == [1, 1, 1] and parameter.data_ptr() == place
     assert remembered.values[0].tolist() == [0, 0, 0]
-
-
-def test_a_second_copy_of_the_weights_is_refused() -> None:
-    engine = SimpleNamespace(
-        zero_optimization_stage=lambda: 3,
-        zero_hpz_partition_size=lambda: 2,
-        zero_quantized_weights=lambda: False,
-    )
-    with pytest.raises(SpecError, match="zero_hpz_partition_size"):
-        Remembered(engine, [])
 
 
 def test_micro_batches_are_filled_when_they_are_asked_for() -> None:
