@@ -46,17 +46,13 @@ def tie(engine: Any, ties: Ties, data_rank: int) -> None:
 
     def add_up() -> list[Any]:
         for parameter, group in ties:
-            gradient = _gradient(engine.optimizer, parameter)
-            gradient.ds_pipe_replicated = is_copy(
-                parameter
-            )  # ZeRO 0 in bf16 looks for it here (utils.py:570)
-            _add_up(gradient, group, data_rank)
+            _add_up(_gradient(engine.optimizer, parameter), group, data_rank)
         return []  # which leaves nothing for DeepSpeed to do
 
     engine.module.get_tied_weights_and_groups = add_up
 
 
-def _gradient(optimizer: Any, parameter: Any) -> Any:
+def _gradient(optimizer: Any, parameter: Any) -> Tensor:
     """Where micro-batches have been added up. DeepSpeed looks at `.grad` alone, and so at nothing where ZeRO
     1 adds them up in another type (stage_1_and_2.py:1247): copies would drift apart in silence."""
     if isinstance(optimizer, BF16_Optimizer):

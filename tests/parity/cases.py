@@ -5,11 +5,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from dsft.plan.cut import Cut, balanced
 
 ACCUMULATION = {"varying": (4, 1, 3, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
 FAULTY_STEP = 1
 CHUNK_ROWS = 3
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.02,
+}
+SMALL_HEADS = {"num_hidden_layers": 5, "head_dim": 8}
+WINDOWS = {**SMALL_HEADS, "sliding_window": 6}  # shorter than most rows
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama_tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2_tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**LLAMA, **SMALL_HEADS, "model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma2_tied": {**LLAMA, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 8},
+    "gemma3_tied": {
+        **LLAMA,
+        **WINDOWS,
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +59,7 @@ class Case:
     fault: bool = False
     stages: int = 1
     packed: bool = False
-    trains: Literal["all", "lora", "lora_fresh", "dora", "trainable", "groups"] = "all"
+    trains: Literal["all", "lora", "lora_fresh", "lora_tied", "dora", "trainable", "groups"] = "all"
     chunked: bool = False
     label_smoothing: float = 0.0
     reference: Literal["none", "given", "live", "adapter"] = "none"
@@ -39,6 +67,7 @@ class Case:
     sft_weight: float = 0.0
     shared: bool = False
     torch_adam: bool = False  # offloaded, where DeepSpeed's CPU Adam cannot be compiled
+    shape: str = "llama"  # of SHAPES
 
     @property
     def name(self) -> str:
@@ -57,6 +86,7 @@ class Case:
             self.loss_type * (self.loss_type != "sigmoid"),
             "sft" * (self.sft_weight > 0),
             "torch_adam" * self.torch_adam,
+            self.shape * (self.shape != "llama"),
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
@@ -69,6 +99,12 @@ class Case:
     @property
     def form(self) -> Literal["padded", "packed", "shared"]:
         return "shared" if self.shared else "packed" if self.packed else "padded"
+
+    @property
+    def cut(self) -> Cut:
+        """Of Llama's four layers as even as it goes; of others the last stage has fewer."""
+        layers = SHAPES[self.shape]["num_hidden_layers"]
+        return balanced([1.0] * layers, self.stages, after=0.0 if self.shape == "llama" else 2.0)
 
     @property
     def zero_stage(self) -> int:
@@ -92,8 +128,11 @@ class Case:
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
-        bounds = FP32_BOUNDS | (ADAPTER_BOUNDS if self.trains in ("lora", "lora_fresh", "dora") else {})
+        bounds = FP32_BOUNDS | (
+            ADAPTER_BOUNDS if self.trains in ("lora", "lora_fresh", "lora_tied", "dora") else {}
+        )
         bounds |= FRESH_BOUNDS if self.trains == "lora_fresh" else {}
+        bounds |= SHAPE_BOUNDS if not self.shape.startswith("llama") else {}
         apart = self.chunked and (self.stages > 1 or self.of_pairs)
         return bounds | (CHUNKED_BOUNDS if apart else {})
 
@@ -108,6 +147,7 @@ FP32_BOUNDS = {
     "evaluation": 1e-6,
     "metrics": 1e-6,
     "frozen": 0.0,
+    "copies": 0.0,
     "gathers": 0.0,
 }
 # Under so small an eps an element whose gradient is near 0 moves by rounding noise.
@@ -122,6 +162,7 @@ BF16_BOUNDS = {
     "evaluation": 1e-3,
     "metrics": 1e-3,
     "frozen": 0.0,
+    "copies": 0.0,
 }
 
 # Adapters begin at values of 0.1 to 1 and change by 1e-3, of which the last bit of a value is 3e-5;
@@ -137,6 +178,10 @@ FRESH_BOUNDS = {"weights": 5e-6}
 # by up to 0.9e-6, the plain loop itself by up to 1.0e-6, and each by 0.7e-7 in the root mean square. So it is
 # with pairs: the engine is off by up to 0.8e-6, the plain loop by 0.7e-6.
 CHUNKED_BOUNDS = {"gradient": 2e-6}
+
+# Biases of Qwen's keys and Gemma's norms begin at 0 too, and their gradients' terms cancel: the plain loop is
+# off from itself in float64 by up to 6.3e-6 of a gradient's largest element, and the engine by up to 2.1e-6.
+SHAPE_BOUNDS = {"gradient": 3e-6, "weights": 5e-6}
 
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("zero1_offload", "zero2_offload")  # on two ranks only, where the pipeline is tried with it too
@@ -177,6 +222,8 @@ def _cases(ranks: int) -> Iterator[Case]:
     if ranks == 2:
         yield from _chunked(ranks)
         yield from _offloaded(ranks)
+    if ranks > 1:
+        yield from _pipelines(ranks)
 
 
 def _offloaded(ranks: int) -> Iterator[Case]:
@@ -214,6 +261,37 @@ def _with_torch_adam(ranks: int) -> Iterator[Case]:
         yield case("adamw", "varying", fault=True)
         if stages == 1:
             yield case("adamw", "four", precision="bf16")
+
+
+def _pipelines(ranks: int) -> Iterator[Case]:
+    """Of other shapes, and with an embedding that the first stage and the last one share."""
+    zero0 = functools.partial(Case, "pipeline_zero0", ranks, max_norm=0.1, stages=2)
+    zero1 = functools.partial(Case, "pipeline_zero1", ranks, max_norm=0.1, stages=2)
+    offload = functools.partial(Case, "pipeline_zero1_offload", ranks, max_norm=0.1, stages=2)
+    if ranks == 3:
+        yield zero0("adamw", "varying", stages=3, packed=True, shape="gemma3_tied")
+        yield zero1("adamw", "four", stages=3, checkpointing=True, shape="llama_tied")
+        yield zero1("sgd", "varying", stages=3, reference="given", packed=True, shape="qwen2_tied")
+        return
+    yield zero0("sgd", "varying", shape="llama_tied")
+    yield zero1("adamw", "varying", shape="llama_tied", checkpointing=True, packed=True)
+    if ranks == 4:
+        yield zero1("adamw", "four", shape="llama_tied", precision="bf16", fault=True)
+        return
+    yield zero0("adamw", "four", shape="llama_tied", precision="bf16", fault=True)
+    yield zero1("adamw", "four", shape="llama_tied", precision="bf16", fault=True)
+    yield zero1("adamw", "varying", shape="llama_tied", fault=True)
+    yield offload("adamw", "varying", shape="llama_tied")
+    yield offload("adamw", "four", shape="llama_tied", precision="bf16", fault=True)
+    yield zero1("sgd", "varying", shape="llama_tied", chunked=True)
+    yield zero1("adamw", "varying", shape="llama_tied", trains="lora_tied")
+    yield zero1("adamw", "one", shape="llama_tied", trains="dora")
+    yield zero1("adamw", "varying", shape="llama_tied", packed=True, reference="live")
+    yield zero1("adamw", "four", shape="llama_tied", reference="given", packed=True, shared=True)
+    yield zero0("adamw", "varying", shape="qwen3", packed=True)
+    yield zero1("sgd", "varying", shape="qwen2_tied")
+    yield zero1("adamw", "varying", shape="gemma2_tied", packed=True)
+    yield zero0("sgd", "varying", shape="gemma3_tied", packed=True, checkpointing=True)
 
 
 def _partly_trained(ranks: int) -> Iterator[Case]:
@@ -277,6 +355,8 @@ def rehearsals() -> list[Case]:
             Case(mode, 2, "adamw", "varying", 0.1, stages=stages),
             Case(mode, 2, "adamw", "varying", 0.1, precision="bf16", stages=stages),
             Case(mode, 2, "sgd", "varying", 0.1, stages=stages),
+            Case(mode, 2, "adamw", "varying", 0.1, precision="bf16", stages=stages, shape="llama_tied"),
         )
         if not (case.optimizer == "sgd" and mode.endswith("offload"))
+        and not (case.shape == "llama_tied" and stages == 1)
     ]

@@ -34,6 +34,7 @@ from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine import state
 from dsft.engine.op import load_op
+from dsft.engine.ties import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.plan.layout import Layout
@@ -105,6 +106,9 @@ class Case:
         if self.pipe:
             topology = PipeDataParallelTopology(stages, layout.data_parallel)
             module = PipelineModule([First(model), Last(model)], topology=topology, loss_fn=loss_of)
+        mine = {id(p) for p in module.parameters()}
+        self.named = {n: p for n, p in model.named_parameters() if id(p) in mine}
+        ties = find_ties(self.named, self.world)
         self.engine = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), dist_init_required=False,
             optimizer=lambda parameters: optimizer(model, parameters, words),
@@ -116,8 +120,7 @@ class Case:
                 for info in self.engine.optimizer.optimizer_swapper.swap_params_info.values()
             )
         state.forget_first_step(self.engine)
-        mine = {id(p) for p in self.engine.module.parameters()}
-        self.named = {n: p for n, p in model.named_parameters() if id(p) in mine}
+        tie(self.engine, ties, self.world.data_rank)
 
     def step(self, index: int) -> Tensor:
         """The mean loss of one global batch, this rank's share of it summed over data ranks."""

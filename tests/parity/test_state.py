@@ -28,6 +28,7 @@ SAVED = (
     *("z0-fp32", "z1-fp32", "z2-fp32", "z3-fp32", "z3-fp32-tied", "z3-fp32-offload"),
     *("z0-bf16", "z1-bf16", "z2-bf16", "z3-bf16", "z1-bf16-offload", "z2-bf16-offload", "z3-bf16-offload"),
     *("z0-fp32-pipe", "z1-fp32-pipe", "z0-bf16-pipe", "z1-bf16-pipe", "z1-bf16-pipe-offload"),
+    *("z0-fp32-pipe-tied", "z1-fp32-pipe-tied", "z1-bf16-pipe-tied", "z1-bf16-pipe-tied-offload"),
     *("z0-fp32-momentum", "z2-fp32-momentum", "z3-fp32-sgd", "z0-bf16-momentum"),
 )
 ON_TWO: dict[str, float] = {
@@ -42,6 +43,8 @@ ON_TWO: dict[str, float] = {
     "z1-fp32:z1-fp32-pipe:3": ROUNDING,
     "z1-fp32-pipe:z1-fp32:3": ROUNDING,
     "z0-fp32-pipe:z3-fp32:3": ROUNDING,
+    "z1-fp32-pipe-tied:z3-fp32-tied:3": ROUNDING,
+    "z3-fp32-tied:z0-fp32-pipe-tied:3": ROUNDING,
     "z2-fp32-momentum:z3-fp32-momentum:3": ROUNDING,
     "z2-bf16:z3-bf16:3": EXACT,
     "z3-bf16:z1-bf16:3": EXACT,
@@ -56,6 +59,7 @@ ON_FOUR: dict[str, float] = {
     "z2-fp32:z2-fp32:3": ROUNDING,
     "z3-fp32:z1-fp32-pipe:3": ROUNDING,
     "z0-fp32:z0-fp32-pipe:3": ROUNDING,
+    "z3-fp32-tied:z1-fp32-pipe-tied:3": ROUNDING,
     "z3-fp32-offload:z3-fp32-offload:3": ROUNDING,
 }
 RANKS = {2: ON_TWO, 3: ON_THREE, 4: ON_FOUR}

@@ -12,6 +12,7 @@ norm         |gradient norm − plain| ÷ plain, over the steps
 weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
 change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
 evaluation   |held-out loss after training − plain|, absolute
+copies       of a tied parameter on two pipeline stages: |difference| ÷ the tensor's largest |element|
 metrics      of pairs: |reported − plain| ÷ max(1, |plain|), at the engine's weights of that step
 gathers      of the head's weight by ZeRO 3, the most in forward or backward, per micro-batch: |number − 1|
 """
@@ -22,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,11 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups, safe_get_full_grad
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen
 from dsft.engine.ops import CPU_ADAM
@@ -63,7 +66,6 @@ from dsft.objective.api import Objective
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
-from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
@@ -75,20 +77,10 @@ from dsft.reference.live import refer_to_engine
 from dsft.reference.lookup import look_up
 from dsft.spec.schema import Spec
 from tests.parity import pairs, plain
-from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, Case, cases
+from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
 
 VOCABULARY, SEED = 128, 11
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.02,
-}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
@@ -106,6 +98,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "modules_to_save": ["lm_head"],
         }
     },
+    "lora_tied": {"lora": {"rank": 3, "alpha": 5.0, "modules_to_save": ["embed_tokens", "lm_head"]}},
     "lora_fresh": {"lora": {"rank": 3, "alpha": 5.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}},
     "dora": {
         "lora": {
@@ -117,6 +110,7 @@ PARTS: dict[str, dict[str, Any]] = {
         }
     },
 }
+LINEARS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 GROUPS = [
     {"parameters": "*.mlp.*", "learning_rate": 3.0, "weight_decay": 0.0},
     {"parameters": "*norm.weight", "weight_decay": 0.3},
@@ -166,12 +160,11 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     if case.torch_adam:
         config[CPU_ADAM] = False
-    cut = balanced([1] * 4, case.stages)
     policy = build_model(
-        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, cut, keep_for(config, world)
+        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, keep_for(config, world)
     )
     if case.packed:
-        attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
+        attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
     if case.chunked:
         cut_logits(policy)
     if case.fault:
@@ -211,6 +204,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     evaluated = world.sum(engine.evaluate(refer(held_out_batches)))
     final = assemble(world, engine)
     changed = changed_while_frozen(world, policy, whole)
+    apart = copies_apart(case, world, engine)
     gathered = [merge(world.gather(g)) for g in gradients]
     engine._engine.destroy()
     if world.rank:
@@ -237,6 +231,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "evaluation": abs(evaluation - expected_evaluation),
         "metrics": max(metrics_apart),
         "frozen": changed,
+        "copies": apart,
         "gathers": abs(most_gathers - 1.0) if case.gathers_head else 0.0,
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
@@ -305,10 +300,9 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
     keep, dtype = keep_for(config, world), DTYPES[case.precision]
-    cut = balanced([1] * 4, case.stages)
-    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, cut, keep)
+    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.cut, keep)
     if case.packed:
-        attend_per_segment(policy.causal_lm, "auto", LLAMA["max_position_embeddings"])
+        attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
     return refer_to_engine(build_frozen(policy, config, world)).refer
 
 
@@ -320,7 +314,7 @@ def make_spec(case: Case) -> Spec:
             "task": "dpo" if case.of_pairs else "pretrain",
             "dpo": dpo_section(case),
             "model": {
-                "from_config": LLAMA,
+                "from_config": SHAPES[case.shape],
                 "gradient_checkpointing": case.checkpointing,
                 **PARTS[case.trains],
             },
@@ -383,18 +377,20 @@ def changed_while_frozen(world: World, policy: Policy, whole: Policy) -> int:
 
 
 def plain_model(whole: Policy, case: Case) -> nn.Module:
-    keys = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **keys)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **SHAPES[case.shape])
+    model: Any = AutoModelForCausalLM.from_config(config)
     if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
         scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
-        plain.adapt(model, lora["target_modules"], lora["rank"], scale, "use_dora" in lora)
+        plain.adapt(model, lora.get("target_modules", LINEARS), lora["rank"], scale, "use_dora" in lora)
         model.get_output_embeddings().requires_grad_("modules_to_save" in lora)
     for name, parameter in model.named_parameters():
         if case.trains == "trainable":
             parameter.requires_grad_("layers.1." in name or "layers.2.mlp." in name or "norm.weight" in name)
-    model.load_state_dict({plain_name(n): p.float() for n, p in whole.causal_lm.named_parameters()})
+    values = {plain_name(n): p.float() for n, p in whole.causal_lm.named_parameters()}
+    missing, unexpected = model.load_state_dict(values, strict=False)
+    second_names = model.all_tied_weights_keys if config.tie_word_embeddings else ()
+    assert set(missing) == set(second_names) and not unexpected, (missing, unexpected)
     return model
 
 
@@ -517,8 +513,35 @@ def full_gradient(parameter: Any) -> Tensor:
 
 def assemble(world: World, engine: Any) -> dict[str, Tensor]:
     """The fp32 values over all ranks, from what each says it owns; every element must come exactly once."""
-    mine = [(f.name, f.start, f.data.detach().clone()) for f in engine.owned() if f.kind == "value"]
-    shapes = merge(world.gather(dict(engine.shapes())))
+    values = ((f.name, f.start, f.data) for f in engine.owned() if f.kind == "value")
+    return put_together(world, values, engine.shapes())
+
+
+def copies_apart(case: Case, world: World, engine: Any) -> float:
+    """Between what two stages hold of a tied parameter, values and moments: |difference| ÷ the largest
+    |element|. Nothing else is held by two stages."""
+    stages = [set(names) for names in world.gather(list(engine.shapes()))][:: world.layout.data_parallel]
+    tied = set().union(*(one & other for one, other in itertools.combinations(stages, 2)))
+    is_tied = case.shape.endswith("_tied") and case.trains in ("all", "lora_tied") and case.stages > 1
+    assert tied == ({"model.embed_tokens.weight"} if is_tied else set()), tied
+    mine = {name: p for name, p in engine._trained.items() if name in tied}
+    for parameter in mine.values():
+        parameter.ds_pipe_replicated = False  # else only the first stage's is given
+    held = list(state.owned(engine._engine, mine, world.data_rank, world.layout.data_parallel))
+    shapes = {f"{f.kind} {f.name} {world.stage}": engine.shapes()[f.name] for f in held}
+    parts = ((f"{f.kind} {f.name} {world.stage}", f.start, f.data) for f in held)
+    found = put_together(world, parts, shapes)
+    first = {name: value for name, value in found.items() if name.endswith(" 0")}
+    last = {name[:-1] + "0": value for name, value in found.items() if name not in first}
+    return relative(last, first) if is_tied else 0.0
+
+
+def put_together(
+    world: World, parts: Iterable[tuple[str, int, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """From (name, start, elements) of all ranks; a collective."""
+    mine = [(name, start, data.detach().clone()) for name, start, data in parts]
+    shapes = merge(world.gather(dict(shapes)))
     found = {name: torch.full(shape, float("nan")).flatten() for name, shape in shapes.items()}
     for name, start, data in (fragment for rank in world.gather(mine) for fragment in rank):
         target = found[name][start : start + len(data)]
