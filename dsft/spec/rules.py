@@ -76,9 +76,20 @@ RULES: tuple[Rule, ...] = (
         "optimizer on NVMe below ZeRO 3",
         "refused",
         (OFFLOAD, ZERO),
-        lambda s: s.parallel.offload_optimizer.device == "nvme" and s.parallel.zero_stage < 3,
+        lambda s: (
+            s.parallel.offload_optimizer.device == "nvme" and s.parallel.zero_stage < 3 and not _pipeline(s)
+        ),
         "DeepSpeed keeps it in host memory instead, in silence",
         "set parallel.zero_stage to 3, or the device to cpu",
+        "zero/stage_1_and_2.py:221, ran",
+    ),
+    Rule(
+        "optimizer on NVMe in a pipeline",
+        "refused",
+        (OFFLOAD, STAGES),
+        lambda s: s.parallel.offload_optimizer.device == "nvme" and _pipeline(s),
+        "only ZeRO 3 keeps it there, which a pipeline excludes; DeepSpeed keeps it in memory, in silence",
+        "set the device to cpu, or parallel.pipeline_stages to 1 and parallel.zero_stage to 3",
         "zero/stage_1_and_2.py:221, ran",
     ),
     Rule(
@@ -87,17 +98,67 @@ RULES: tuple[Rule, ...] = (
         (OFFLOAD, ZERO),
         lambda s: s.parallel.offload_optimizer.device != "none" and s.parallel.zero_stage == 0,
         "offload is a part of ZeRO, DeepSpeed ignores it at stage 0 in silence",
-        "set parallel.zero_stage to 1, 2 or 3, or the device to none",
+        "set parallel.zero_stage to 1 (without a pipeline also 2 or 3), or the device to none",
         "zero/config.py:95",
     ),
     Rule(
         "parameter offload below ZeRO 3",
         "refused",
         (OFFLOAD_PARAMETERS, ZERO),
-        lambda s: s.parallel.offload_parameters.device != "none" and s.parallel.zero_stage < 3,
+        lambda s: (
+            s.parallel.offload_parameters.device != "none" and s.parallel.zero_stage < 3 and not _pipeline(s)
+        ),
         "parameters are whole on every GPU there, DeepSpeed ignores the key in silence",
         "set parallel.zero_stage to 3, or the device to none",
         "ran at stages 1 and 2",
+    ),
+    Rule(
+        "parameter offload in a pipeline",
+        "refused",
+        (OFFLOAD_PARAMETERS, STAGES),
+        lambda s: s.parallel.offload_parameters.device != "none" and _pipeline(s),
+        "only ZeRO 3 moves parameters in and out, which a pipeline excludes",
+        "set the device to none, or parallel.pipeline_stages to 1 and parallel.zero_stage to 3",
+        "pipe/engine.py:77, ran",
+    ),
+    Rule(
+        "offloaded parameters that are not to be page-locked",
+        "warned",
+        ("parallel.offload_parameters.pin_memory", OFFLOAD_PARAMETERS),
+        lambda s: (
+            s.parallel.offload_parameters.device == "cpu"
+            and s.parallel.offload_parameters.pin_memory is False
+        ),
+        "DeepSpeed locks those that are trained all the same",
+        "only frozen ones are left as they are",
+        "zero/stage3.py:906",
+    ),
+    Rule(
+        "host memory that is page-locked",
+        "mended",
+        ("parallel.offload_optimizer.pin_memory", OFFLOAD),
+        None,
+        "DeepSpeed locks what pin_memory says, however little the host has",
+        "a run locks at most half of a host's memory, unless the spec says pin_memory",
+        "zero/stage_1_and_2.py:563",
+    ),
+    Rule(
+        "how much memory torch page-locks",
+        "mended",
+        ("parallel.offload_optimizer.pin_memory", OFFLOAD),
+        None,
+        "each tensor takes the next power of two of bytes, up to twice its own",
+        "from torch 2.13 on dsft has large ones locked as they are",
+        "ATen/core/CachingHostAllocator.h:303",
+    ),
+    Rule(
+        "threads of the optimizer in host memory",
+        "mended",
+        (OFFLOAD,),
+        None,
+        "one a rank under torchrun; under deepspeed each rank starts one for every core of the host",
+        "dsft gives each rank of a host cores of its own, and a thread for each",
+        "torch/distributed/run.py:872",
     ),
     Rule(
         "bf16 at ZeRO 0",

@@ -236,6 +236,7 @@ def _offloaded(ranks: int) -> Iterator[Case]:
     yield Case("zero3_both", ranks, "adamw", "one", 0.1, precision="bf16", trains="lora")
     for mode in (*OFFLOADS, "zero3_both"):
         yield Case(mode, ranks, "adamw", "four", 0.1, precision="fp16", fault=True)
+    yield Case("pipeline_zero1_offload", ranks, "adamw", "four", 0.1, precision="fp16", fault=True, stages=2)
 
 
 def _chunked(ranks: int) -> Iterator[Case]:
@@ -348,7 +349,7 @@ def rehearsals() -> list[Case]:
     """On two ranks: every mode in both types, and SGD with momentum where it is not offloaded."""
     modes = [(mode, 1) for mode in (*MODES, *OFFLOADS)]
     modes += [(mode, 2) for mode in (*PIPELINES, "pipeline_zero1_offload")]
-    return [
+    return [Case("zero3_both", 2, "adamw", "varying", 0.1, precision="bf16")] + [
         case
         for mode, stages in modes
         for case in (

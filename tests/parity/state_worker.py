@@ -4,9 +4,10 @@
 
 A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and `-sgd`
 or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-large` has sub-groups of more than 1 MiB, which
-`-nvme` keeps on the disk, `-params` the parameters too. A case A:B:N goes on from A's step N under B to
-step 6. Engines are made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is
-under test. Rank 0 writes FOLDER/results.jsonl: losses, and what differs after step 6 from no break.
+`-nvme` keeps on the disk, `-params` the parameters too; `-host` keeps these in memory. A case A:B:N goes on
+from A's step N under B to step 6. Engines are made with deepspeed.initialize alone, so that nothing but
+state.py and the checkpoint is under test. Rank 0 writes FOLDER/results.jsonl: losses, and what differs after
+step 6 from no break.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ def config(zero: int, bf16: bool, offload: bool, rows: int, data_parallel: int) 
 
 
 def on_disk(made: dict[str, Any], words: list[str], disk: Path) -> dict[str, Any]:
-    """With its larger sub-groups, and what of them is on the disk."""
+    """With its larger sub-groups, and where its parameters are, and what is on the disk."""
+    if "host" in words:
+        made["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if "large" in words:
         made["zero_optimization"]["sub_group_size"] = 400_000
     for section, word in (("offload_optimizer", "nvme"), ("offload_param", "params")):

@@ -29,6 +29,7 @@ SAVED = (
     *("z0-bf16", "z1-bf16", "z2-bf16", "z3-bf16", "z1-bf16-offload", "z2-bf16-offload", "z3-bf16-offload"),
     *("z0-fp32-pipe", "z1-fp32-pipe", "z0-bf16-pipe", "z1-bf16-pipe", "z1-bf16-pipe-offload"),
     *("z0-fp32-pipe-tied", "z1-fp32-pipe-tied", "z1-bf16-pipe-tied", "z1-bf16-pipe-tied-offload"),
+    *("z3-bf16-host", "z3-bf16-offload-host"),
     *("z0-fp32-momentum", "z2-fp32-momentum", "z3-fp32-sgd", "z0-bf16-momentum"),
 )
 ON_TWO: dict[str, float] = {
@@ -52,6 +53,8 @@ ON_TWO: dict[str, float] = {
     "z0-bf16:z1-bf16:3": BF16,
     "z1-bf16:z0-bf16:3": BF16,
     "z3-bf16:z3-bf16-offload:3": BF16,
+    "z3-bf16-offload-host:z3-bf16-offload:3": EXACT,
+    "z2-bf16:z3-bf16-host:3": EXACT,
 }
 ON_THREE: dict[str, float] = {"z2-fp32:z3-fp32:3": ROUNDING, "z3-fp32:z0-fp32:3": ROUNDING}
 ON_FOUR: dict[str, float] = {

@@ -47,6 +47,18 @@ EXAMPLES: dict[str, tuple[Spec, Spec]] = {
         spec({"zero_stage": 2, "offload_parameters": {"device": "cpu"}}),
         spec({"zero_stage": 3, "offload_parameters": {"device": "cpu"}}),
     ),
+    "optimizer on NVMe in a pipeline": (
+        spec({"zero_stage": 1, "pipeline_stages": 2, "offload_optimizer": {"device": "nvme"}}),
+        spec({"zero_stage": 1, "pipeline_stages": 2, "offload_optimizer": {"device": "cpu"}}),
+    ),
+    "parameter offload in a pipeline": (
+        spec({"zero_stage": 1, "pipeline_stages": 2, "offload_parameters": {"device": "cpu"}}),
+        spec({"zero_stage": 3, "offload_parameters": {"device": "cpu"}}),
+    ),
+    "offloaded parameters that are not to be page-locked": (
+        spec({"zero_stage": 3, "offload_parameters": {"device": "cpu", "pin_memory": False}}),
+        spec({"zero_stage": 3, "offload_parameters": {"device": "cpu"}}),
+    ),
     "bf16 at ZeRO 0": (spec({"zero_stage": 0}), spec({"zero_stage": 0}, precision="fp32")),
     "fp32 gradients reduced in bf16": (
         spec({"zero_stage": 1}, precision="fp32", reduce_dtype="bf16"),
