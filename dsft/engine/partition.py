@@ -42,33 +42,51 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
         else:
             parameter.data = part.new_empty(1, device=init.local_device).expand(parameter.shape)
             init._convert_to_deepspeed_param(parameter)
-            _set_partition(parameter, _at_home(part, parameter, init, frozen))
+            part = _padded(part, parameter)
+            if not _swap_out(part, parameter, init):
+                _set_partition(parameter, _at_home(part, parameter, init, frozen))
         parameter.partition()
 
-    on_disk = init.remote_device == OffloadDeviceEnum.nvme  # else a partition is a range of the parameter
-    return Keep(take=take) if on_disk else Keep(span, take)
+    return Keep(span, take)
 
 
 def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
     """Where the partition stays: on the device that computes, or in the host's memory, where small ones are
     kept on the device all the same. A trained one is not page-locked: DeepSpeed moves it into one page-locked
     tensor (stage3.py:906), and torch would keep the locked memory that it leaves."""
-    if parameter.ds_persist or init.remote_device != OffloadDeviceEnum.cpu:
+    if parameter.ds_persist or init.remote_device not in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
         return part.to(init.local_device)
     pinned = init.pin_memory and (frozen or not parameter.requires_grad)
     return get_accelerator().pin_memory(part) if pinned else part
 
 
-def _set_partition(parameter: Any, part: Tensor) -> None:
-    """What `Init._partition_param` would make of the whole parameter, of which there is none to copy from.
-    Every partition has the same size, so the last ones are padded."""
+def _padded(part: Tensor, parameter: Any) -> Tensor:
+    """Every partition has the same size, so the last ones are padded."""
     size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
-    tensor: Any = part if len(part) == size else F.pad(part, (0, size - len(part)))
-    tensor.ds_numel = size
+    return part if len(part) == size else F.pad(part, (0, size - len(part)))
+
+
+def _swap_out(part: Tensor, parameter: Any, init: Any) -> bool:
+    """Write it where it is large enough for the disk, through one of the swapper's buffers, as
+    `Init._partition_param` does."""
+    swapper = init.param_swapper
+    if swapper is None or not swapper.swappable_tensor(numel=len(part)):
+        return False
+    tensor = torch.empty(0, dtype=part.dtype)
+    tensor.data = swapper.get_buffer(parameter, len(part)).copy_(part)
+    _set_partition(parameter, tensor, OffloadDeviceEnum.nvme)
+    swapper.swap_out_and_release([parameter])
+    return True
+
+
+def _set_partition(parameter: Any, part: Tensor, location: OffloadDeviceEnum | None = None) -> None:
+    """What `Init._partition_param` would make of the whole parameter, of which there is none to copy from."""
+    tensor: Any = part
+    tensor.ds_numel = len(part)
     tensor.status = PartitionedParamStatus.AVAILABLE
-    tensor.final_location = None
+    tensor.final_location = location
     parameter.ds_tensor = tensor
-    parameter.ds_numel_aligned = size * parameter.ds_zero_partition_world_size
+    parameter.ds_numel_aligned = len(part) * parameter.ds_zero_partition_world_size
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
