@@ -397,6 +397,10 @@ def _attention(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model", "attention"), message, ("model.attention", "train.precision"))
 
 
+def _keeps_a_start(spec: Spec) -> bool:
+    return spec.task == "dpo" and spec.dpo is not None and spec.dpo.reference == "adapter"
+
+
 def _offload(spec: Spec) -> Iterator[Finding]:
     for key in ("offload_optimizer", "offload_parameters"):
         offload = getattr(spec.parallel, key)
@@ -404,6 +408,12 @@ def _offload(spec: Spec) -> Iterator[Finding]:
         if offload.device == "nvme" and offload.nvme_path is None:
             message = "'nvme' needs nvme_path; give a folder on a local disk of each host"
             yield Finding(("parallel", key, "device"), message, reads)
+        if key == "offload_parameters" and offload.device == "nvme" and _keeps_a_start(spec):
+            message = (
+                "'nvme' with dpo.reference adapter: the adapter's start is exchanged in memory; set the "
+                "reference to live or precomputed, or the device to cpu"
+            )
+            yield Finding(("parallel", key, "device"), message, (*reads[:1], "dpo.reference"))
         if offload.device != "nvme" and offload.nvme_path is not None:
             message = f"{shown(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
             yield Finding(("parallel", key, "nvme_path"), message, reads)

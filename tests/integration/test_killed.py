@@ -11,12 +11,19 @@ import pytest
 
 from tests.integration.runs import records, trained, write_spec
 from tests.launching import ROOT, forked
+from tests.swap_disk import why_no_swap
 
 DYING = ROOT / "tests" / "integration" / "dying.py"
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
 ZERO_3 = ("parallel.zero_stage=3", "train.precision=bf16")
+LARGE = (
+    *ZERO_3,
+    "model.from_config.hidden_size=256",  # so that sub-groups have more than 1 MiB, and some parameters
+    "model.from_config.intermediate_size=4200",
+    "model.from_config.num_hidden_layers=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,31 @@ def test_the_next_start_goes_on_bit_for_bit(
     goes_on_from: int,
     overrides: tuple[str, ...],
 ) -> None:
-    spec, expected = write_spec(tmp_path), whole(*overrides)
+    goes_on(tmp_path, whole(*overrides), (instant, rank, step), goes_on_from, overrides)
+
+
+@pytest.mark.timeout(400)
+def test_so_it_does_with_all_on_a_disk_as_in_host_memory(whole: Callable[..., Path], tmp_path: Path) -> None:
+    if reason := why_no_swap():
+        pytest.skip(reason)
+    parts = ("optimizer", "parameters")
+    in_memory = whole(*LARGE, *(f"parallel.offload_{part}={{device: cpu}}" for part in parts))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    swapped = [f"parallel.offload_{part}={{device: nvme, nvme_path: {disk}}}" for part in parts]
+    goes_on(tmp_path, in_memory, ("step", 1, 6), 4, (*LARGE, *swapped))
+    assert list(disk.iterdir()) == [], "nothing stays on the disk"
+
+
+def goes_on(
+    tmp_path: Path,
+    expected: Path,
+    killed_at: tuple[str, int, int],
+    goes_on_from: int,
+    overrides: tuple[str, ...],
+) -> None:
+    """killed_at: instant, rank and step; expected: the folder of the run without a break."""
+    (instant, rank, step), spec = killed_at, write_spec(tmp_path)
     killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
     assert killed.returncode != 0, "the run must have been killed"
     run = tmp_path / "runs" / "small"

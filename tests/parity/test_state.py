@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.launching import forked
+from tests.swap_disk import why_no_swap
 
 WORKER = Path(__file__).with_name("state_worker.py")
 pytestmark = pytest.mark.timeout(1800)  # three launches; two or three minutes where nothing else runs
@@ -67,6 +68,16 @@ ON_FOUR: dict[str, float] = {
 }
 RANKS = {2: ON_TWO, 3: ON_THREE, 4: ON_FOUR}
 
+# On a disk, and their like in memory: where libaio is.
+SWAPPED = ("z3-fp32-large-nvme", "z3-bf16-large-nvme-params", "z3-fp32-large-nvme-momentum")
+IN_MEMORY = ("z3-fp32-large-offload",)
+ON_TWO_SWAPPED: dict[str, float] = {
+    **{f"{name}:{name}:3": EXACT for name in SWAPPED},
+    "z3-fp32-large-nvme:z3-fp32-large-nvme:0": EXACT,  # over a step's own moments and gradients
+    "z3-fp32-large-nvme:z3-fp32-large-offload:3": EXACT,
+    "z3-fp32-large-offload:z3-fp32-large-nvme-params:3": EXACT,
+}
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -74,7 +85,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("state")
     (folder / "model").mkdir()
     for ranks, loads in RANKS.items():
-        launch(folder, ranks, [*(SAVED if ranks == 2 else ()), *loads])
+        cases = [*(SAVED if ranks == 2 else ()), *loads]
+        if ranks == 2 and not why_no_swap():
+            cases += [*SWAPPED, *IN_MEMORY, *ON_TWO_SWAPPED]
+        launch(folder, ranks, cases)
     print(table(folder))
     return dict(read(folder))
 
@@ -113,6 +127,26 @@ def table(folder: Path) -> str:
     [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()],
 )
 def test_going_on_equals_no_break(results: dict[str, Any], ranks: int, case: str, bound: float) -> None:
+    check_goes_on(results, ranks, case, bound)
+
+
+@pytest.mark.parametrize(("case", "bound"), ON_TWO_SWAPPED.items())
+def test_going_on_from_a_disk_equals_no_break(results: dict[str, Any], case: str, bound: float) -> None:
+    skip_without_a_disk()
+    check_goes_on(results, 2, case, bound)
+
+
+def test_what_is_on_a_disk_learns_the_same(results: dict[str, Any]) -> None:
+    skip_without_a_disk()
+    assert results["z3-fp32-large-nvme"]["losses"] == results["z3-fp32-large-offload"]["losses"]
+
+
+def skip_without_a_disk() -> None:
+    if reason := why_no_swap():
+        pytest.skip(reason)
+
+
+def check_goes_on(results: dict[str, Any], ranks: int, case: str, bound: float) -> None:
     source, _, saved_at = case.split(":")
     found, without_break = results[f"{case} on {ranks}"], results[source]
     assert found["moved"] > 1e-3, "the steps after the checkpoint change the weights, else nothing is shown"

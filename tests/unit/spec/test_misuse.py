@@ -148,6 +148,12 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp32}\n",
     ),
     "eval_without_rows": spec(train="train: {micro_batch_size: 2, accumulation_steps: 4, eval_every: 10}\n"),
+    "adapter_reference_on_a_disk": spec(
+        head=HEAD.replace("sft", "dpo"),
+        model="model: {name_or_path: org/model, lora: {rank: 8}}\n",
+    )
+    + "dpo: {reference: adapter}\n"
+    + "parallel: {zero_stage: 3, offload_parameters: {device: nvme, nvme_path: /d}}\n",
     "offload_at_zero_0": GOOD + "parallel: {zero_stage: 0, offload_optimizer: {device: cpu, nvme_path: /d}, "
     "offload_parameters: {pin_memory: false}}\n",
     "hosts": GOOD
