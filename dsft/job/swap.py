@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsft.engine.aio import SETTINGS, Rates, fastest, rates
+from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.job.api import Job, Say
 from dsft.launch.disk import check_disk, check_locked, check_space
@@ -72,7 +72,7 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
     parts = {"offload_optimizer": needs.states, "offload_parameters": needs.parameters}
 
     def fits() -> None:
-        check_locked(needs.locked)
+        check_locked(max(needs.locked, MEASURED))
         for folder in set(folders.values()) if leads else ():
             named = [key for key in keys if folders[key] == folder]
             ranks = hosts.count(hosts[world.rank])

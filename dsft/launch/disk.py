@@ -68,7 +68,7 @@ def check_space(folder: Path, needed: int, key: str) -> None:
 
 def check_locked(needed: int) -> None:
     """That this process may lock so many bytes of memory, as DeepSpeed does with its swap buffers: where it
-    may not, DeepSpeed goes on with a buffer that is not there (page_alloc.cpp:24)."""
+    may not, the process is aborted (deepspeed_pin_tensor.cpp:48)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or needed <= limit or _may_lock_all():
         return

@@ -89,6 +89,7 @@ def goes_on(
     killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
     assert killed.returncode != 0, "the run must have been killed"
     run = tmp_path / "runs" / "small"
+    assert (run / "checkpoints" / "latest").exists(), killed.stdout + killed.stderr
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-4"
     if instant == "step":  # the last line torn as well, as by a kill in the middle of a write
         with (run / "metrics.jsonl").open("a") as file:
