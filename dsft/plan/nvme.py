@@ -39,10 +39,6 @@ AIO_REASONS = {
 }
 
 
-def swaps(spec: Spec) -> bool:
-    return bool(swap_keys(spec))
-
-
 def swap_keys(spec: Spec) -> list[str]:
     """The keys of the spec whose device is nvme."""
     return [key for key in KEYS if getattr(spec.parallel, key).device == "nvme"]
@@ -54,7 +50,7 @@ KEYS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload
 
 def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:
     """Fixed in generated files; a run measures its disks and writes its own into its deepspeed.json."""
-    if swaps(spec):
+    if swap_keys(spec):
         for key, value in AIO.items():
             yield f"aio.{key}", value, f"{AIO_REASONS[key]}; the run measures its disks and takes the fastest"
 

@@ -18,6 +18,8 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
+from dsft.plan.memory import swapped_of
+from dsft.plan.nvme import swap_keys
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
 from dsft.plan.reference_config import reference_entries
@@ -75,6 +77,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
+        "swapped": _swapped(plan),
         "bubble": bubble(plan.layout.pipeline_stages, plan.batch.accumulation_steps),
         "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in plan.traffic],
         "reference": _reference_mapping(plan),
@@ -130,6 +133,10 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield _ranks(plan)
     yield heading("Memory")
     yield _memory(plan)
+    for host, size in _swapped(plan).items():
+        yield Text(
+            f"{host} swaps at most {size_text(size)} to its disk (nvme_path), where so much must be free."
+        )
     yield Text(NOT_COUNTED)
     yield heading("Step")
     if plan.layout.pipeline_stages > 1:
@@ -235,6 +242,14 @@ def _memory(plan: Plan) -> Table:
     for label, size in _host_rows(plan.memory.hosts):
         table.add_row(label, size, *[""] * (len(stages) - 1))
     return table
+
+
+def _swapped(plan: Plan) -> dict[str, int]:
+    """Host -> bytes on its disk, of all its ranks; empty where nothing is swapped."""
+    if not swap_keys(plan.spec):
+        return {}
+    rank = swapped_of(plan.census, plan.spec, plan.layout.data_parallel)
+    return {host: slots * rank.on_disk for host, slots in plan.hosts.items()}
 
 
 def _bubble(plan: Plan) -> str:

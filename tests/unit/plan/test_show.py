@@ -151,3 +151,13 @@ def test_the_traffic_of_a_step_and_a_pipelines_bubble_are_shown(plan: Any) -> No
     assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "updated parameters"}
     alone = plan(1)
     assert "Bubble" not in text(alone) and "Nothing travels between ranks" in text(alone)
+
+
+def test_what_each_host_swaps_to_its_disk_is_shown(plan: Any) -> None:
+    disk = {"device": "nvme", "nvme_path": "/disk"}
+    made = plan(world_size=2, parallel={"zero_stage": 3, "offload_optimizer": disk})
+    (host,) = made.hosts
+    assert as_mapping(made)["swapped"] == {host: 16_000_000}  # value, two moments and gradient, fp32
+    assert f"{host} swaps at most 15.3 MiB to its disk" in text(made)
+    made = plan(world_size=2, parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
+    assert as_mapping(made)["swapped"] == {} and "swaps" not in text(made)
