@@ -17,7 +17,10 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
+import torch
+from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
 
 from dsft.engine import op_turn
 from dsft.engine.op import LOG, load_everywhere, load_op
@@ -49,12 +52,14 @@ class Small(OpBuilder):
         return [str(self.file)]
 
 
-class OnGpu(CUDAOpBuilder, Small):
-    def nvcc_args(self) -> list[str]:
-        from deepspeed.ops.op_builder.builder import installed_cuda_version
+class OnGpu(AsyncIOBuilder):
+    """DeepSpeed's own, on a host that has libaio and a GPU."""
 
-        installed_cuda_version()  # as DeepSpeed's own does
-        return []
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = False) -> Any:
+        return OpBuilder.load(self)  # without pin_memory, which it compiles first
 
 
 @pytest.fixture
@@ -181,17 +186,22 @@ def test_a_compiler_that_is_killed(
     assert "the compiler was killed, as by a full memory; set MAX_JOBS=1" in refusal(Small(tmp_path), told)
 
 
+def test_no_libaio(extensions: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = OnGpu()
+    monkeypatch.setattr(
+        builder, "is_compatible", lambda verbose: builder.has_function("io_of_no_host", ("aio_of_no_host",))
+    )
+    assert "libaio was not found; install libaio-dev (Debian" in refusal(builder, told)
+
+
 def test_no_cuda_toolkit(
     extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-    from torch.utils import cpp_extension
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    assert "CUDA's toolkit was not found; install" in refusal(OnGpu(tmp_path), told)
+    assert "CUDA's toolkit was not found; install" in refusal(OnGpu(), told)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
-    assert f"CUDA_HOME {tmp_path} has no bin/nvcc that runs" in refusal(OnGpu(tmp_path), told)
+    assert f"CUDA_HOME {tmp_path} has no bin/nvcc; install" in refusal(OnGpu(), told)
 
 
 def test_a_folder_that_cannot_be_written(
