@@ -24,11 +24,11 @@ from dsft.launch.disk import ON_THE_NETWORK, file_system
 Say = Callable[[str], None]
 
 OURS, TORCHS = ".dsft_lock", "lock"
-POLL = 0.2
+POLL = 0.5
 """Seconds between two looks at a lock."""
-QUIET = 15 * 60.0
+QUIET = 30 * 60.0
 """Seconds in which nothing of a build has changed, after which a lock counts as left behind where its holder
-cannot be seen: the longest step of a compile seen here took 5 minutes, on a busy machine."""
+cannot be seen: the longest silence of a compile seen here was 9 minutes, on a machine with 30 others at work."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
