@@ -28,7 +28,7 @@ POLL = 0.5
 """Seconds between two looks at a lock."""
 QUIET = 30 * 60.0
 """Seconds in which nothing of a build has changed, after which a lock counts as left behind where its holder
-cannot be seen: the longest silence of a compile seen here was 9 minutes, on a machine with 30 others at work."""
+cannot be seen: the longest silence of a compile seen here was 9 minutes, on a machine with a load of 30."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
