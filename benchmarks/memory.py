@@ -59,14 +59,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0-bf16": layout("134M", 0, "bf16"),
     "zero1-fp32": layout("134M", 1, "fp32"),
     "zero1-bf16": layout("134M", 1, "bf16"),
-    "zero2-fp32": layout("134M", 2, "fp32"),
+    "zero2-fp32": layout("58M", 2, "fp32"),
     "zero2-bf16": layout("134M", 2, "bf16"),
     "zero3-fp32": layout("134M", 3, "fp32"),
     "zero3-bf16": layout("374M", 3, "bf16"),
     "zero1-bf16-offload": layout("134M", 1, "bf16", parallel={"offload_optimizer": CPU}),
-    "zero2-bf16-offload": layout("134M", 2, "bf16", parallel={"offload_optimizer": CPU}),
+    "zero2-bf16-offload": layout("58M", 2, "bf16", parallel={"offload_optimizer": CPU}),
+    "zero3-bf16-offload-both": layout(
+        "58M", 3, "bf16", parallel={"offload_optimizer": CPU, "offload_parameters": CPU}
+    ),
     "zero3-bf16-offload": layout("134M", 3, "bf16", parallel={"offload_optimizer": CPU}),
-    "zero3-fp32-offload": layout("134M", 3, "fp32", parallel={"offload_optimizer": CPU}),
+    "zero3-fp32-offload": layout("58M", 3, "fp32", parallel={"offload_optimizer": CPU}),
     "pipeline-zero0-fp32": layout("134M", 0, "fp32", parallel={"pipeline_stages": 2}),
     "pipeline-zero1-bf16": layout("134M", 1, "bf16", parallel={"pipeline_stages": 2}),
     "zero2-fp32-activations": layout("58M", 2, "fp32", train={"micro_batch_size": 8}),
@@ -74,10 +77,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2-bf16-activations": layout("58M", 2, "bf16", train={"micro_batch_size": 8}),
     "zero0-bf16-lora": layout("374M", 0, "bf16", model={"lora": {"rank": 16}}),
     "zero3-bf16-lora": layout("374M", 3, "bf16", model={"lora": {"rank": 16}}),
-    "zero2-bf16-sgd": layout("374M", 2, "bf16", optim={"name": "sgd"}),
-    "dpo-zero1-bf16-precomputed": layout("134M", 1, "bf16", **dpo(reference="precomputed")),
-    "dpo-zero1-bf16-live": layout("134M", 1, "bf16", **dpo(reference="live")),
-    "dpo-zero3-bf16-live": layout("134M", 3, "bf16", **dpo(reference="live")),
+    "zero2-bf16-sgd": layout("134M", 2, "bf16", optim={"name": "sgd"}),
+    "dpo-zero1-bf16-precomputed": layout("58M", 1, "bf16", **dpo(reference="precomputed")),
+    "dpo-zero1-bf16-live": layout("58M", 1, "bf16", **dpo(reference="live")),
+    "dpo-zero3-bf16-live": layout("58M", 3, "bf16", **dpo(reference="live")),
 }  # fmt: skip
 
 

@@ -104,7 +104,9 @@ def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase,
                 "host_rss": max(rank.offloaded for rank in ranks),
             }
         else:
-            figures[phase] = {"host_rss": max(rank.phase(phase) + rank.offloaded for rank in ranks)}
+            figures[phase] = {
+                "host_rss": max(rank.phase(phase) + rank.offloaded + rank.retained for rank in ranks)
+            }
     return figures
 
 

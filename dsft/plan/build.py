@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     of_reference = _reference_census(spec, counted, cache)
     sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
-    told = (*warnings(spec), *_memory_warnings(spec, sizes))
+    told = (*warnings(spec), *_memory_warnings(spec, sizes, reference))
     sent = traffic(counted, spec, places, hosts)
     return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference, sent)
 
@@ -113,14 +113,21 @@ def _check_length(spec: Spec, counted: Census) -> None:
         raise SpecError("The plan cannot be made.", [Problem("data.max_length", message)])
 
 
-def _memory_warnings(spec: Spec, sizes: Memory) -> list[str]:
-    accelerator = spec.cluster.accelerator if spec.cluster else None
-    if accelerator is None or accelerator.memory_gib is None:
-        return []
-    return [
-        f"cluster.accelerator.memory_gib: {accelerator.memory_gib:g} is less than the "
-        f"{rank.device / GIB:.1f} GiB of stage {rank.stage}; lower train.micro_batch_size, raise "
-        "parallel.zero_stage or offload"
-        for rank in sizes.stages
-        if rank.device > accelerator.memory_gib * GIB
-    ]
+def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> Iterator[str]:
+    cluster = spec.cluster
+    gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
+    host = cluster.host_memory_gib if cluster else None
+    for rank in sizes.stages:
+        if gpu is not None and rank.device > gpu * GIB:
+            yield (
+                f"cluster.accelerator.memory_gib: {gpu:g} is less than the {rank.device / GIB:.1f} GiB of "
+                f"stage {rank.stage}; lower train.micro_batch_size, raise parallel.zero_stage or offload"
+            )
+    passes = reference.hosts if reference is not None and reference.hosts is not None else {}
+    for what, hosts in (("", sizes.hosts), (" in the reference's pass", passes)):
+        for name, size in hosts.items():
+            if host is not None and size > host * GIB:
+                yield (
+                    f"cluster.host_memory_gib: {host:g} is less than the {size / GIB:.1f} GiB of host {name}"
+                    f"{what}; take more hosts, raise parallel.zero_stage or offload to nvme"
+                )

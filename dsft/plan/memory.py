@@ -2,19 +2,20 @@
 census, a spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what
 DeepSpeed allocates, and each run against what it measures (memory.json).
 
-The numbers are those of a step's fullest moment. Padding of flat buffers is not among them.
+The numbers are those of a run's fullest moment (`dsft.plan.moments`). Padding of flat buffers is not among
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, get_args
 
 from dsft.plan.batch import batch_sizes
-from dsft.plan.census import Census, Parameter
+from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import LIVE, PERSIST_BELOW, SUB_GROUP, bucket_size
+from dsft.plan.ds_config import SUB_GROUP, bucket_size
 from dsft.plan.head import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -24,29 +25,36 @@ from dsft.plan.head import (
     kept_rows,
 )
 from dsft.plan.layout import Layout
+from dsft.plan.moments import FP32, NONE, Moment, Part, Row, Tensors, each, moments, one, total
 from dsft.plan.swapped import Swapped, swapped
 from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
-FP32 = 4  # bytes
+PROCESS = 420 << 20
+"""Bytes of a process with nothing of the model: Python, torch, transformers and DeepSpeed, measured on a CPU
+at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."""
+WITH_ZERO = 90 << 20  # what ZeRO 1 to 3 import besides: torch's compiler, for Muon (deepspeed utils.py:72)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage takes; on its GPU, but the last, in its host's memory.
+    """Bytes that one rank of a pipeline stage takes in its fullest moment; on its GPU, but `offloaded`, in
+    its host's memory. Beside them those of other moments: one_layer, logits, loading.
 
     parameters  weights in the type that forward and backward use
-    gradients   what accumulates, and what is being reduced
+    gradients   what accumulates, and what is being reduced or read by the update
     master      fp32 weights that the optimizer updates, where they are not the parameters themselves
     moments     the optimizer's states
-    buffers     reduction buckets and, at ZeRO 3, at most so many gathered parameters
+    buffers     reduction buckets and copies of what travels; at ZeRO 3 the gathered parameters
     activations what the backward needs of the micro-batches in flight, by the shapes of the matrices
-    one_layer   of them, those of the largest layer: what is recomputed at a time, and what evaluation takes
+    one_layer   those of the largest layer: what is recomputed at a time, and what evaluation takes
     head        of the last stage: the logits that are there at once, at most, and the fp32 sum of their
                 chunks' gradients by the output layer's weight
-    logits      of them, the logits, which is what evaluation takes
+    logits      the logits alone, which is what evaluation takes
     offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
     reference   weights of a reference beside the policy (`with_reference`); those on the CPU are in offloaded
+    loading     while model and engine are made
+    retained    on a CPU: freed blocks of other moments that the C library does not give back
     """
 
     stage: int
@@ -62,6 +70,8 @@ class RankMemory:
     logits: int
     offloaded: int
     reference: int = 0
+    loading: int = 0
+    retained: int = 0
 
     @property
     def states(self) -> int:
@@ -77,7 +87,7 @@ class RankMemory:
         """On the GPU, in one of the phases that a run's memory is measured in; 0 for another."""
         kept = self.parameters + self.master + self.reference
         return {
-            "load": kept,
+            "load": self.loading + self.reference,
             "first_step": self.device,
             "steady": self.device,
             "evaluation": kept + self.moments + self.one_layer + self.logits,
@@ -87,8 +97,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """stages: one rank of each; hosts: host -> bytes, including the GPUs' where the accelerator is the
-    CPU."""
+    """stages: one rank of each; hosts: host -> bytes of all its processes, those of the GPUs too where the
+    accelerator is the CPU."""
 
     stages: tuple[RankMemory, ...]
     hosts: Mapping[str, int]
@@ -104,7 +114,7 @@ def memory(
     stages = tuple(
         stage_memory(stage, census, spec, layout, most, steps) for stage in range(layout.pipeline_stages)
     )
-    return Memory(stages, of_host(stages, layout, hosts, on_cpu=runs_on_cpu(spec)))
+    return Memory(stages, of_host(stages, spec, layout, hosts))
 
 
 def most_tokens(spec: Spec, layout: Layout) -> int:
@@ -117,29 +127,53 @@ def stage_memory(
     stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, micro_batches: int = 1
 ) -> RankMemory:
     """One rank of a stage, where micro-batches of at most so many tokens pass through the stages."""
-    flow = _Flow(layout, micro_batches, tokens)
-    return _with_activations(_rank(stage, census, spec, layout), census, spec, flow)
+    work = _work(stage, census, spec, _Flow(layout, micro_batches, tokens))
+    part = replace(_part(stage, census, spec, layout, micro_batches), backward=work.moment)
+    found = list(moments(part).values())
+    fullest = max(found, key=lambda moment: total(moment) - (0 if part.on_cpu else _offloaded(moment)))
+    small, large = max(_sum(moment).small for moment in found), max(_sum(moment).large for moment in found)
+    rows = {row: fullest.get(row, NONE).total for row in get_args(Row)}
+    if not part.on_cpu:
+        rows["offloaded"] = max(map(_offloaded, found))
+    return RankMemory(
+        stage=stage,
+        elements=sum(part.trained) + sum(part.frozen),
+        one_layer=work.one_layer,
+        logits=work.logits,
+        loading=total(found[0]) - _offloaded(found[0]),
+        retained=small + large - total(fullest) if part.on_cpu else 0,
+        **rows,
+    )
+
+
+def _offloaded(moment: Moment) -> int:
+    return moment.get("offloaded", NONE).total
+
+
+def _sum(moment: Moment) -> Tensors:
+    return sum(moment.values(), NONE)
 
 
 class OnRank(Protocol):
-    """Bytes on a rank's GPU, and of its host."""
+    """Bytes on a rank's GPU, of its host, and what its process keeps of what it has freed."""
 
     @property
     def device(self) -> int: ...
     @property
     def offloaded(self) -> int: ...
+    @property
+    def retained(self) -> int: ...
 
 
-def of_host(
-    stages: Sequence[OnRank], layout: Layout, hosts: Mapping[str, int], *, on_cpu: bool
-) -> dict[str, int]:
-    """Host -> bytes of all its ranks, the GPUs' too where these are the CPU. hosts: host -> ranks, in the
-    order of the ranks."""
+def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping[str, int]) -> dict[str, int]:
+    """Host -> bytes of all its processes, what is on the GPUs too where these are the CPU. hosts: host ->
+    ranks, in the order of the ranks."""
     totals: dict[str, int] = {}
-    first = 0
+    first, process = 0, PROCESS + (WITH_ZERO if spec.parallel.zero_stage else 0)
     for host, slots in hosts.items():
         ranks = [stages[layout.stage(rank)] for rank in range(first, first + slots)]
-        totals[host] = sum(rank.offloaded + (rank.device if on_cpu else 0) for rank in ranks)
+        computed = sum(rank.device + rank.retained for rank in ranks) if runs_on_cpu(spec) else 0
+        totals[host] = slots * process + sum(rank.offloaded for rank in ranks) + computed
         first += slots
     return totals
 
@@ -167,66 +201,64 @@ class _Flow:
         return min(self.layout.pipeline_stages - stage, self.micro_batches)
 
 
-def _rank(stage: int, census: Census, spec: Spec, layout: Layout) -> RankMemory:
-    ranks = layout.data_parallel
+@dataclass(frozen=True)
+class _Work:
+    """What a forward and a backward take; one_layer, logits: as in RankMemory."""
+
+    moment: Moment
+    one_layer: int
+    logits: int
+
+
+def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches: int) -> Part:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
-    zero = spec.parallel.zero_stage
-    whole = sum(parameter.numel for parameter in parameters)
-    trained = sum(parameter.numel for parameter in parameters if parameter.trained)
-    share = -(-trained // ranks) if zero else trained
-    states = share * (FP32 + moment_bytes(spec))
-    offloaded = spec.parallel.offload_optimizer.device != "none"
-    fp32_without_zero = zero == 0 and spec.train.precision == "fp32"
-    return RankMemory(
-        stage=stage,
-        elements=whole,
-        parameters=_parameters(parameters, spec, ranks),
-        gradients=_gradients(trained, share, spec),
-        master=0 if offloaded or fp32_without_zero else share * FP32,
-        moments=0 if offloaded else share * moment_bytes(spec),
-        buffers=_buffers(whole, bucket_size(census.trained), spec),
-        activations=0,
-        one_layer=0,
-        head=0,
-        logits=0,
-        # the gradients twice: as they accumulate, and as the CPU optimizer reads them
-        offloaded=states + 2 * share * FP32 if offloaded else 0,
+    parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
+    devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
+    return Part(
+        trained=tuple(p.numel for p in parameters if p.trained),
+        frozen=tuple(p.numel for p in parameters if not p.trained),
+        zero=parallel.zero_stage,
+        ranks=layout.data_parallel,
+        weight=weight_bytes(spec),
+        reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
+        moment=moment_bytes(spec),
+        bucket=bucket_size(census.trained),
+        gathered=bucket_size(census.numel),
+        optimizer=devices[0],
+        parameters=devices[1],
+        groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
+        accumulates=micro_batches > 1,
+        pipeline=parallel.pipeline_stages > 1,
+        on_cpu=on_cpu,
+        is_bf16=spec.train.precision == "bf16",
+        pinned=not on_cpu and parallel.offload_optimizer.pin_memory is not False,
+        locked=swapped_of(census, spec, layout.data_parallel).locked if "nvme" in devices else 0,
     )
 
 
-def _with_activations(rank: RankMemory, census: Census, spec: Spec, flow: _Flow) -> RankMemory:
-    """With the activations of all micro-batches in flight.
+def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
+    """The activations of all micro-batches in flight, and the head.
 
     Of each matrix of a layer the backward needs the input, and what follows it needs the output: in + out
     elements per token, in the type of the weights. Where q, k and v share an input it is counted for each,
     which stands for what the two norms, rotary embeddings and the activation function keep. With gradient
     checkpointing a layer keeps its input alone, and one layer at a time is recomputed.
     """
-    part = census.stage(rank.stage, cut_of(spec.parallel, census))
-    layers: dict[int, int] = {}
-    for parameter in part:
+    matrices: dict[int, list[int]] = {}
+    for parameter in census.stage(stage, cut_of(spec.parallel, census)):
         if parameter.layer is not None and len(parameter.shape) == 2:
-            layers[parameter.layer] = layers.get(parameter.layer, 0) + sum(parameter.shape)
-    hidden = _embedding(census)[1]
-    token = flow.tokens * weight_bytes(spec)
-    one_layer = max(layers.values(), default=0) * token
-    inputs = len(layers) * hidden * token * flow.in_flight(rank.stage)
-    is_last = rank.stage == flow.layout.pipeline_stages - 1
+            matrices.setdefault(parameter.layer, []).extend(parameter.shape)
+    token, flight = flow.tokens * weight_bytes(spec), flow.in_flight(stage)
+    layers = [each(sizes, token) for sizes in matrices.values()]
+    one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
+    inputs = each([_embedding(census)[1]] * len(layers) * flight, token)
+    is_last = stage == flow.layout.pipeline_stages - 1
     logits, gradient = _head(census, spec, flow.tokens) if is_last else (0, 0)
-    if not spec.model.gradient_checkpointing:
-        kept, on_host = sum(layers.values()) * token * flow.in_flight(rank.stage), 0
-    elif spec.model.activation_offload:
-        kept, on_host = one_layer, inputs
-    else:
-        kept, on_host = one_layer + inputs, 0
-    return replace(
-        rank,
-        activations=kept,
-        one_layer=one_layer,
-        head=logits + gradient,
-        logits=logits,
-        offloaded=rank.offloaded + on_host,
-    )
+    kept, on_host = sum(layers * flight, NONE), NONE
+    if spec.model.gradient_checkpointing:
+        kept, on_host = (one_layer, inputs) if spec.model.activation_offload else (one_layer + inputs, NONE)
+    moment: Moment = {"activations": kept, "head": one(logits) + one(gradient), "offloaded": on_host}
+    return _Work(moment, one_layer.total, logits)
 
 
 def _embedding(census: Census) -> tuple[int, int]:
@@ -263,38 +295,3 @@ def moment_bytes(spec: Spec) -> int:
     if spec.optim.name == "adamw":
         return 2 * FP32
     return FP32 if spec.optim.momentum else 0
-
-
-def _parameters(parameters: tuple[Parameter, ...], spec: Spec, ranks: int) -> int:
-    if spec.parallel.zero_stage < 3:
-        return sum(parameter.numel for parameter in parameters) * weight_bytes(spec)
-    shares = sum(-(-parameter.numel // ranks) for parameter in parameters)
-    kept = sum(parameter.numel for parameter in parameters if parameter.numel <= PERSIST_BELOW)
-    return (shares + kept) * weight_bytes(spec)
-
-
-def _gradients(whole: int, share: int, spec: Spec) -> int:
-    """Of a rank's GPU, for `whole` trained elements. Which gradients DeepSpeed holds at once differs with
-    stage and type."""
-    zero, bf16 = spec.parallel.zero_stage, spec.train.precision == "bf16"
-    offloaded = spec.parallel.offload_optimizer.device != "none"
-    if zero == 0:
-        return whole * (2 + FP32) if bf16 else whole * FP32  # bf16: and their fp32 copy in the update
-    if zero == 1 and not offloaded:
-        # bf16: BF16_Optimizer's fp32 buffer is whole. Else whole until reduced into the rank's share.
-        return whole * (2 + FP32) if bf16 else whole * weight_bytes(spec) + share * FP32
-    if not offloaded:
-        return share * FP32
-    return {1: whole, 2: share, 3: 0}[zero] * weight_bytes(spec)
-
-
-def _buffers(whole: int, bucket: int, spec: Spec) -> int:
-    """Buckets are allocated in full; at ZeRO 3 gathered parameters come on top, up to what may live at
-    once."""
-    zero = spec.parallel.zero_stage
-    reduced = 2 if spec.train.reduce_dtype == "bf16" else FP32
-    overlapped = zero < 3 and spec.parallel.pipeline_stages == 1
-    if zero == 0 or (zero == 1 and spec.train.precision == "bf16"):
-        return 0
-    gathered = min(whole, LIVE) * weight_bytes(spec) if zero == 3 else 0
-    return bucket * reduced * (2 if overlapped else 1) + gathered

@@ -11,7 +11,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.layout import Layout
-from dsft.plan.memory import Memory, RankMemory, most_tokens, of_host, runs_on_cpu, stage_memory, weight_bytes
+from dsft.plan.memory import Memory, RankMemory, most_tokens, of_host, stage_memory, weight_bytes
 from dsft.plan.reference import (
     dpo_of,
     has_engine,
@@ -32,6 +32,7 @@ class ReferenceMemory:
     activations of the largest layer: a forward pass keeps no more
     logits      that are there at once, at most
     offloaded   parameters on the CPU
+    retained    as of a RankMemory; nothing is freed before the end
     """
 
     stage: int
@@ -41,6 +42,8 @@ class ReferenceMemory:
     activations: int
     logits: int
     offloaded: int
+
+    retained: int = 0
 
     @property
     def device(self) -> int:
@@ -134,11 +137,11 @@ def _beside(
         replace(rank, reference=on_gpu, offloaded=rank.offloaded + on_host)
         for rank, on_gpu, on_host in zip(sizes.stages, held, offloaded, strict=True)
     )
-    return Memory(stages, of_host(stages, layout, hosts, on_cpu=runs_on_cpu(spec)))
+    return Memory(stages, of_host(stages, spec, layout, hosts))
 
 
 def _per_host(
     found: tuple[ReferenceMemory, ...], spec: Spec, layout: Layout, hosts: Mapping[str, int]
 ) -> dict[str, int]:
     places = reference_layout(spec, layout.world_size)
-    return of_host(found, places, hosts, on_cpu=runs_on_cpu(spec))
+    return of_host(found, spec, places, hosts)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
-from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.build import GIB, Block, Plan, blocks, build_plan
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
 from dsft.plan.memory import swapped_of
@@ -30,8 +30,8 @@ from dsft.plan.traffic import bubble
 from dsft.spec.patterns import group_of
 
 NOT_COUNTED = (
-    "Bytes of a step's fullest moment; activations and head are an estimate, padding of flat buffers is not "
-    "counted. A run measures them: memory.json."
+    "Bytes of a run's fullest moment; activations and head are an estimate, padding of flat buffers is not "
+    "counted, nor what a GPU's driver takes of either memory. A run measures them: memory.json."
 )
 SHOWN_BLOCKS = 16
 
@@ -137,6 +137,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield Text(
             f"{host} swaps at most {size_text(size)} to its disk (nvme_path), where so much must be free."
         )
+    yield from map(Text, _fits(plan))
     yield Text(NOT_COUNTED)
     yield heading("Step")
     if plan.layout.pipeline_stages > 1:
@@ -225,10 +226,12 @@ def _memory(plan: Plan) -> Table:
         ("gradients", "gradients"),
         ("fp32 weights", "master"),
         ("optimizer states", "moments"),
-        ("buffers, at most", "buffers"),
+        ("buffers and copies", "buffers"),
         ("activations, about", "activations"),
         ("logits, about", "head"),
         ("total", "device"),
+        ("in the host's memory", "offloaded"),
+        ("freed, but kept by malloc", "retained"),
     )
     if len(stages) > 1:
         cut = cut_of(plan.spec.parallel, plan.census)
@@ -236,11 +239,11 @@ def _memory(plan: Plan) -> Table:
         table.add_row("layers", *(_range((layers[0], layers[-1])) for layers in owned))
     for label, field in rows:
         sizes = [getattr(rank, field) for rank in stages]
-        if field != "reference" or any(sizes):
+        if field not in ("reference", "offloaded", "retained") or any(sizes):
             table.add_row(label, *map(size_text, sizes))
     table.add_section()
     for label, size in _host_rows(plan.memory.hosts):
-        table.add_row(label, size, *[""] * (len(stages) - 1))
+        table.add_row(f"{label}, its processes too", size, *[""] * (len(stages) - 1))
     return table
 
 
@@ -250,6 +253,13 @@ def _swapped(plan: Plan) -> dict[str, int]:
         return {}
     rank = swapped_of(plan.census, plan.spec, plan.layout.data_parallel)
     return {host: slots * rank.on_disk for host, slots in plan.hosts.items()}
+
+
+def _fits(plan: Plan) -> Iterator[str]:
+    """Where the spec says what the hosts have; what does not fit is among the warnings."""
+    given = plan.spec.cluster.host_memory_gib if plan.spec.cluster else None
+    if given is not None and max(plan.memory.hosts.values()) <= given * GIB:
+        yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib)."
 
 
 def _bubble(plan: Plan) -> str:

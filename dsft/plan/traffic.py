@@ -18,7 +18,8 @@ from dsft.plan.census import Census
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.layout import Layout
-from dsft.plan.memory import FP32, moment_bytes, most_tokens, runs_on_cpu, weight_bytes
+from dsft.plan.memory import moment_bytes, most_tokens, runs_on_cpu, weight_bytes
+from dsft.plan.moments import FP32
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
 from dsft.spec.schema import Spec
 

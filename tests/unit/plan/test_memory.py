@@ -8,7 +8,8 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import Memory, memory
+from dsft.plan.memory import PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.moments import MALLOC_KEEPS
 
 BIG, SMALL = 1_000_000, 100
 
@@ -24,6 +25,7 @@ def census() -> Census:
 
 
 WHOLE = 7 * BIG + 4 * SMALL
+LARGEST = 2 * BIG
 
 
 @pytest.fixture
@@ -50,11 +52,11 @@ def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
     assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (
         2 * WHOLE,
-        WHOLE,
+        WHOLE + 2 * LARGEST,  # one gradient arrives
         WHOLE,
         2 * WHOLE,
     )
-    assert rank.buffers == 2 * 4 * bucket_size(WHOLE)
+    assert rank.buffers == 2 * 2 * bucket_size(WHOLE) + (2 + 4) * LARGEST  # flattened, and in fp32
 
 
 def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
@@ -65,16 +67,43 @@ def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
 def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 3}, train={"precision": "bf16"}).stages[0]
     assert rank.parameters == 2 * (WHOLE // 4 + 4 * SMALL)
-    assert rank.buffers == 4 * bucket_size(WHOLE) + 2 * WHOLE
+    bucket, matrices = bucket_size(WHOLE), 7 * BIG
+    gathered = 2 * (matrices + bucket + bucket // 4)
+    assert rank.buffers == 4 * bucket + gathered + 4 * LARGEST
+    assert rank.master == rank.gradients - 2 * LARGEST == 4 * WHOLE // 4
+
+
+def test_at_zero_3_in_fp32_the_weights_are_their_own_masters(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 3}, train={"precision": "fp32"}).stages[0]
+    assert (rank.parameters, rank.master, rank.moments) == (
+        4 * (WHOLE // 4 + 4 * SMALL),
+        0,
+        8 * WHOLE // 4,
+    )
 
 
 def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
     offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
     table = sizes(hosts={"a": 3, "b": 1}, parallel=offloaded)
     rank = table.stages[0]
-    assert (rank.gradients, rank.master, rank.moments) == (0, 0, 0)
-    assert rank.offloaded == 20 * WHOLE // 4
-    assert table.hosts == {"a": 3 * rank.offloaded, "b": rank.offloaded}
+    assert (rank.gradients, rank.master, rank.moments) == (4 * LARGEST, 0, 0)
+    locked = 1 << 23  # 4 * WHOLE // 4 bytes of gradients, in powers of two
+    assert locked // 2 < WHOLE < locked
+    assert rank.offloaded == (4 + 8) * WHOLE // 4 + 2 * locked
+    process = PROCESS + WITH_ZERO
+    assert table.hosts == {"a": 3 * (rank.offloaded + process), "b": rank.offloaded + process}
+
+    plain = {"zero_stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    assert sizes(parallel=plain).stages[0].offloaded == 20 * WHOLE // 4
+
+
+def test_parameters_on_the_cpu_leave_the_gpu_the_small_ones(sizes: Any) -> None:
+    both = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_parameters": {"device": "cpu"}}
+    train = {"precision": "bf16"}
+    rank = sizes(parallel=both, train=train).stages[0]
+    alone = sizes(parallel=both | {"offload_parameters": {"device": "none"}}, train=train).stages[0]
+    assert rank.parameters == 2 * 4 * SMALL
+    assert rank.offloaded == alone.offloaded + (1 << 22)  # 2 * WHOLE // 4, in a power of two
 
 
 def test_stages_have_their_own_layers(sizes: Any) -> None:
@@ -94,7 +123,36 @@ def test_sgd_has_moments_with_momentum_only(sizes: Any) -> None:
 def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:
     cluster = {"hosts": {"a": 4}, "accelerator": {"name": "cpu"}}
     table = sizes(cluster=cluster)
-    assert table.hosts == {"here": 4 * table.stages[0].device}
+    rank = table.stages[0]
+    assert table.hosts == {"here": 4 * (rank.device + rank.retained + PROCESS + WITH_ZERO)}
+
+
+def test_what_malloc_keeps_of_other_moments_counts_on_a_cpu(make_spec: Any) -> None:
+    """In bf16 at ZeRO 0 the update widens every gradient, in blocks that malloc keeps; the reduction before
+    it flattens them all, in blocks that go back."""
+    count, size = 20, 4_000_000
+    census = Census("X", count, None, tuple(Parameter(f"{i}", (size,), i, False, ()) for i in range(count)))
+    assert 4 * size < MALLOC_KEEPS < 2 * count * size
+
+    def rank(accelerator: str) -> Any:
+        cluster = {"hosts": {"a": 2}, "accelerator": {"name": accelerator}}
+        spec = make_spec(parallel={"zero_stage": 0}, train={"precision": "bf16"}, cluster=cluster)
+        return memory(census, spec, layout(spec.parallel, 2), {"a": 2}).stages[0]
+
+    flat = (2 + 4) * count * size
+    assert rank("cpu").buffers == rank("H100").buffers == flat
+    assert (rank("cpu").retained, rank("H100").retained) == (4 * count * size, 0)
+
+
+@pytest.mark.parametrize(("weight_decay", "copied"), [(0.0, 0), (0.1, 4 * WHOLE)])
+def test_groups_are_flattened_together_where_there_are_several(
+    sizes: Any, weight_decay: float, copied: int
+) -> None:
+    train = {"precision": "bf16", "micro_batch_size": 1, "accumulation_steps": 1}
+    optim = {"learning_rate": 1e-4, "weight_decay": weight_decay}
+    made = sizes(parallel={"zero_stage": 1}, train=train, optim=optim, data={"max_length": 8})
+    rank = made.stages[0]
+    assert rank.buffers == max(copied, 4 * LARGEST)
 
 
 def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: Any) -> None:
@@ -156,6 +214,7 @@ def test_the_heads_logits_are_those_of_a_chunk_at_most(
 def test_the_phases_of_a_run_take_parts_of_it(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
     assert rank.phase("steady") == rank.phase("first_step") == rank.device
-    assert rank.phase("load") == rank.parameters + rank.master
-    assert rank.phase("load") < rank.phase("save") < rank.phase("evaluation") < rank.phase("steady")
+    assert rank.phase("load") == rank.parameters + rank.master + 2 * WHOLE  # flattened as it is made
+    assert rank.phase("save") == rank.parameters + rank.master + rank.moments
+    assert rank.phase("save") < rank.phase("evaluation") < rank.phase("steady")
     assert rank.phase("start") == 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import PERSIST_BELOW
+from dsft.plan.ds_config import PERSIST_BELOW, bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import Memory, memory
+from dsft.plan.memory import PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.reference_memory import Reference, with_reference
 
 BIG, SMALL, RANK = 1_000_000, 100, 8
@@ -59,7 +59,8 @@ def test_a_sharded_one_takes_a_share_and_what_it_gathers(planned: Any) -> None:
     sizes, reference = planned(dpo={"reference": "live", "reference_zero_stage": 3})
     (rank,) = reference.stages
     assert rank.parameters == sizes.stages[0].reference == 2 * (WHOLE // 4 + 4 * SMALL)
-    assert (rank.gathered, rank.offloaded) == (2 * WHOLE, 0)
+    bucket = bucket_size(WHOLE)
+    assert (rank.gathered, rank.offloaded) == (2 * (8 * BIG + bucket + bucket // 4), 0)
 
 
 def test_one_on_the_cpu_leaves_the_gpu_what_stays_gathered(planned: Any) -> None:
@@ -69,7 +70,7 @@ def test_one_on_the_cpu_leaves_the_gpu_what_stays_gathered(planned: Any) -> None
     assert SMALL < PERSIST_BELOW < BIG
     assert rank.parameters == sizes.stages[0].reference == 2 * 4 * SMALL
     assert rank.offloaded == 2 * WHOLE // 4
-    assert sizes.hosts == {"a": rank.offloaded * 2, "b": rank.offloaded * 2}
+    assert sizes.hosts == dict.fromkeys("ab", 2 * (rank.offloaded + PROCESS + WITH_ZERO))
 
 
 def test_a_precomputed_one_takes_nothing_in_training(planned: Any) -> None:
@@ -79,13 +80,14 @@ def test_a_precomputed_one_takes_nothing_in_training(planned: Any) -> None:
     (rank,) = reference.stages
     assert rank.device == 2 * WHOLE + rank.activations + rank.logits
     assert rank.device < sizes.stages[0].device  # no gradients, no moments, one layer at a time
-    assert reference.hosts == {"a": 0, "b": 0}
+    assert reference.hosts == dict.fromkeys("ab", 2 * (PROCESS + WITH_ZERO))
 
 
 def test_on_cpus_the_pass_is_in_the_hosts_memory(planned: Any) -> None:
     cluster = {"hosts": {"a": 2, "b": 2}, "accelerator": {"name": "cpu"}}
     _, reference = planned(dpo={}, cluster=cluster)
-    assert reference.hosts == {"a": 2 * reference.stages[0].device, "b": 2 * reference.stages[0].device}
+    process = PROCESS + WITH_ZERO
+    assert reference.hosts == dict.fromkeys("ab", 2 * (reference.stages[0].device + process))
 
 
 def test_a_pass_in_stages_has_each_stages_share(planned: Any) -> None:

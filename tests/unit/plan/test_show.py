@@ -8,9 +8,10 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.batch import batch_sizes
-from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.build import GIB, Block, Plan, blocks, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.layout import Layout
+from dsft.plan.memory import PROCESS, WITH_ZERO
 from dsft.plan.show import as_mapping, as_text
 
 pytestmark = pytest.mark.usefixtures("counted")
@@ -111,6 +112,17 @@ def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     assert "Warnings" in text(made)
 
 
+@pytest.mark.parametrize(("given", "fits"), [(8.0, True), (0.5, False)])
+def test_the_plan_says_whether_the_hosts_have_the_memory(plan: Any, given: float, fits: bool) -> None:
+    cluster = {"hosts": {"a": 4}, "host_memory_gib": given}
+    made = plan(None, cluster=cluster)
+    needed = 4 * (PROCESS + WITH_ZERO) / GIB
+    assert made.memory.hosts == {"a": needed * GIB}
+    assert ("It fits into the hosts' 8 GiB (cluster.host_memory_gib)." in text(made)) == fits
+    warning = f"cluster.host_memory_gib: 0.5 is less than the {needed:.1f} GiB of host a; take more hosts"
+    assert any(told.startswith(warning) for told in made.warnings) != fits
+
+
 def test_rows_longer_than_the_models_positions_are_refused(make_spec: Any) -> None:
     with pytest.raises(SpecError, match="data.max_length: 129 is over the model's 128 positions"):
         build_plan(make_spec(data={"max_length": 129}), 1, Path())
@@ -123,7 +135,8 @@ def test_the_reference_of_pairs_is_shown_with_its_reason(plan: Any) -> None:
     assert "Scored before the policy is there" in shown and "weights 3.8 MiB" in shown
     assert "DeepSpeed, of the reference" in shown
     told = as_mapping(made)["reference"]
-    assert told["per_gpu"][0]["parameters"] == 4_000_000 and told["per_host"] == {"localhost": 0}
+    assert told["per_gpu"][0]["parameters"] == 4_000_000
+    assert told["per_host"] == {"localhost": 4 * (PROCESS + WITH_ZERO)}
     assert told["deepspeed"]["zero_optimization"] == {"stage": 0}
     assert set(told["reasons"]) >= {"zero_optimization.stage"}
 

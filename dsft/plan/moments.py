@@ -1,0 +1,313 @@
+"""Which tensors a rank holds at once, in each moment of a run that can be the fullest. Takes a rank's part of
+the model and how it is trained, gives bytes; pure arithmetic.
+
+What is there in which moment is read off DeepSpeed 0.19.8, file and line beside it, and held against measured
+peaks by benchmarks/memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dsft.plan.ds_config import LIVE, PERSIST_BELOW, SUB_GROUP
+
+FP32 = 4  # bytes
+
+MALLOC_KEEPS = 32 << 20
+"""Bytes. glibc takes larger blocks from the kernel and gives them back at once; smaller ones come from its
+heap and stay with the process when they are freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
+
+REDUCED_AT_ONCE = 500_000_000  # elements that ZeRO 0 and BF16_Optimizer reduce in one piece (engine.py:3073)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Bytes in blocks of at most MALLOC_KEEPS, and in larger ones."""
+
+    small: int = 0
+    large: int = 0
+
+    def __add__(self, other: Tensors) -> Tensors:
+        return Tensors(self.small + other.small, self.large + other.large)
+
+    @property
+    def total(self) -> int:
+        return self.small + self.large
+
+
+NONE = Tensors()
+
+
+def one(size: int) -> Tensors:
+    """One tensor of so many bytes."""
+    return Tensors(size, 0) if size <= MALLOC_KEEPS else Tensors(0, size)
+
+
+def each(elements: Iterable[int], width: int) -> Tensors:
+    """A tensor for each number of elements, of `width` bytes each."""
+    return sum((one(numel * width) for numel in elements), NONE)
+
+
+Row = Literal["parameters", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"]
+Moment = Mapping[Row, Tensors]
+"""What is on the device, and in `offloaded` what is in the memory of its host."""
+
+
+def merged(*moments: Moment) -> dict[Row, Tensors]:
+    """All of them at once."""
+    found: dict[Row, Tensors] = {}
+    for moment in moments:
+        for row, tensors in moment.items():
+            found[row] = found.get(row, NONE) + tensors
+    return found
+
+
+def total(moment: Moment) -> int:
+    return sum(tensors.total for tensors in moment.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """trained, frozen: elements of each parameter of this rank's stage; ranks: data-parallel ones; weight,
+    reduced, moment: bytes of an element of the weights, of what is summed over the ranks, and of the
+    optimizer's states; bucket, gathered: elements of the reduction's and the gathering's buckets; optimizer,
+    parameters: where they are kept; groups: of the optimizer; accumulates: steps have several micro-batches;
+    pinned: what is offloaded is page-locked; locked: bytes of the buffers through which a rank swaps;
+    backward: activations and head."""
+
+    trained: tuple[int, ...]
+    frozen: tuple[int, ...]
+    zero: int
+    ranks: int
+    weight: int
+    reduced: int
+    moment: int
+    bucket: int
+    gathered: int
+    optimizer: str
+    parameters: str
+    groups: int
+    accumulates: bool
+    pipeline: bool
+    on_cpu: bool
+    is_bf16: bool
+    pinned: bool
+    locked: int
+    backward: Moment = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        return sum(self.trained)
+
+    @property
+    def share(self) -> int:
+        """Of what is trained; at ZeRO 3 each parameter is cut by itself."""
+        if self.zero == 3:
+            return sum(self.shares(self.trained))
+        return -(-self.elements // self.ranks)
+
+    @property
+    def largest(self) -> int:
+        return max(self.trained, default=0)
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.optimizer != "none"
+
+    def shares(self, elements: Iterable[int]) -> list[int]:
+        return [-(-numel // self.ranks) for numel in elements]
+
+    def in_host(self, elements: int, width: int) -> Tensors:
+        """Page-locked memory comes in powers of two (torch, CachingHostAllocator.h:305)."""
+        size = elements * width
+        return one(1 << (size - 1).bit_length() if self.pinned and size else size)
+
+    def gathering(self, elements: int) -> Tensors:
+        """gloo collects what it gathers in a copy of its own (ProcessGroupGloo, all_gather_into_tensor)."""
+        return one(elements * self.weight) if self.on_cpu and self.ranks > 1 else NONE
+
+
+def moments(part: Part) -> dict[str, Moment]:
+    """By name: load, backward and what follows it. Without anything to train, load, and ZeRO 3's forward."""
+    if not part.trained:
+        kept: Moment = {"parameters": weights(part)}
+        return {"load": kept} | (
+            {"forward": merged(kept, {"buffers": gathered(part)})} if part.zero == 3 else {}
+        )
+    if part.zero == 0:
+        return _whole(part)
+    if part.zero == 3:
+        return _sharded(part)
+    if part.zero == 1 and part.is_bf16 and not part.is_offloaded:
+        return _bf16(part)
+    return _partitioned(part)
+
+
+def weights(part: Part) -> Tensors:
+    """As they are kept between their uses."""
+    if part.zero < 3:
+        flat = each(part.trained, part.weight) if part.zero == 0 else one(part.elements * part.weight)
+        return flat + each(part.frozen, part.weight)
+    small = [numel for numel in part.trained + part.frozen if numel <= PERSIST_BELOW]
+    return _shares(part) + each(small, part.weight)
+
+
+def _shares(part: Part) -> Tensors:
+    """At ZeRO 3; those of what is trained in one piece (stage3.py:887, defragment)."""
+    return one(part.share * part.weight) + each(part.shares(part.frozen), part.weight)
+
+
+def _whole(part: Part) -> dict[str, Moment]:
+    """ZeRO 0. In fp32 the plain optimizer over the module's own parameters; else FP16_UnfusedOptimizer, which
+    steps once, with gradients of zeros, while it is made (unfused_optimizer.py:386)."""
+    low = part.weight < FP32
+    gradients = each(part.trained, part.weight)
+    copies = each(part.trained, FP32) if low else NONE
+    kept: Moment = {
+        "parameters": weights(part),
+        "master": copies,
+        "moments": each(part.trained, part.moment),
+    }
+    flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796, and again in the type that travels
+    travels = one(flat * part.weight) + (one(flat * part.reduced) if part.reduced != part.weight else NONE)
+    is_reduced = part.ranks > 1 or not part.pipeline
+    load: Moment = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(part)}
+    return {
+        "load": load,
+        "backward": merged(kept, {"gradients": gradients}, part.backward),
+        "reduction": merged(kept, {"gradients": gradients, "buffers": travels if is_reduced else NONE}),
+        "update": merged(kept, {"gradients": gradients + copies}),
+    }
+
+
+def _bf16(part: Part) -> dict[str, Moment]:
+    """ZeRO 1 in bf16: BF16_Optimizer, whose fp32 gradients are whole on every rank (bf16_optimizer.py:191);
+    those of the weights' own type stay beside them, as zeros (clear_lp_grads)."""
+    whole = one(part.elements * FP32)
+    made: Moment = {"parameters": weights(part), "master": one(part.share * FP32), "gradients": whole}
+    low: Moment = {"gradients": each(part.trained, part.weight)}
+    kept = merged(made, low, {"moments": one(part.share * part.moment)})
+    # several groups are flattened together, one is reduced where it is (engine.py:3796)
+    joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE and (part.ranks > 1 or not part.pipeline)
+    return {
+        "load": merged(made, {"parameters": each(part.trained, part.weight)}),
+        "backward": merged(kept, part.backward),
+        "widening": merged(kept, {"buffers": one(part.largest * FP32)}),  # bf16_optimizer.py:523
+        "reduction": merged(kept, {"buffers": whole if joined else NONE}),
+        "update": merged(kept, {"buffers": part.gathering(part.elements)}),
+    }
+
+
+def _partitioned(part: Part) -> dict[str, Moment]:
+    """DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp32, fp16 or with offload. Where weights are narrower
+    than fp32, gradients add up in one fp32 piece of the rank's share (stage_1_and_2.py:1259); else in pieces,
+    of which the next micro-batch makes others before they are added."""
+    low = part.weight < FP32
+    share = one(part.share * FP32)
+    width = FP32 if part.zero == 1 else part.weight  # of what is reduced from (stage_1_and_2.py:1253)
+    states: Moment = {"master": share, "moments": one(part.share * part.moment)}
+    kept: Moment = merged({"parameters": weights(part)}, states)
+    made: Moment = {"parameters": weights(part), "master": share}
+    if part.is_offloaded:
+        kept = {"parameters": weights(part), "offloaded": _in_host(part)}
+        made = kept
+    whole = each(part.trained, width) if part.zero == 1 and part.accumulates else NONE
+    added = share if low else NONE if part.is_offloaded else share
+    again = share if not low and part.zero == 2 and part.accumulates and not part.is_offloaded else NONE
+    backward: Moment = {
+        "gradients": whole + added + again + _arriving(part),
+        "buffers": _buckets(part, width),
+    }
+    update: Moment = {"gradients": added + (NONE if low or part.is_offloaded else share)}
+    return {
+        "load": merged(made, {"parameters": each(part.trained, part.weight)}),
+        "backward": merged(kept, backward, part.backward),
+        "update": merged(kept, update),
+        "gathering": merged(kept, {"buffers": part.gathering(part.elements)}),
+    }
+
+
+def _arriving(part: Part) -> Tensors:
+    """The gradient of one parameter, before it is in a bucket; with offload one that is larger than the
+    bucket is copied (stage_1_and_2.py:1446)."""
+    arriving = one(part.largest * part.weight)
+    return arriving + arriving if part.is_offloaded and part.zero < 3 else arriving
+
+
+def _in_host(part: Part) -> Tensors:
+    """At ZeRO 1 and 2: fp32 weights, moments and gradients, the updated weights on their way back, one
+    gradient on its way, and in fp32 those that add up, by parameter (stage_1_and_2.py:395, 570, 1809)."""
+    share, adding = part.share, part.accumulates and part.weight == FP32
+    flat = part.in_host(share, FP32) + part.in_host(share, FP32) + part.in_host(share, part.weight)
+    pieces = [part.in_host(numel, FP32) for numel in part.shares(part.trained)] if adding else []
+    return sum(pieces, flat + one(share * part.moment) + part.in_host(part.largest, part.weight))
+
+
+def _buckets(part: Part, width: int) -> Tensors:
+    """Two, where reduction runs beside the backward; what is reduced is flattened, and once more in the type
+    that travels (stage_1_and_2.py:2359); a larger parameter is reduced by itself. With offload a gradient
+    passes through a buffer of the largest one's size."""
+    bucket = min(part.bucket, part.elements)
+    flat = max(bucket, part.largest)
+    found = one(bucket * width) + (NONE if part.pipeline else one(bucket * width)) + one(flat * width)
+    if part.reduced != width:
+        found += one(flat * part.reduced)
+    return found + (one(part.largest * part.weight) if part.is_offloaded else NONE)
+
+
+def _sharded(part: Part) -> dict[str, Moment]:
+    """ZeRO 3. In fp32 the weights are their own masters (stage3.py:1162), where nothing is offloaded; the
+    gradients' buffer and one bucket stay (stage3.py:782, 791)."""
+    share, sub_group = part.share, min(part.share, SUB_GROUP)
+    is_master = part.weight == FP32 and not part.is_offloaded and part.parameters == "none"
+    states: Moment = {
+        "master": NONE if is_master else one(share * FP32),
+        "moments": one(share * part.moment),
+        "gradients": one(share * FP32),
+    }
+    if part.is_offloaded:
+        states = {"offloaded": _sharded_in_host(part)}
+    bucket = one(part.bucket * part.reduced)
+    kept = merged({"parameters": weights(part), "buffers": bucket, "offloaded": one(part.locked)}, states)
+    if part.parameters != "none":
+        flat = part.in_host(part.share, part.weight)
+        on_host = flat + each(part.shares(part.frozen), part.weight) if part.parameters == "cpu" else NONE
+        resident = [numel for numel in part.trained + part.frozen if numel <= PERSIST_BELOW]
+        kept = merged(kept, {"offloaded": on_host}) | {"parameters": each(resident, part.weight)}
+    reduced = max(min(part.bucket, part.elements), part.largest)
+    reducing = one(reduced * part.reduced)  # in the order of the ranks (coalesced_collectives.py:122)
+    if part.on_cpu:
+        reducing += reducing  # gloo's reduce_scatter works in a copy
+    step = NONE if part.is_offloaded else one(sub_group * FP32)  # stage3.py:2686
+    load = merged(kept, {"parameters": each(part.shares(part.trained), part.weight)})
+    load.pop("moments", None)
+    return {
+        "load": merged(load, {"buffers": one(sub_group * FP32)}),  # stage3.py:1306, 1172
+        "backward": merged(
+            kept, {"buffers": gathered(part) + reducing, "gradients": _arriving(part)}, part.backward
+        ),
+        "update": merged(kept, {"gradients": step}),
+    }
+
+
+def gathered(part: Part) -> Tensors:
+    """At ZeRO 3: what stays whole from its forward to its backward, and the bucket it comes in, of which gloo
+    has a copy, beside the shares that go out (partition_parameters.py:1343)."""
+    whole = [numel for numel in part.trained + part.frozen if numel > PERSIST_BELOW]
+    ahead = min(part.gathered, sum(whole))
+    fits = sum(whole) <= LIVE
+    live = each(whole, part.weight) if fits else Tensors(0, LIVE * part.weight)
+    return (
+        live + one(ahead * part.weight) + part.gathering(ahead) + one(-(-ahead // part.ranks) * part.weight)
+    )
+
+
+def _sharded_in_host(part: Part) -> Tensors:
+    """At ZeRO 3: fp32 weights, moments, and gradients twice, as they add up and as the update reads them
+    (stage3.py:791, 1338). What is swapped to a disk leaves the adding gradients."""
+    gradients = part.in_host(part.share, FP32)
+    if part.optimizer == "nvme":
+        return gradients
+    return gradients + gradients + one(part.share * FP32) + one(part.share * part.moment)
