@@ -127,8 +127,9 @@ def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("num_key_value_heads", "num_kv_heads"):
         if getattr(config, name, None) is not None:
             setattr(small, name, 2 if getattr(config, name) == heads else 1)
-    changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY}
-    changed |= {"intermediate_size": WIDTH, "sliding_window": WINDOW, "pad_token_id": 0}
+    changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0}
+    changed |= {"intermediate_size": WIDTH, "ffn_hidden_size": WIDTH, "sliding_window": WINDOW}
+    changed |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     for name, new in changed.items():
         if getattr(config, name, None) is not None:
             setattr(small, name, new)

@@ -20,7 +20,7 @@ from dsft.plan.cut import Cut
 from dsft.spec.cuttable import CUTTABLE
 from tests.architectures.cases import ARCHITECTURES, PACKED, deeper, small_config, small_model
 
-BOUND = 2e-6
+BOUND = 1e-6
 ROWS = ([5, 9, 2, 7, 1, 8, 3], [4, 4, 6, 11], [3, 1, 12, 6, 2])
 REFUSED = {"gemma3n_text": "looks tokens up again", "gemma4_text": "looks tokens up again"}
 
