@@ -114,12 +114,14 @@ def shares(folder: Path, facts: TokenFacts, dtype: torch.dtype, rank: int, ranks
     return {name: taken[id(p)] for name, p in policy.causal_lm.named_parameters()}
 
 
-def test_stages_hold_the_same(tmp_path: Path) -> None:
-    save(tmp_path, tie_word_embeddings=False)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_hold_the_same(tmp_path: Path, tied: bool) -> None:
+    save(tmp_path, tie_word_embeddings=tied)
     whole = built(tmp_path, LARGER).named_trained()
     model = Model(name_or_path=str(tmp_path))
     for stage in (0, 1):
         part = build_model(model, LARGER, 7, torch.float32, stage, Cut((1, 1)))
+        assert ("model.embed_tokens.weight" in part.named_trained()) is (tied or stage == 0)
         for name, p in part.named_trained().items():
             assert torch.equal(p, whole[name]), name
 
