@@ -19,6 +19,7 @@ MALLOC_KEEPS = 32 << 20
 """Bytes. glibc takes larger blocks from the kernel and gives them back at once; smaller ones come from its
 heap and stay with the process when they are freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
+ROUNDED = 64 << 20  # bytes of a page-locked tensor, up to which torch rounds them
 REDUCED_AT_ONCE = 500_000_000  # elements that ZeRO 0 and BF16_Optimizer reduce in one piece (engine.py:3073)
 
 
@@ -120,9 +121,11 @@ class Part:
         return [-(-numel // self.ranks) for numel in elements]
 
     def in_host(self, elements: int, width: int) -> Tensors:
-        """Page-locked memory comes in powers of two (torch, CachingHostAllocator.h:305)."""
+        """Page-locked memory comes in powers of two (torch, CachingHostAllocator.h:305), where a run does not
+        tell torch otherwise (`dsft.plan.pinned.allocator`)."""
         size = elements * width
-        return one(1 << (size - 1).bit_length() if self.pinned and size else size)
+        is_rounded = self.pinned and 0 < size <= ROUNDED
+        return one(1 << (size - 1).bit_length() if is_rounded else size)
 
     def gathering(self, elements: int) -> Tensors:
         """gloo collects what it gathers in a copy of its own (ProcessGroupGloo, all_gather_into_tensor)."""

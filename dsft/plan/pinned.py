@@ -13,7 +13,8 @@ from typing import Any
 from dsft.plan.census import Census
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
-from dsft.plan.memory import FP32, weight_bytes
+from dsft.plan.memory import weight_bytes
+from dsft.plan.moments import FP32
 from dsft.spec.schema import Spec
 
 GIB = 2**30
