@@ -1,10 +1,11 @@
 """Loading a model folder on several ranks: memory over all ranks, and seconds.
 
-    python -m benchmarks.load [--rounds 5] [--ranks 2] [--out FILE]
+    python -m benchmarks.load [--rounds 5] [--ranks 2] [--variants …] [--out FILE]
 
 Makes a Llama of 277.9 million parameters in bf16, in four files, and loads it, in a fresh launch per sample:
 
 zero3                      dsft, ZeRO 3: each rank reads its share of every tensor
+zero3_offload              the same, with parameters that stay in the host's memory
 pipeline                   dsft, one stage per rank: each reads the tensors of its stage
 zero0                      dsft, ZeRO 0 to 2: each rank reads everything
 from_pretrained            transformers: the files stay mapped, and shared, until a weight is written
@@ -15,7 +16,10 @@ memory (RssAnon) after the load; `peak`, the high-water mark of all resident mem
 files included, above what was resident before. Both are summed over the ranks and divided by the bytes of the
 model. Seconds are those of the slowest rank, with the files in the page cache.
 
-    torchrun … -m benchmarks.load --rank VARIANT TINY_FOLDER FOLDER      one sample: a line of JSON
+    torchrun … -m benchmarks.load --rank VARIANT TINY_FOLDER FOLDER [--limit 0.75]
+
+is one sample, a line of JSON. --limit: of the folder's bytes, what a rank may allocate beside what it has
+before (RLIMIT_DATA: heap and private writable maps, Linux 4.7 and later).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -42,9 +47,9 @@ LARGE = {
     "vocab_size": 32_000,
     "tie_word_embeddings": False,
 }
-TINY = LARGE | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+TINY = LARGE | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
 SHARD = "150MB"
-VARIANTS = ("zero3", "pipeline", "zero0", "from_pretrained", "from_pretrained, written")
+VARIANTS = ("zero3", "zero3_offload", "pipeline", "zero0", "from_pretrained", "from_pretrained, written")
 
 
 def make_folder(folder: Path, keys: dict[str, Any], shard: str = SHARD) -> None:
@@ -67,7 +72,7 @@ def model_bytes(folder: Path) -> int:
 # --- one rank -----------------------------------------------------------------------------------------------
 
 
-def rank(variant: str, tiny: Path, folder: Path) -> None:
+def rank(variant: str, tiny: Path, folder: Path, limit: float | None) -> None:
     """Rank 0 prints the sample."""
     from dsft.engine.world import join
     from dsft.launch.environment import detect
@@ -78,15 +83,18 @@ def rank(variant: str, tiny: Path, folder: Path) -> None:
     load = loader(variant, world)
     load(tiny)
     gc.collect()
+    size = model_bytes(folder)
+    if limit is not None:
+        allow(int(limit * size))
+        assert not can_allocate(size), "the limit leaves room for the whole model"
     world.gather(None)
     paired.forget_peak()
-    held, resident, began = anonymous_bytes(), paired.resident_bytes(), time.perf_counter()
+    held, resident, began = paired.status_bytes("RssAnon"), paired.resident_bytes(), time.perf_counter()
     model = load(folder)
     seconds = time.perf_counter() - began
-    mine = (anonymous_bytes() - held, paired.peak_bytes() - resident, seconds)
+    mine = (paired.status_bytes("RssAnon") - held, paired.peak_bytes() - resident, seconds)
     ranks = world.gather(mine)
     if world.rank == 0:
-        size = model_bytes(folder)
         sample = {
             "held": sum(r[0] for r in ranks) / size,
             "peak": sum(r[1] for r in ranks) / size,
@@ -116,11 +124,13 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
         return model
 
     def dsft_loads(folder: Path) -> object:
-        config = {
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3 if variant == "zero3" else 0},
+            "zero_optimization": {"stage": 3 if variant.startswith("zero3") else 0},
             "bf16": {"enabled": True},
         }
+        if variant == "zero3_offload":
+            config["zero_optimization"] |= {"offload_param": {"device": "cpu", "pin_memory": False}}
         stage, stages = (world.rank, world.world_size) if variant == "pipeline" else (0, 1)
         layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
         model, facts = Model(name_or_path=str(folder)), TokenFacts(TINY["vocab_size"], None, None, None)
@@ -130,11 +140,20 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
     return transformers_loads if variant.startswith("from_pretrained") else dsft_loads
 
 
-def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+def allow(more: int) -> None:
+    """Bytes that this process may allocate beside those that it has."""
+    limit = paired.status_bytes("VmData") + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def can_allocate(size: int) -> bool:
+    import torch
+
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
 
 
 # --- all samples --------------------------------------------------------------------------------------------
@@ -171,35 +190,41 @@ def table(samples: paired.Samples) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory and seconds of loading a model on several ranks.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="where the table goes as well")
     parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "TINY_FOLDER", "FOLDER"), help="one sample")
+    parser.add_argument("--limit", type=float, help="of the folder's bytes, what a rank may allocate")
     options = parser.parse_args()
     if options.rank:
         variant, tiny, folder = options.rank
-        rank(variant, Path(tiny), Path(folder))
+        rank(variant, Path(tiny), Path(folder), options.limit)
         return
     with tempfile.TemporaryDirectory() as made:
         tiny, folder = Path(made, "tiny"), Path(made, "large")
         make_folder(tiny, TINY)
         make_folder(folder, LARGE)
-        variants = {variant: launch(variant, options.ranks, tiny, folder) for variant in VARIANTS}
+        variants = {
+            f"{variant}, {ranks} {'rank' if ranks == 1 else 'ranks'}": launch(variant, ranks, tiny, folder)
+            for variant in options.variants
+            for ranks in options.ranks
+        }
         samples = paired.measure(variants, options.rounds)
         size = model_bytes(folder)
-    faster = paired.ratio(samples, "seconds", "from_pretrained, written", "zero3")
-    text = "\n".join(
-        [
-            f"{size / 1e6:.0f} MB on {options.ranks} ranks, {options.rounds} rounds. "
-            f"{paired.machine_line(paired.machine())}",
-            "",
-            table(samples),
-            "",
-            f"Seconds of from_pretrained, written, to those of zero3: {faster}",
-        ]
-    )
+    head = f"{size / 1e6:.0f} MB, {options.rounds} rounds. {paired.machine_line(paired.machine())}"
+    text = "\n".join([head, "", table(samples), *slower(samples)])
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
+
+
+def slower(samples: paired.Samples) -> list[str]:
+    """Lines that compare the seconds, where both were measured."""
+    under, over = "zero3, 2 ranks", "from_pretrained, written, 2 ranks"
+    if not samples.keys() >= {under, over}:
+        return []
+    found = paired.ratio(samples, "seconds", over, under)
+    return ["", f"Seconds of from_pretrained, written, to those of zero3 on two ranks: {found}"]
 
 
 if __name__ == "__main__":

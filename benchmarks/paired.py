@@ -197,12 +197,12 @@ def commit() -> str:
 
 
 def resident_bytes() -> int:
-    return _status("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
     """The process's high-water mark, since its start or the last `forget_peak`."""
-    return _status("VmHWM")
+    return status_bytes("VmHWM")
 
 
 def forget_peak() -> None:
@@ -210,7 +210,8 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A line of /proc/self/status, such as VmData; RuntimeError where it has none."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

@@ -36,6 +36,8 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
         return min(size * world.rank, numel), min(size * (world.rank + 1), numel)
 
     def take(parameter: Any, part: Tensor | None) -> None:
+        if part is None and world.world_size == 1:  # all is there, and need not be copied
+            part = parameter.data.reshape(-1)
         if part is None:
             parameter.data = parameter.data.to(init.local_device)
             init._convert_to_deepspeed_param(parameter)

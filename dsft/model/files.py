@@ -1,18 +1,18 @@
 """Safetensors files as a model's values: takes the files and the model on the meta device, reads ranges of
 tensors by the names that they have in the module.
 
-No page of the files stays in a rank's memory. Which file tensor becomes which
-parameter, and through which conversion (a fused one cut, parts fused), says transformers' own mapping.
+Which file tensor becomes which parameter, and through which conversion (a fused one cut, parts fused), says
+transformers' own mapping.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +38,20 @@ PICKLED = ("pytorch_model*.bin",)
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
-PIECE = 2**20  # elements that are copied at a time
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+PIECE = 2**20  # elements that are read at a time
 SAMPLES, SAMPLE = 64, 2**12  # number and bytes of what is compared between hosts
-MAPPED = 2**21  # bytes of a file that may be mapped
 
 
 class NotUnderstood(Exception):
@@ -66,48 +77,53 @@ class Conversion:
 
 
 class File:
-    """One safetensors file. safetensors maps it, and what is touched of a map is resident until it is closed;
-    so it is closed, and opened again, each time that MAPPED bytes have been copied out."""
+    """One safetensors file, which is read and not mapped: a map by safetensors' torch can be written to, so
+    all of it counts as this process's memory where that is limited (RLIMIT_DATA, strict overcommit)."""
 
     def __init__(self, path: Path) -> None:
         """Raises MissingInputError for a file that cannot be read."""
         self._path = path
         try:
-            self._handle = safe_open(path, framework="pt")
+            with safe_open(path, framework="pt", backend="pread"):  # which checks the header and the size
+                pass
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                self._tensors = json.loads(file.read(header_bytes))
         except (SafetensorError, OSError) as error:
             raise MissingInputError(f"{path} cannot be read ({error}); give the folder whole.") from None
-        self._touched = 0  # bytes since it was opened
-        self.keys = tuple(self._handle.keys())
+        self._tensors.pop("__metadata__", None)
+        self._begin = 8 + header_bytes
+        self.keys = tuple(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._handle.get_slice(key).get_shape())
+        return tuple(self._tensors[key]["shape"])
 
     def dtype(self, key: str) -> str:
-        found: str = self._handle.get_slice(key).get_dtype()
+        found: str = self._tensors[key]["dtype"]
         return found
 
     def read(self, key: str, start: int, out: Tensor) -> None:
-        """Fill `out`, (n,) of any type, with the elements from `start` on of the flattened tensor. The rows
-        that hold them are touched, and no others."""
-        shape = self.shape(key)
-        if not shape:
-            out.copy_(self._handle.get_tensor(key))
-            return
-        row, stop = math.prod(shape[1:]), start + len(out)
-        for first, last in _pieces(start // row, -(-stop // row), row):
-            piece = self._handle.get_slice(key)[first:last].reshape(-1)
-            begin, end = max(start - first * row, 0), min(stop - first * row, len(piece))
-            out[first * row + begin - start : first * row + end - start] = piece[begin:end]
-            self._touched += piece.nbytes
-            del piece
-            if self._touched >= MAPPED:
-                self._handle, self._touched = safe_open(self._path, framework="pt"), 0
+        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
+        tensor."""
+        dtype = DTYPES[self.dtype(key)]
+        first = self._begin + self._tensors[key]["data_offsets"][0] + start * dtype.itemsize
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(first)
+            for piece in out.split(PIECE):
+                if piece.dtype == dtype:
+                    self._fill(file, piece)
+                else:
+                    own = torch.empty(len(piece), dtype=dtype)
+                    self._fill(file, own)
+                    piece.copy_(own)
 
-
-def _pieces(first: int, last: int, row: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, of PIECE elements each where a row has no more."""
-    step = max(PIECE // max(row, 1), 1)
-    return ((begin, min(begin + step, last)) for begin in range(first, last, step))
+    def _fill(self, file: FileIO, out: Tensor) -> None:
+        left = out.view(torch.uint8).numpy().data
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise MissingInputError(f"{self._path} ends too early; give the folder whole.")
+            left = left[count:]
 
 
 class FileValues:

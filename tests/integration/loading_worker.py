@@ -109,7 +109,9 @@ def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
     """The largest difference of this rank's stage of two, where it has one."""
     if rank > 1:
         return 0.0
-    policy = build_model(model, facts, 0, expected.dtype, rank, balanced([1] * 6, 2))
+    policy = build_model(
+        model, facts, 0, expected.dtype, rank, balanced([1] * expected.config.num_hidden_layers, 2)
+    )
     named = policy.causal_lm.named_parameters()
     return max(float((p - expected.get_parameter(name)).abs().max()) for name, p in named)
 

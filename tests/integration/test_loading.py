@@ -30,6 +30,7 @@ MEDIUM = TINY | {
 
 # Odd sizes: on three ranks hardly a tensor can be cut into equal parts.
 ODD = TINY | {
+    "num_hidden_layers": 2,
     "vocab_size": 67,
     "hidden_size": 30,
     "intermediate_size": 41,
@@ -49,15 +50,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("variant", ["zero3", "pipeline"])
+@pytest.mark.parametrize("variant", ["zero3", "zero3_offload", "pipeline"])
 def test_all_ranks_together_hold_the_model_once(variant: str, folders: Path) -> None:
-    """One copy per rank would be 2; DeepSpeed's own zero.Init holds 1 more on rank 0."""
+    """One copy per rank would be 2; DeepSpeed's own zero.Init holds 1 more on rank 0. The folder is larger
+    than what a rank may allocate."""
     worker = ROOT / "benchmarks" / "load.py"
-    done = torchrun(worker, 2, ["--rank", variant, str(folders / "tiny"), str(folders / "medium")])
+    words = ["--rank", variant, str(folders / "tiny"), str(folders / "medium"), "--limit", "0.75"]
+    done = torchrun(worker, 2, words)
     assert done.returncode == 0, done.stderr
     sample = json.loads(done.stdout.splitlines()[-1])
     assert 0.95 < sample["held"] <= 1.1, sample
-    assert sample["peak"] <= 1.25, sample
+    assert sample["peak"] <= 1.1, sample
     assert sample["largest_rank"] <= 0.65, sample
 
 
