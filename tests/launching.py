@@ -70,7 +70,7 @@ def forked(
             "environ": _environ(), "cwd": str(Path.cwd()), "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
         server.tell(asked)
-        leader = server.answer("pid", 60)
+        leader = server.answer("pid", 300)  # its imports, on a busy machine
         try:
             code = server.answer("code", timeout)
         except TimeoutError:
