@@ -172,9 +172,11 @@ def _write_part(aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[in
     return Part(name, written, elements, shapes, needed)
 
 
-def _chunks(fragments: Iterable[Fragment]) -> Iterator[Tensor]:
-    for fragment in fragments:
-        yield from torch.split(fragment.data, CHUNK)
+def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:
+    """Of one after the other, which is given up then: what is mapped from a disk leaves the memory."""
+    fragments.reverse()
+    while fragments:
+        yield from torch.split(fragments.pop().data, CHUNK)
 
 
 def _check_parts(parts: list[Part]) -> None:

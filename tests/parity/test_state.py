@@ -69,7 +69,10 @@ ON_FOUR: dict[str, float] = {
 RANKS = {2: ON_TWO, 3: ON_THREE, 4: ON_FOUR}
 
 # On a disk, and their like in memory: where libaio is.
-SWAPPED = ("z3-fp32-large-nvme", "z3-bf16-large-nvme-params", "z3-fp32-large-nvme-momentum")
+SWAPPED = (
+    *("z3-fp32-large-nvme", "z3-fp32-large-nvme-momentum", "z3-bf16-large-nvme-params"),
+    *("z3-bf16-large-params", "z3-bf16-large-offload-params", "z3-bf16-large-nvme-host"),
+)
 IN_MEMORY = ("z3-fp32-large-offload",)
 ON_TWO_SWAPPED: dict[str, float] = {
     **{f"{name}:{name}:3": EXACT for name in SWAPPED},
@@ -139,6 +142,8 @@ def test_going_on_from_a_disk_equals_no_break(results: dict[str, Any], case: str
 def test_what_is_on_a_disk_learns_the_same(results: dict[str, Any]) -> None:
     skip_without_a_disk()
     assert results["z3-fp32-large-nvme"]["losses"] == results["z3-fp32-large-offload"]["losses"]
+    stored = ("nvme-params", "offload-params", "nvme-host")  # wherever each of both is
+    assert len({tuple(results[f"z3-bf16-large-{where}"]["losses"]) for where in stored}) == 1
 
 
 def skip_without_a_disk() -> None:
