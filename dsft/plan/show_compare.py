@@ -88,7 +88,7 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     """What is printed, from the top."""
     limits = found.limits
     gpu, host = (_limit(limit) for limit in (limits.device, limits.host))
-    where = f"{plan.layout.world_size} ranks of {len(plan.hosts)} host{'s' if len(plan.hosts) > 1 else ''}"
+    where = f"{_count(plan.layout.world_size, 'rank')} of {_count(len(plan.hosts), 'host')}"
     yield Text(
         f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {where}; "
         f"a GPU has {gpu}, a host {host}"
@@ -108,6 +108,10 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     if found.refused:
         yield heading("What is refused")
         yield _refused(found)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _limit(limit: int | None) -> str:

@@ -54,9 +54,10 @@ def traffic(
     in their order; tokens: of a micro-batch, by default the most that the spec allows."""
     cut = cut_of(spec.parallel, census)
     most = tokens or most_tokens(spec, layout)
+    on = [host for host, slots in hosts.items() for _ in range(slots)]
     busiest: dict[tuple[str, Link], Flow] = {}
     for stage in range(layout.pipeline_stages):
-        for flow in _flows(_step(census, spec, layout, hosts, (cut, stage), most)):
+        for flow in _flows(_step(census, spec, layout, on, (cut, stage), most)):
             place = flow.what, flow.link
             if flow.bytes > (busiest[place].bytes if place in busiest else 0):
                 busiest[place] = flow
@@ -121,7 +122,7 @@ def _flows(step: _Step) -> Iterator[Flow]:
 
 
 def _step(
-    census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], part: tuple[Cut, int], tokens: int
+    census: Census, spec: Spec, layout: Layout, on: Sequence[str], part: tuple[Cut, int], tokens: int
 ) -> _Step:
     cut, stage = part
     parameters = census.stage(stage, cut)
@@ -136,7 +137,7 @@ def _step(
         hidden=hidden_size(census),
         micro_batches=batch_sizes(spec.train, layout.data_parallel).accumulation_steps,
         tokens=tokens,
-        on=[host for host, slots in hosts.items() for _ in range(slots)],
+        on=on,
     )
 
 

@@ -1,13 +1,16 @@
 """One rank of the memory measurement: prints, per case, the bytes that live tensors take and those that the
-plan says, without buffers. Started by test_memory.py with two ranks."""
+plan says, without buffers; and the bytes that its collectives send in a step. Started by test_memory.py with
+two ranks."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -23,6 +26,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import memory
+from dsft.plan.traffic import traffic
 from dsft.spec.schema import Spec
 
 LAYERS, WIDTH = 32, 200
@@ -55,9 +59,35 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(spec: Spec) -> tuple[int, int, bool]:
-    """(largest bytes seen between the backward and the update, bytes by the plan, whether forgetting the
-    steps frees the moments)."""
+SENT = {  # collective -> the argument that is whole on a rank, how often a ring of two sends half of it
+    "all_reduce": ("tensor", 2),
+    "all_gather_into_tensor": ("output_tensor", 1),
+    "reduce_scatter_tensor": ("input", 1),
+}
+
+
+def count_collectives() -> list[int]:
+    """Where each later collective adds the bytes that this rank, one of two, sends. To be called before
+    DeepSpeed joins the ranks, since it keeps the functions."""
+    sent: list[int] = []
+
+    def counted(plain: Callable[..., Any], argument: str, times: int) -> Callable[..., Any]:
+        arguments = inspect.signature(plain)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(times * arguments.bind(*args, **kwargs).arguments[argument].nbytes // 2)
+            return plain(*args, **kwargs)
+
+        return call
+
+    for name, (argument, times) in SENT.items():
+        setattr(torch.distributed, name, counted(getattr(torch.distributed, name), argument, times))
+    return sent
+
+
+def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
+    """Largest bytes seen between the backward and the update, and by the plan; whether forgetting the steps
+    frees the moments; bytes sent in the last of two steps, and by the plan. sent: of `count_collectives`."""
     ranks = layout(spec.parallel, torch.distributed.get_world_size())
     before = live_bytes()
     config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))
@@ -72,22 +102,34 @@ def measure(spec: Spec) -> tuple[int, int, bool]:
     optimizer = (DeepSpeedCPUAdam if offloaded else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     largest = 0
-    for micro_batch in range(4):
-        engine.set_gradient_accumulation_boundary(micro_batch % 2 == 1)
-        engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).mean(), scale_wrt_gas=False)
-        largest = max(largest, live_bytes() - before)
-        engine.step()
-    rank = memory(census, spec, ranks, {"here": ranks.world_size}).stages[0]
+    for _ in range(2):
+        sent.clear()
+        for is_last in (False, True):
+            engine.set_gradient_accumulation_boundary(is_last)
+            output = engine(torch.ones(1, WIDTH, dtype=dtype))
+            engine.backward(output.float().pow(2).mean(), scale_wrt_gas=False)
+            largest = max(largest, live_bytes() - before)
+            engine.step()
+    hosts = {"here": ranks.world_size}
+    rank = memory(census, spec, ranks, hosts).stages[0]
     held = live_bytes()
     state.forget_steps(engine)
     freed = held - live_bytes() >= 0.99 * 8 * LAYERS * WIDTH**2 / (
         ranks.world_size if spec.parallel.zero_stage else 1
     )
     engine.destroy()
-    return largest, rank.states - rank.buffers + rank.offloaded, freed
+    flows = traffic(census, spec, ranks, hosts)
+    return {
+        "measured": largest,
+        "planned": rank.states - rank.buffers + rank.offloaded,
+        "freed": freed,
+        "sent": sum(sent),
+        "to_send": sum(flow.bytes for flow in flows if flow.link == "within a host"),
+    }
 
 
 def main() -> None:
+    sent = count_collectives()
     launched = detect(os.environ)
     join(launched, Layout(launched.world_size, 1, launched.world_size))
     cases = [
@@ -97,13 +139,10 @@ def main() -> None:
     ]
     cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
     for precision, stage, offload in cases:
-        measured, planned, freed = measure(make_spec(precision, stage, offload))
+        found = measure(make_spec(precision, stage, offload), sent)
         if torch.distributed.get_rank() == 0:
             case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{' offload' if offload else ''}"}
-            print(
-                "CASE " + json.dumps(case | {"measured": measured, "planned": planned, "freed": freed}),
-                flush=True,
-            )
+            print("CASE " + json.dumps(case | found), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""The plan's bytes against those of DeepSpeed's live tensors, on two ranks, for every stage, type and
-offload."""
+"""The plan's bytes against those of DeepSpeed's live tensors, and its traffic against what DeepSpeed's
+collectives send, on two ranks, for every stage, type and offload."""
 
 from __future__ import annotations
 
@@ -44,3 +44,8 @@ def test_the_memory_table_is_what_deepspeed_allocates() -> None:
     }
     assert off == {}
     assert [case["case"] for case in cases if not case["freed"]] == []
+    assert {
+        case["case"]: (case["sent"], case["to_send"])
+        for case in cases
+        if not 1 <= case["sent"] / case["to_send"] <= 1.01  # norms and flags beside the plan's
+    } == {}
