@@ -224,6 +224,22 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "hybrid_engine",
     ),
     NotOffered(
+        "a preference loss beside those of docs/dpo.md (f-divergences, weights, a reference that moves)",
+        "choose dpo.loss_type and dpo.sft_weight",
+        "f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha discopop_tau sync_ref_model "
+        "ref_model_mixup_alpha ref_model_sync_steps",
+    ),
+    NotOffered(
+        "early stopping",
+        "checkpoint.keep_best keeps the checkpoint with the lowest eval/loss, and train.max_steps ends a run",
+        "early_stopping_patience early_stopping_threshold early_stopping_steps early_stopping",
+    ),
+    NotOffered(
+        "sending the model to a hub",
+        "the export is a folder with a model card; send it with the hub's own command",
+        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo",
+    ),
+    NotOffered(
         "an adapter other than LoRA and DoRA (prompt and prefix tuning, IA³, OFT, AdaLoRA, LoftQ, PiSSA, …)",
         "use model.lora, or model.trainable for a part of the model's own weights",
         "loftq_config loftq_init pissa_init pissa_iter pissa_convert use_llama_pro num_virtual_tokens "
