@@ -15,9 +15,10 @@ Idle share of a step: 1 - the time in which the ranks are inside DeepSpeed's ins
 forward and backward, ÷ (ranks × the time from the first one's begin to the last one's end); reduction and
 update stand behind that window. Both are read from the clock that the processes of a machine share, so other
 jobs, which stretch computing and waiting alike, change it less than they change seconds. The formula's is
-(stages - 1) ÷ (micro-batches + stages - 1). Tokens per second are of whole steps, from a barrier to the
-slower rank's end. Of the steps of a launch the median is taken, without the first two; the loss of the
-second shows that the work is the same.
+(stages - 1) ÷ (micro-batches + stages - 1). Replayed: the same of a step in which every part
+takes its processor time, which no other job changes, and nothing but its input is waited for. Tokens per
+second are of whole steps, from a barrier to the slower rank's end. Of the steps of a launch the median is
+taken, without the first two; the loss of the second shows that the work is the same.
 
     torchrun … -m benchmarks.pipeline --rank VARIANT      one sample: a line of JSON
 """
@@ -33,9 +34,10 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import paired
 
@@ -54,7 +56,17 @@ WATCHED = ("pipeline", "dualpipev")
 VARIANTS = (*WATCHED, "zero1", "zero3")
 RANKS, SEED, RATE = 2, 1, 1e-4
 Step = Callable[[int], float]  # of so many micro-batches in all; gives this rank's share of the loss
-Span = tuple[float, float]
+
+
+class Computed(NamedTuple):
+    """One forward or backward of one stage (of DualPipeV: the half stage), in the order of its micro-batches.
+    began, ended: of the machine's clock, in seconds; processor: seconds of the thread."""
+
+    stage: int
+    is_forward: bool
+    began: float
+    ended: float
+    processor: float
 
 
 def formula(micro_batches: int, stages: int = RANKS) -> float:
@@ -73,17 +85,17 @@ def rank(variant: str, tokens: int, steps: int) -> None:
 
     stages = RANKS if variant in WATCHED else 1
     world = join(detect(os.environ), Layout(RANKS, stages, RANKS // stages))
-    step, spans = MAKERS[variant](world, tokens)
+    step, computed = MAKERS[variant](world, tokens)
     *_, loss = (sum(world.gather(step(2 * RANKS))) for _ in range(2))
     found: dict[str, list[float]] = {}
     for number in [n for n in numbers(variant) for _ in range(steps)]:
-        spans.clear()
+        computed.clear()
         world.gather(None)
         began = time.perf_counter()
         step(number)
-        ranks = world.gather((time.perf_counter() - began, list(spans)))
+        ranks = world.gather((time.perf_counter() - began, list(computed)))
         figures = {"tokens_per_second": number * tokens / max(seconds for seconds, _ in ranks)}
-        figures |= idle([computed for _, computed in ranks]) if variant in WATCHED else {}
+        figures |= idle([mine for _, mine in ranks]) if variant in WATCHED else {}
         for key, value in figures.items():
             found.setdefault(f"{key} {number}", []).append(value)
     peaks = world.gather(paired.peak_bytes())
@@ -101,33 +113,66 @@ def numbers(variant: str) -> tuple[int, ...]:
     return tuple(n for n in MICRO_BATCHES if variant == "pipeline" or n >= 2 * RANKS)
 
 
-def idle(ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Of one step: the idle share of all ranks, and what the last one computes ÷ what the first does."""
-    busy = [sum(end - began for began, end in spans) for spans in ranks]
-    every = [span for spans in ranks for span in spans]
-    window = max(end for _, end in every) - min(began for began, _ in every)
-    return {"idle": 1 - sum(busy) / (len(ranks) * window), "last_to_first": busy[-1] / busy[0]}
+def idle(ranks: Sequence[Sequence[Computed]]) -> dict[str, float]:
+    """Of one step: the idle share of all ranks, the same by processor time, and what the last rank computes ÷
+    what the first does."""
+    busy = [sum(one.ended - one.began for one in mine) for mine in ranks]
+    every = [one for mine in ranks for one in mine]
+    window = max(one.ended for one in every) - min(one.began for one in every)
+    processor = [sum(one.processor for one in mine) for mine in ranks]
+    return {
+        "idle": 1 - sum(busy) / (len(ranks) * window),
+        "replayed": 1 - sum(processor) / (len(ranks) * replayed(ranks)),
+        "last_to_first": processor[-1] / processor[0],
+    }
 
 
-def watch(engine: Any) -> list[Span]:
-    """Where the forward and backward instructions of DeepSpeed's pipeline engine will begin and end."""
+def replayed(ranks: Sequence[Sequence[Computed]]) -> float:
+    """Seconds of a step in which each rank computes in the order that it did, each part takes its processor
+    time, and waits for nothing but its own input: that of the stage before, or the gradient of the one
+    behind."""
+    last = max(one.stage for mine in ranks for one in mine)
+    clocks, done = [0.0] * len(ranks), [0] * len(ranks)
+    ends: dict[tuple[int, bool, int], float] = {}
+    numbers: Counter[tuple[int, bool]] = Counter()
+    while any(done[r] < len(mine) for r, mine in enumerate(ranks)):
+        for r, mine in enumerate(ranks):
+            while done[r] < len(mine):
+                one = mine[done[r]]
+                number = numbers[one.stage, one.is_forward]
+                source = one.stage + (-1 if one.is_forward else 1)
+                ready = ends.get((source, one.is_forward, number)) if 0 <= source <= last else 0.0
+                if ready is None:
+                    break
+                clocks[r] = max(clocks[r], ready) + one.processor
+                ends[one.stage, one.is_forward, number] = clocks[r]
+                numbers[one.stage, one.is_forward] += 1
+                done[r] += 1
+    return max(clocks)
+
+
+def watch(engine: Any) -> list[Computed]:
+    """What DeepSpeed's pipeline engine will compute."""
     from deepspeed.runtime.pipe import schedule
 
-    spans: list[Span] = []
+    computed: list[Computed] = []
 
-    def timed(run: Callable[..., None]) -> Callable[..., None]:
-        def measured(engine: Any, **which: int) -> None:
-            began = time.perf_counter()
-            run(engine, **which)
-            spans.append((began, time.perf_counter()))
+    def timed(run: Callable[..., None], is_forward: bool) -> Callable[..., None]:
+        def measured(engine: Any, buffer_id: int, **phase: int) -> None:
+            own = engine.stage_id
+            stage = 2 * engine.num_stages - 1 - own if phase.get("phase") else own
+            began, processor = time.perf_counter(), time.thread_time()
+            run(engine, buffer_id, **phase)
+            taken = time.thread_time() - processor
+            computed.append(Computed(stage, is_forward, began, time.perf_counter(), taken))
 
         return measured
 
-    computing = (schedule.ForwardPass, schedule.BackwardPass)
-    engine._INSTRUCTION_MAP = {
-        kind: timed(run) if kind in computing else run for kind, run in engine._INSTRUCTION_MAP.items()
-    }
-    return spans
+    own = dict(engine._INSTRUCTION_MAP)
+    for kind, is_forward in ((schedule.ForwardPass, True), (schedule.BackwardPass, False)):
+        own[kind] = timed(own[kind], is_forward)
+    engine._INSTRUCTION_MAP = own
+    return computed
 
 
 # --- engines ------------------------------------------------------------------------------------------------
@@ -186,7 +231,7 @@ def rows(number: int, tokens: int) -> list[Any]:
     return made
 
 
-def ours(zero_stage: int, stages: int, world: Any, tokens: int) -> tuple[Step, list[Span]]:
+def ours(zero_stage: int, stages: int, world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     from dsft.engine.build import build_engine
     from dsft.engine.partition import keep_for
     from dsft.objective.next_token import next_token
@@ -205,7 +250,7 @@ def ours(zero_stage: int, stages: int, world: Any, tokens: int) -> tuple[Step, l
     return step, watch(engine._engine) if stages > 1 else []
 
 
-def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Span]]:
+def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     """Not through dsft's engine, which has no use for it: rows of one shape alone can go through."""
     from deepspeed.pipe import DualPipeVModule
     from torch import nn
@@ -248,7 +293,7 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Span]]:
     return step, watch(started.engine)
 
 
-MAKERS: Mapping[str, Callable[[Any, int], tuple[Step, list[Span]]]] = {
+MAKERS: Mapping[str, Callable[[Any, int], tuple[Step, list[Computed]]]] = {
     "pipeline": functools.partial(ours, 1, RANKS),
     "dualpipev": dualpipev,
     "zero1": functools.partial(ours, 1, 1),
@@ -278,11 +323,12 @@ def idle_table(name: str, found: Sequence[paired.Sample]) -> str:
                 f"{formula(number):.3f}",
                 paired.spread(measured, 3),
                 f"{statistics.median(measured) / formula(number):.2f}",
+                paired.spread(paired.column(found, f"replayed {number}"), 3),
                 paired.spread(paired.column(found, f"last_to_first {number}")),
             ]
         )
     header = ["micro-batches", "1F1B's formula", f"{name}, idle (min / median / max)", "median ÷ formula"]
-    return paired.markdown([*header, "rank 1 computes ÷ rank 0"], body)
+    return paired.markdown([*header, "replayed", "rank 1 computes ÷ rank 0"], body)
 
 
 def speed_table(samples: paired.Samples) -> str:
