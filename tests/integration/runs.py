@@ -30,9 +30,11 @@ wandb: {mode: disabled}
 """
 
 
-def write_spec(folder: Path) -> Path:
+def write_spec(folder: Path, tied: bool = False) -> Path:
+    """`tied`: the model's embedding is its head too."""
     path = folder / "small.yaml"
-    path.write_text(SPEC + f"output_dir: {folder / 'runs'}\n")
+    text = SPEC.replace("tie_word_embeddings: false", f"tie_word_embeddings: {str(tied).lower()}")
+    path.write_text(text + f"output_dir: {folder / 'runs'}\n")
     return path
 
 

@@ -6,7 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
 
@@ -18,9 +21,9 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on a pipeline of two stages that saved at steps 4, 8 and 10."""
+    """The folder of a run of a tied model on a pipeline of two stages that saved at steps 4, 8 and 10."""
     folder = tmp_path_factory.mktemp("pipeline")
-    trained(write_spec(folder), *PIPELINE, "checkpoint.keep_last=null")
+    trained(write_spec(folder, tied=True), *PIPELINE, "checkpoint.keep_last=null")
     return folder
 
 
@@ -31,7 +34,7 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
     for later in ("step-8", "step-10"):
         shutil.rmtree(run / "checkpoints" / later)
     shutil.rmtree(run / "export")
-    return write_spec(folder)
+    return write_spec(folder, tied=True)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,15 @@ def test_a_pipelined_run_goes_on_in_another_layout(
     for key in METRICS:
         expected = records(stopped / "runs" / "small", key)
         assert records(tmp_path / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
+    assert (exported(tmp_path) - exported(stopped)).abs().max() < 1e-5
+
+
+def exported(folder: Path) -> Tensor:
+    """Logits of the run's export."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "small" / "export")
+    with torch.no_grad():
+        logits: Tensor = model(torch.arange(3, 40)[None]).logits
+    return logits
 
 
 CHAIN = (
