@@ -387,12 +387,12 @@ def _optimizer(spec: Spec) -> Iterator[Row]:
     elif spec.optim.name != "adamw":
         reason = f"DeepSpeed has no CPU version of {spec.optim.name}"
     elif spec.parallel.allow_torch_adam:
-        reason = "parallel.allow_torch_adam"
+        reason = "parallel.allow_torch_adam; the run takes DeepSpeed's where it can be compiled"
     else:
         yield (
             "zero_force_ds_cpu_optimizer",
             True,
-            "the update is DeepSpeed's CPU Adam, never torch's slow one",
+            "the update is DeepSpeed's CPU Adam, or the run stops (parallel.allow_torch_adam)",
         )
         return
     yield "zero_force_ds_cpu_optimizer", False, reason
