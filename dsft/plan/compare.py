@@ -33,6 +33,8 @@ Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 AS_FAST = 1.05  # times the fastest micro-batch's seconds; of those within it the one of least memory is taken
 
+ROOMY = 0.95  # of a bound: what is left is a GPU's driver's, of fragments, and the plan's own error
+
 KEYS = (
     "parallel.zero_stage",
     "parallel.pipeline_stages",
@@ -74,8 +76,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Over:
-    """One bound that a layout passes. where: a GPU of a stage or a host; both in bytes."""
+class Need:
+    """What a layout needs somewhere, held against a bound. where: a GPU of a stage, or a host; in bytes."""
 
     where: str
     needs: int
@@ -84,13 +86,20 @@ class Over:
 
 @dataclass(frozen=True)
 class Size:
-    """A layout at one micro-batch size; over: what does not fit, the worst first."""
+    """A layout at one micro-batch size; over: what does not fit, the worst first; full: of the bound that it
+    comes nearest to the share, 0 where none is known."""
 
     batch: BatchSizes
     memory: Memory
     traffic: tuple[Flow, ...]
     cost: Cost
-    over: tuple[Over, ...]
+    over: tuple[Need, ...]
+    full: float
+
+    @property
+    def is_tight(self) -> bool:
+        """Nearer to a bound than the plan's figures are sure."""
+        return self.full > ROOMY
 
     @property
     def device(self) -> int:
@@ -110,8 +119,10 @@ class Candidate:
 
     @property
     def best(self) -> Size | None:
-        """Of the micro-batch sizes that fit the fastest; of those about as fast the one of least memory."""
-        fitting = [size for size in self.sizes if not size.over]
+        """Of the micro-batch sizes that fit, with room where some do, the fastest; of those about as fast the
+        one of least memory."""
+        within = [size for size in self.sizes if not size.over]
+        fitting = [size for size in within if not size.is_tight] or within
         if not fitting:
             return None
         fastest = min(size.cost.seconds for size in fitting)
@@ -274,25 +285,27 @@ def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
     taken, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
     flows = traffic(plan.census, spec, places, plan.hosts)
     spent = cost(plan.census, spec, batch, flows, plan.hosts)
-    return Size(batch, taken, flows, spent, tuple(_over(taken, reference, limits)))
+    needs = _needs(taken, reference, limits)
+    full = needs[0].needs / needs[0].limit if needs else 0.0
+    return Size(batch, taken, flows, spent, tuple(one for one in needs if one.needs > one.limit), full)
 
 
-def _over(taken: Memory, reference: Reference | None, limits: Limits) -> list[Over]:
-    """Of training, and of a pass of the reference before it; the worst first."""
-    found = [Over(f"a GPU of stage {rank.stage}", rank.device, limits.device or 0) for rank in taken.stages]
+def _needs(taken: Memory, reference: Reference | None, limits: Limits) -> list[Need]:
+    """Held against the bounds that are known: training, and a pass of the reference before it; the nearest to
+    its bound, or the worst, first."""
+    found = [Need(f"a GPU of stage {rank.stage}", rank.device, limits.device or 0) for rank in taken.stages]
     found += _hosts(taken.hosts, "", limits)
     if reference is not None and reference.hosts is not None:
         found += [
-            Over(f"a GPU of stage {rank.stage} in the reference's pass", rank.device, limits.device or 0)
+            Need(f"a GPU of stage {rank.stage} in the reference's pass", rank.device, limits.device or 0)
             for rank in reference.stages
         ]
         found += _hosts(reference.hosts, " in the reference's pass", limits)
-    found = [over for over in found if over.limit and over.needs > over.limit]
-    return sorted(found, key=lambda over: over.limit / over.needs)
+    return sorted((one for one in found if one.limit), key=lambda one: -one.needs / one.limit)
 
 
-def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Over]:
-    return [Over(f"host {host}{when}", size, limits.host or 0) for host, size in sizes.items()]
+def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Need]:
+    return [Need(f"host {host}{when}", size, limits.host or 0) for host, size in sizes.items()]
 
 
 def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:

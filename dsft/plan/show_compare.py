@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.build import Plan, build_plan
-from dsft.plan.compare import Candidate, Choice, Comparison, Over, Size, compare
+from dsft.plan.compare import ROOMY, Candidate, Choice, Comparison, Need, Size, compare
 from dsft.plan.cost import assumed
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
@@ -76,6 +76,7 @@ def _size_mapping(size: Size, choice: Choice) -> dict[str, Any]:
         "accumulation_steps": size.batch.accumulation_steps,
         "per_gpu": size.device,
         "per_host": dict(size.memory.hosts),
+        "tight": size.is_tight,
         "over": [dataclasses.asdict(over) for over in size.over],
         "bubble": bubble(choice.pipeline_stages, size.batch.accumulation_steps),
         "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in size.traffic],
@@ -99,6 +100,8 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     if found.fitting:
         yield heading("What fits, in the order to try it")
         yield _fitting(found.fitting[:SHOWN])
+        if any(one.best is not None and one.best.is_tight for one in found.fitting):
+            yield Text(f"Tight: over {ROOMY:.0%} of what a GPU or a host has.")
         yield from map(Text, _more(found.fitting))
         yield Text(_how_estimated(plan))
     if found.too_large:
@@ -145,6 +148,8 @@ def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
         if least is not None:
             yield f"{label(least.choice)}{_details(least.choice)}: {_over(least.sizes[0].over[0])}"
     yield from (f"warning: {warning}" for warning in first.warnings)
+    if first.best.is_tight:
+        yield f"warning: it takes {first.best.full:.0%} of a bound, and the plan's figures are not that sure"
     yield from _faster(first, found.fitting)
 
 
@@ -184,7 +189,9 @@ def _batch(size: Size) -> str:
 
 
 def _fitting(group: Sequence[Candidate]) -> Table:
-    table = figures("layout", "micro-batch × accumulation", "GPU", "host", "bubble", "step, about", "waiting")
+    table = figures(
+        "layout", "micro-batch × accumulation", "GPU", "host", "", "bubble", "step, about", "waiting"
+    )
     for candidate in group:
         size = candidate.best
         if size is not None:
@@ -194,6 +201,7 @@ def _fitting(group: Sequence[Candidate]) -> Table:
                 f"{size.batch.micro_batch_size} × {size.batch.accumulation_steps}",
                 size_text(size.device),
                 size_text(max(size.memory.hosts.values())),
+                "tight" if size.is_tight else "",
                 f"{candidate.bubble:.1%}" if candidate.choice.pipeline_stages > 1 else "",
                 f"{size.cost.seconds:.3g} s",
                 f"{waiting / size.cost.seconds:.0%}",
@@ -212,7 +220,7 @@ def _too_large(group: Sequence[Candidate]) -> Table:
     return table
 
 
-def _over(over: Over) -> str:
+def _over(over: Need) -> str:
     return (
         f"{over.where} needs {size_text(over.needs)} of {size_text(over.limit)}, "
         f"{size_text(over.needs - over.limit)} too much"

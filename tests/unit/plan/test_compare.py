@@ -180,3 +180,19 @@ def test_programs_get_every_size_and_reason() -> None:
     assert first["layout"]["zero_stage"] == 0
     assert [size["micro_batch_size"] for size in first["sizes"]] == [1, 2, 3, 6]
     assert all(one["refused"] for one in told["candidates"] if one["verdict"] == "refused")
+
+
+def test_a_layout_that_is_nearly_too_large_is_said_to_be_tight() -> None:
+    made = document({"a": 1}, accelerator={"name": "H100", "memory_gib": 80})
+    made["data"]["max_length"] = 1 << 16
+    first = compared(made)[1].fitting[0].sizes
+    for bound, expected in ((1.01, True), (1.06, False)):
+        made["cluster"]["accelerator"]["memory_gib"] = bound * first[-1].device / GIB
+        alike = [c for c in compared(made)[1].fitting if c.choice.order == 0 and not c.choice.checkpointing]
+        assert [size.is_tight for size in alike[0].sizes][-1] is expected
+        best = alike[0].best
+        assert best is not None and not best.is_tight
+        page = shown(made)
+        assert ("Tight: over 95%" in page) == any(
+            c.best and c.best.is_tight for c in compared(made)[1].fitting
+        )

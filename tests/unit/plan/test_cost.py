@@ -1,0 +1,82 @@
+"""The estimate's parts, each against its own formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.plan.batch import batch_sizes
+from dsft.plan.census import Census, Parameter
+from dsft.plan.cost import ADAM_BYTES, GPU_LINKS, HALF_TOKENS, HOST_MEMORY, REACHED, Cost, cost
+from dsft.plan.layout import layout
+from dsft.plan.traffic import bubble, traffic
+
+LAYER = 10_000_000
+CENSUS = Census("X", 4, None, tuple(Parameter(f"{i}", (LAYER, 1), i, False, ()) for i in range(4)))
+ROW, GPU = 128, {"name": "X", "peak_tflops": 100.0}
+
+
+@pytest.fixture
+def costs(make_spec: Any) -> Any:
+    """Of so many ranks, on GPUs of 100 TFLOP/s, with 3 micro-batches of 2 rows; without attention, since
+    nothing tells its width."""
+
+    def run(ranks: int, **sections: Any) -> Cost:
+        hosts = {"a": ranks}
+        sections.setdefault("cluster", {"hosts": hosts, "accelerator": GPU})
+        spec = make_spec(data={"max_length": ROW}, **sections)
+        places = layout(spec.parallel, ranks)
+        batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+        return cost(CENSUS, spec, batch, traffic(CENSUS, spec, places, hosts), hosts)
+
+    return run
+
+
+def seconds(flops: float, ranks: int = 1, tokens: int = 2 * ROW) -> float:
+    return flops / (ranks * 100e12 * REACHED * tokens / (tokens + HALF_TOKENS))
+
+
+def test_computing_is_six_operations_and_two_more_where_recomputed(costs: Any) -> None:
+    step = 3 * 2 * ROW * 4 * LAYER
+    alone = costs(1)
+    assert alone.computing == pytest.approx(seconds(6 * step))
+    assert (alone.recomputed, alone.idle, alone.travelling, alone.updating) == (0, 0, 0, 0)
+    again = costs(1, model={"gradient_checkpointing": True})
+    assert again.recomputed == pytest.approx(seconds(2 * step))
+    assert again.computing == pytest.approx(seconds(8 * step))
+
+
+def test_a_pipeline_waits_by_its_bubble_and_for_its_largest_stage(costs: Any) -> None:
+    def idle(cut: list[int]) -> float:
+        made = costs(2, parallel={"pipeline_stages": 2, "pipeline_cut": cut, "zero_stage": 0})
+        return float(made.idle / made.computing)
+
+    share = bubble(2, 3)
+    assert idle([2, 2]) == pytest.approx(1 / (1 - share) - 1)
+    assert idle([3, 1]) == pytest.approx(1.5 / (1 - share) - 1)
+
+
+def test_traffic_takes_its_links_time(costs: Any) -> None:
+    made = costs(2, parallel={"zero_stage": 0})
+    assert made.travelling == pytest.approx(4 * 4 * LAYER / GPU_LINKS["within a host"])
+
+
+def test_the_hosts_optimizer_reads_and_writes_what_its_ranks_own(costs: Any) -> None:
+    offloaded = costs(2, parallel={"zero_stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert offloaded.updating == pytest.approx(4 * LAYER * ADAM_BYTES / HOST_MEMORY)
+
+
+def test_a_reference_costs_its_forward_where_it_is_made(costs: Any) -> None:
+    def computing(reference: str) -> float:
+        train = {"num_train_epochs": 2.0}
+        return float(costs(1, task="dpo", dpo={"reference": reference}, train=train).computing)
+
+    step = 3 * 2 * 2 * ROW * 4 * LAYER
+    assert computing("live") == pytest.approx(seconds(8 * step, tokens=4 * ROW))
+    assert computing("precomputed") == pytest.approx(seconds(7 * step, tokens=4 * ROW))
+
+
+def test_a_cpu_computes_slower(costs: Any) -> None:
+    on_cpu = costs(1, cluster={"hosts": {"a": 1}, "accelerator": {"name": "cpu"}})
+    assert on_cpu.seconds > 100 * costs(1).seconds
