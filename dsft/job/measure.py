@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.world import World
+from dsft.errors import OutOfMemoryError
 from dsft.inputs import Inputs
 from dsft.job.api import Job, Say
 from dsft.model.census import take_census
@@ -22,6 +24,7 @@ from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.memory import memory as memory_plan
 from dsft.plan.reference_memory import with_reference
+from dsft.rehearsal import ran_out
 from dsft.report.memory import PHASES, Peaks, Phase
 from dsft.spec.schema import Spec
 
@@ -77,7 +80,18 @@ def _timed(job: Job, inputs: Inputs, batch: MicroBatch, device: torch.device) ->
     spec = job.spec
     up_to = spec.data.max_length if spec.data.packing else None
     dtype = DTYPES[spec.train.precision]
-    took = seconds_of(spec.model, inputs.config, batch, dtype, device, up_to)
+    try:
+        took = seconds_of(spec.model, inputs.config, batch, dtype, device, up_to)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemoryError(
+            f"parallel.pipeline_cut time: a layer and the ends do not fit beside {batch.input_ids.numel():,} "
+            f"tokens on {device}; lower train.micro_batch_size, or set pipeline_cut to parameters."
+        ) from error
+    finally:  # before the model is built
+        gc.collect()
+        torch.cuda.empty_cache()
     cut = balanced(took.layers, job.layout.pipeline_stages, took.before, took.after)
     of_layers = sorted({f"{seconds * 1e3:.3g}" for seconds in took.layers}, key=float)
     return cut, (

@@ -161,6 +161,8 @@ def test_the_traffic_of_a_step_and_a_pipelines_bubble_are_shown(plan: Any) -> No
     assert "within a host" in text(made)
     mapping = as_mapping(made)
     assert mapping["bubble"] == 0.25
+    assert mapping["model"]["layers_of_stages"] == (1, 3)  # all parameters are the first layer's
+    assert "layers" in text(made) and "1-3" in text(made)
     assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "updated parameters"}
     alone = plan(1)
     assert "Bubble" not in text(alone) and "Nothing travels between ranks" in text(alone)
