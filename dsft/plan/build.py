@@ -10,7 +10,7 @@ from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory import Memory, memory
+from dsft.plan.memory import Memory, memory, needed
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, traffic
@@ -126,8 +126,9 @@ def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> 
     passes = reference.hosts if reference is not None and reference.hosts is not None else {}
     for what, hosts in (("", sizes.hosts), (" in the reference's pass", passes)):
         for name, size in hosts.items():
-            if host is not None and size > host * GIB:
+            if host is not None and needed(size) > host * GIB:
                 yield (
-                    f"cluster.host_memory_gib: {host:g} is less than the {size / GIB:.1f} GiB of host {name}"
-                    f"{what}; take more hosts, raise parallel.zero_stage or offload to nvme"
+                    f"cluster.host_memory_gib: {host:g} is less than the {needed(size) / GIB:.1f} GiB that "
+                    f"host {name} needs{what}, a tenth to spare; take more hosts, raise parallel.zero_stage "
+                    "or offload to nvme"
                 )

@@ -19,7 +19,7 @@ from dsft.plan.build import GIB, Plan
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory import Memory, memory
+from dsft.plan.memory import Memory, memory, needed
 from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.reference_memory import Reference, with_reference
@@ -305,7 +305,7 @@ def _needs(taken: Memory, reference: Reference | None, limits: Limits) -> list[N
 
 
 def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Need]:
-    return [Need(f"host {host}{when}", size, limits.host or 0) for host, size in sizes.items()]
+    return [Need(f"host {host}{when}", needed(size), limits.host or 0) for host, size in sizes.items()]
 
 
 def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:

@@ -35,6 +35,10 @@ PROCESS = 420 << 20
 at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."""
 WITH_ZERO = 90 << 20  # what ZeRO 1 to 3 import besides: torch's compiler, for Muon (deepspeed utils.py:72)
 
+SPARE = 1 / 10
+"""Of a figure, what a host must have beside it, since plans were mostly a little below the measured peaks
+(docs/plan.md)."""
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -181,6 +185,11 @@ def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping
 def swapped_of(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) -> Swapped:
     """What one rank swaps to its disk."""
     return swapped(census, spec, ranks, sub_group, moment_bytes(spec), weight_bytes(spec))
+
+
+def needed(size: int) -> int:
+    """Bytes that a host must have, where the plan counts so many."""
+    return size + int(size * SPARE)
 
 
 def runs_on_cpu(spec: Spec) -> bool:

@@ -175,12 +175,11 @@ def _whole(part: Part) -> dict[str, Moment]:
     }
     flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796, and again in the type that travels
     travels = one(flat * part.weight) + (one(flat * part.reduced) if part.reduced != part.weight else NONE)
-    is_reduced = part.ranks > 1 or not part.pipeline
     load: Moment = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(part)}
     return {
         "load": load,
         "backward": merged(kept, {"gradients": gradients}, part.backward),
-        "reduction": merged(kept, {"gradients": gradients, "buffers": travels if is_reduced else NONE}),
+        "reduction": merged(kept, {"gradients": gradients, "buffers": travels}),
         "update": merged(kept, {"gradients": gradients + copies}),
     }
 
@@ -193,7 +192,7 @@ def _bf16(part: Part) -> dict[str, Moment]:
     low: Moment = {"gradients": each(part.trained, part.weight)}
     kept = merged(made, low, {"moments": one(part.share * part.moment)})
     # several groups are flattened together, one is reduced where it is (engine.py:3796)
-    joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE and (part.ranks > 1 or not part.pipeline)
+    joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE
     return {
         "load": merged(made, {"parameters": each(part.trained, part.weight)}),
         "backward": merged(kept, part.backward),

@@ -18,7 +18,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.build import GIB, Block, Plan, blocks, build_plan
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
-from dsft.plan.memory import swapped_of
+from dsft.plan.memory import needed, swapped_of
 from dsft.plan.nvme import swap_keys
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
@@ -258,8 +258,8 @@ def _swapped(plan: Plan) -> dict[str, int]:
 def _fits(plan: Plan) -> Iterator[str]:
     """Where the spec says what the hosts have; what does not fit is among the warnings."""
     given = plan.spec.cluster.host_memory_gib if plan.spec.cluster else None
-    if given is not None and max(plan.memory.hosts.values()) <= given * GIB:
-        yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib)."
+    if given is not None and needed(max(plan.memory.hosts.values())) <= given * GIB:
+        yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib), with a tenth to spare."
 
 
 def _bubble(plan: Plan) -> str:

@@ -144,6 +144,12 @@ def test_what_malloc_keeps_of_other_moments_counts_on_a_cpu(make_spec: Any) -> N
     assert (rank("cpu").retained, rank("H100").retained) == (4 * count * size, 0)
 
 
+def test_a_pipeline_flattens_its_gradients_with_no_rank_to_share_them_with(sizes: Any) -> None:
+    parallel = {"zero_stage": 0, "pipeline_stages": 2}
+    first, _ = sizes(world=2, parallel=parallel, data={"max_length": 8}).stages
+    assert first.buffers == first.gradients == 4 * first.elements
+
+
 @pytest.mark.parametrize(("weight_decay", "copied"), [(0.0, 0), (0.1, 4 * WHOLE)])
 def test_groups_are_flattened_together_where_there_are_several(
     sizes: Any, weight_decay: float, copied: int
