@@ -307,8 +307,8 @@ def _fp16(spec: Spec) -> Iterator[Finding]:
         yield Finding(path, f"'fp16' is not offered on a CPU; {way_out}", ("train.precision",))
     for key, value, built in (
         ("parallel.zero_stage", spec.parallel.zero_stage, (1, 2, 3)),
-        ("parallel.pipeline_stages", spec.parallel.pipeline_stages, (1,)),
-        ("parallel.offload_optimizer.device", spec.parallel.offload_optimizer.device, ("none",)),
+        ("parallel.offload_optimizer.device", spec.parallel.offload_optimizer.device, ("none", "cpu")),
+        ("parallel.offload_parameters.device", spec.parallel.offload_parameters.device, ("none", "cpu")),
         ("train.reduce_dtype", spec.train.reduce_dtype, (None, "fp32")),
     ):
         if value not in built:

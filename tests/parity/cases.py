@@ -236,7 +236,11 @@ def _offloaded(ranks: int) -> Iterator[Case]:
     yield Case("zero3_both", ranks, "adamw", "one", 0.1, precision="bf16", trains="lora")
     for mode in (*OFFLOADS, "zero3_both"):
         yield Case(mode, ranks, "adamw", "four", 0.1, precision="fp16", fault=True)
-    yield Case("pipeline_zero1_offload", ranks, "adamw", "four", 0.1, precision="fp16", fault=True, stages=2)
+    pipe = functools.partial(
+        Case, optimizer="adamw", micro_batches="four", max_norm=0.1, stages=2, fault=True
+    )
+    yield pipe("pipeline_zero1", ranks, precision="fp16", shape="llama_tied")
+    yield pipe("pipeline_zero1_offload", ranks, precision="fp16")
 
 
 def _chunked(ranks: int) -> Iterator[Case]:
