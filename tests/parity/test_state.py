@@ -73,12 +73,12 @@ SWAPPED = (
     *("z3-fp32-large-nvme", "z3-fp32-large-nvme-momentum", "z3-bf16-large-nvme-params"),
     *("z3-bf16-large-params", "z3-bf16-large-offload-params", "z3-bf16-large-nvme-host"),
 )
-IN_MEMORY = ("z3-fp32-large-offload",)
+IN_MEMORY = ("z3-fp32-large-offload", "z3-bf16-large-offload")
 ON_TWO_SWAPPED: dict[str, float] = {
     **{f"{name}:{name}:3": EXACT for name in SWAPPED},
     "z3-fp32-large-nvme:z3-fp32-large-nvme:0": EXACT,  # over a step's own moments and gradients
     "z3-fp32-large-nvme:z3-fp32-large-offload:3": EXACT,
-    "z3-fp32-large-offload:z3-fp32-large-nvme-params:3": EXACT,
+    "z3-bf16-large-offload:z3-bf16-large-nvme-params:3": EXACT,
 }
 
 
