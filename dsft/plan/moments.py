@@ -260,12 +260,11 @@ def _buckets(part: Part, width: int) -> Tensors:
 
 
 def _sharded(part: Part) -> dict[str, Moment]:
-    """ZeRO 3. In fp32 the weights are their own masters (stage3.py:1162), where nothing is offloaded; the
-    gradients' buffer and one bucket stay (stage3.py:782, 791)."""
+    """ZeRO 3. In fp32 there are masters too (stage3.py:1162 compares a device with its name, which are never
+    equal); the gradients' buffer and one bucket stay (stage3.py:782, 791)."""
     share, sub_group = part.share, min(part.share, SUB_GROUP)
-    is_master = part.weight == FP32 and not part.is_offloaded and part.parameters == "none"
     states: Moment = {
-        "master": NONE if is_master else one(share * FP32),
+        "master": one(share * FP32),
         "moments": one(share * part.moment),
         "gradients": one(share * FP32),
     }

@@ -42,6 +42,7 @@ def make_spec(precision: str, stage: int, offload: bool) -> Spec:
             "parallel": {"zero_stage": stage, "offload_optimizer": {"device": "cpu" if offload else "none"}},
             "train": {"micro_batch_size": 1, "accumulation_steps": 2, "precision": precision},
             "optim": {"learning_rate": 1e-3},
+            "cluster": {"hosts": {"here": 2}, "accelerator": {"name": "cpu"}},  # so nothing is page-locked
         }
     )
 

@@ -73,15 +73,6 @@ def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
     assert rank.master == rank.gradients - 2 * LARGEST == 4 * WHOLE // 4
 
 
-def test_at_zero_3_in_fp32_the_weights_are_their_own_masters(sizes: Any) -> None:
-    rank = sizes(parallel={"zero_stage": 3}, train={"precision": "fp32"}).stages[0]
-    assert (rank.parameters, rank.master, rank.moments) == (
-        4 * (WHOLE // 4 + 4 * SMALL),
-        0,
-        8 * WHOLE // 4,
-    )
-
-
 def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
     offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
     table = sizes(hosts={"a": 3, "b": 1}, parallel=offloaded)
