@@ -47,7 +47,7 @@ def test_the_memory_table_is_what_deepspeed_allocates(cases: list[dict[str, Any]
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
         for case in cases
-        if not 0.79 <= case["measured"] / case["planned"] <= 1.1
+        if not 0.85 <= case["measured"] / case["planned"] <= 1.02
     }
     assert off == {}
     assert [case["case"] for case in cases if not case["freed"]] == []
