@@ -109,6 +109,7 @@ REMOVED: Mapping[str, str] = {
     "zero_optimization.mics_shard_size": "DeepSpeed removed MiCS; leave it out",
     "zero_optimization.mics_hierarchical_params_gather": "DeepSpeed removed MiCS; leave it out",
     "zero_optimization.zeropp_loco_param": "DeepSpeed removed LoCo; leave it out",
+    "aio.thread_count": "DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
     "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_params": "deprecated; use zero_optimization.offload_param: {device: cpu}",

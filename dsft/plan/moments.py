@@ -282,14 +282,30 @@ def _sharded(part: Part) -> dict[str, Moment]:
     if part.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works in a copy
     step = NONE if part.is_offloaded else one(sub_group * FP32)  # stage3.py:2686
-    load = merged(kept, {"parameters": each(part.shares(part.trained), part.weight)})
-    load.pop("moments", None)
+    load: Moment = {row: tensors for row, tensors in kept.items() if row != "moments"}
+    if part.on_cpu:
+        load = merged(load, {"parameters": each(part.shares(part.trained), part.weight)})
     return {
         "load": merged(load, {"buffers": one(sub_group * FP32)}),  # stage3.py:1306, 1172
+        "flattening": _flattening(part, kept),
         "backward": merged(
             kept, {"buffers": gathered(part) + reducing, "gradients": _arriving(part)}, part.backward
         ),
         "update": merged(kept, {"gradients": step}),
+    }
+
+
+def _flattening(part: Part, kept: Moment) -> Moment:
+    """Beside a GPU: shares that stay on it become one tensor by way of its host's memory (zero/utils.py:221),
+    those that stay in the host's memory are copied there from where they were read to (stage3.py:906)."""
+    if part.on_cpu:
+        return {}
+    shares = each(part.shares(part.trained), part.weight)
+    if part.parameters == "none":
+        return {"parameters": weights(part), "offloaded": one(shares.total)}
+    return {
+        "parameters": kept["parameters"],
+        "offloaded": (shares + shares) if part.parameters == "cpu" else NONE,
     }
 
 

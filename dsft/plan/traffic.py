@@ -209,7 +209,8 @@ def _to_host(step: _Step) -> Iterator[Flow]:
     parallel, model = step.spec.parallel, step.spec.model
     width = weight_bytes(step.spec)
     if parallel.offload_optimizer.device != "none":
-        yield Flow("gradients", "host memory", 1, _offloaded_gradients(step))
+        yield Flow("gradients", "host memory", 1, step.share * FP32)
+        yield from _added_gradients(step)
         if parallel.offload_parameters.device == "none":
             yield Flow("updated parameters", "host memory", 1, step.share * width)
     if parallel.offload_parameters.device != "none":
@@ -236,11 +237,10 @@ def _read(step: _Step) -> int:
     return -(-_gathered(step) // step.layout.data_parallel) * weight_bytes(step.spec)
 
 
-def _offloaded_gradients(step: _Step) -> int:
-    """Once at the step's end; at ZeRO 2 and 3 each micro-batch's are added to the earlier ones on the GPU,
-    which come back for it (stage_1_and_2.py:1809, stage3.py:2023)."""
-    zero, at_end = step.spec.parallel.zero_stage, step.share * FP32
-    if zero == 1 or (zero == 2 and step.micro_batches == 1):
-        return at_end
-    width = weight_bytes(step.spec) if zero == 2 else FP32
-    return at_end + 2 * step.micro_batches * step.share * width
+def _added_gradients(step: _Step) -> Iterator[Flow]:
+    """At ZeRO 2 and 3 each micro-batch's are added to the earlier ones on the GPU, which come back for it
+    (stage_1_and_2.py:1809, stage3.py:2023)."""
+    zero, times = step.spec.parallel.zero_stage, step.micro_batches
+    if zero == 3 or (zero == 2 and times > 1):
+        width = weight_bytes(step.spec) if zero == 2 else FP32
+        yield Flow("gradients that add up", "host memory", times, 2 * step.share * width)

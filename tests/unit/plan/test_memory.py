@@ -95,6 +95,14 @@ def test_parameters_on_the_cpu_leave_the_gpu_the_small_ones(sizes: Any) -> None:
     alone = sizes(parallel=both | {"offload_parameters": {"device": "none"}}, train=train).stages[0]
     assert rank.parameters == 2 * 4 * SMALL
     assert rank.offloaded == alone.offloaded + (1 << 22)  # 2 * WHOLE // 4, in a power of two
+    engine = 4 * WHOLE // 4 + 4 * bucket_size(WHOLE)  # a sub-group's gradients and the reduction's bucket
+    assert rank.phase("load") == 2 * 4 * SMALL + engine  # read straight into the host's memory
+
+
+def test_zero_3_passes_a_gpus_weights_through_the_host_as_they_are_flattened(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 3}, train={"precision": "bf16"}).stages[0]
+    assert rank.offloaded == 2 * WHOLE // 4
+    assert rank.phase("load") == rank.parameters + rank.master + 8 * WHOLE // 4 + 4 * bucket_size(WHOLE)
 
 
 def test_stages_have_their_own_layers(sizes: Any) -> None:

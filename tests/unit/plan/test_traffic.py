@@ -97,6 +97,9 @@ def test_offload_is_traffic_to_the_host_and_to_the_disk(flows: Any) -> None:
     assert cpu["updated parameters, host memory"].bytes == 4 * share
     disk = {"device": "nvme", "nvme_path": "/local"}
     nvme = flows({"a": 2}, parallel={"zero_stage": 3, "offload_optimizer": disk, "offload_parameters": disk})
+    assert (nvme["gradients, host memory"].times, nvme["gradients, host memory"].bytes) == (1, 4 * share)
+    adding = nvme["gradients that add up, host memory"]
+    assert (adding.times, adding.bytes_each) == (3, 8 * share)
     assert nvme["optimizer states, disk"].bytes == 2 * (4 + 8 + 4) * share
     assert nvme["parameters for use, disk"].bytes == 3 * 4 * SHARDED // 2
     accelerator = {"hosts": {"a": 2}, "accelerator": {"name": "cpu"}}
