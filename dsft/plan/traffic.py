@@ -97,14 +97,19 @@ class _Step:
         """Of a micro-batch between two layers."""
         return self.tokens * self.hidden * weight_bytes(self.spec)
 
-    def ring(self, what: str, times: int, elements: int, width: int) -> Iterator[Flow]:
-        """While all gather, or reduce and scatter, elements of `width` bytes: of the ranks on a host, each of
-        which sends to the next one, one sends to another host, and they take turns where a host has a network
-        card for each."""
-        ranks = self.layout.data_parallel
-        first = self.stage * ranks
-        on_hosts = Counter(self.on[first : first + ranks]).values()
-        sent = elements * width * (ranks - 1) // ranks
+    def ranks(self, stage: int) -> range:
+        """Of one stage."""
+        return range(stage * self.layout.data_parallel, (stage + 1) * self.layout.data_parallel)
+
+    def ring(
+        self, what: str, times: int, elements: int, width: int, others: Sequence[int] = ()
+    ) -> Iterator[Flow]:
+        """While the stage's ranks, and others, all gather, or reduce and scatter, elements of `width` bytes:
+        of the ranks on a host, each of which sends to the next one, one sends to another host, and they take
+        turns where a host has a network card for each."""
+        together = (*self.ranks(self.stage), *others)
+        on_hosts = Counter(self.on[rank] for rank in together).values()
+        sent = elements * width * (len(together) - 1) // len(together)
         if len(on_hosts) > 1:
             yield Flow(what, "between hosts", times, sent // min(on_hosts))
             sent -= sent // max(on_hosts)
@@ -183,21 +188,21 @@ def _reference(step: _Step) -> Iterator[Flow]:
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
     """Hidden states to the next stage, their gradient to the one before; and the gradient of an embedding
-    that is the head too, between the first stage and the last."""
+    that is the head too, all-reduced over all ranks of the first stage and the last (engine/ties.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
         yield Flow("hidden states", _neighbours(step, step.stage + 1), times, step.hidden_bytes)
     if step.stage > 0:
         yield Flow("their gradients", _neighbours(step, step.stage - 1), times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):
-        yield Flow("tied gradients", _neighbours(step, last - step.stage), 1, step.tied * FP32)
+        yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, step.ranks(last - step.stage))
 
 
 def _neighbours(step: _Step, other: int) -> Link:
     """The slowest link to the ranks of another stage that hold the same data."""
-    ranks = step.layout.data_parallel
-    pairs = ((step.on[step.stage * ranks + i], step.on[other * ranks + i]) for i in range(ranks))
-    return "between hosts" if any(one != another for one, another in pairs) else "within a host"
+    pairs = zip(step.ranks(step.stage), step.ranks(other), strict=True)
+    apart = any(step.on[one] != step.on[another] for one, another in pairs)
+    return "between hosts" if apart else "within a host"
 
 
 def hidden_size(census: Census) -> int:

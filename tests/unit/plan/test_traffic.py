@@ -83,11 +83,19 @@ def test_a_ring_that_leaves_the_host_goes_through_the_network(flows: Any) -> Non
     assert staged["their gradients, between hosts"].times == 3
 
 
-def test_tied_gradients_go_from_end_to_end(flows: Any) -> None:
+def test_tied_gradients_are_all_reduced_over_both_ends(flows: Any) -> None:
     parallel = {"zero_stage": 0, "pipeline_stages": 2}
     found = flows({"a": 2}, tied=True, parallel=parallel)
     assert found["tied gradients, within a host"].bytes == 4 * EMBEDDING
     assert "tied gradients, within a host" not in flows({"a": 2}, parallel=parallel)
+    whole = 2 * 4 * EMBEDDING * 3 // 4  # of four ranks
+    together = flows({"a": 4}, tied=True, parallel=parallel)
+    assert together["tied gradients, within a host"].bytes == whole
+    apart = flows({"a": 2, "b": 2}, tied=True, parallel=parallel)  # a stage on each host
+    for link in ("within a host", "between hosts"):
+        assert apart[f"tied gradients, {link}"].bytes == whole // 2
+    ends = flows({"a": 6}, tied=True, parallel={"zero_stage": 0, "pipeline_stages": 3})
+    assert ends["tied gradients, within a host"].bytes == whole
 
 
 def test_offload_is_traffic_to_the_host_and_to_the_disk(flows: Any) -> None:
