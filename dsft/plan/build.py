@@ -121,7 +121,7 @@ def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> 
         if gpu is not None and rank.device > gpu * GIB:
             yield (
                 f"cluster.accelerator.memory_gib: {gpu:g} is less than the {rank.device / GIB:.1f} GiB of "
-                f"stage {rank.stage}; lower train.micro_batch_size, raise parallel.zero_stage or offload"
+                f"stage {rank.stage}; dsft plan SPEC --compare shows the layouts that fit"
             )
     passes = reference.hosts if reference is not None and reference.hosts is not None else {}
     for what, hosts in (("", sizes.hosts), (" in the reference's pass", passes)):
@@ -129,6 +129,6 @@ def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> 
             if host is not None and needed(size) > host * GIB:
                 yield (
                     f"cluster.host_memory_gib: {host:g} is less than the {needed(size) / GIB:.1f} GiB that "
-                    f"host {name} needs{what}, a tenth to spare; take more hosts, raise parallel.zero_stage "
-                    "or offload to nvme"
+                    f"host {name} needs{what}, a tenth to spare; take more hosts, or one of the layouts that "
+                    "dsft plan SPEC --compare shows to fit"
                 )

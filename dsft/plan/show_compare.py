@@ -19,6 +19,7 @@ from rich.text import Text
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.compare import ROOMY, Candidate, Choice, Comparison, Need, Size, compare
 from dsft.plan.cost import assumed
+from dsft.plan.memory import runs_on_cpu
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble
@@ -94,7 +95,7 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
         f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {where}; "
         f"a GPU has {gpu}, a host {host}"
     )
-    yield from map(Text, _unknown(found))
+    yield from map(Text, _unknown(plan, found))
     yield heading("Advice")
     yield from map(Text, _advice(plan, found))
     if found.fitting:
@@ -121,12 +122,12 @@ def _limit(limit: int | None) -> str:
     return "memory that is not known" if limit is None else size_text(limit)
 
 
-def _unknown(found: Comparison) -> Iterator[str]:
+def _unknown(plan: Plan, found: Comparison) -> Iterator[str]:
     for limit, key, of in (
         (found.limits.device, "cluster.accelerator.memory_gib", "GPU"),
         (found.limits.host, "cluster.host_memory_gib", "host"),
     ):
-        if limit is None:
+        if limit is None and not (of == "GPU" and runs_on_cpu(plan.spec)):
             yield f"{key} is not given, so no layout counts as too large for a {of}; give it"
 
 
@@ -138,6 +139,9 @@ def _more(group: Sequence[Candidate]) -> Iterator[str]:
 def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
     if not found.fitting:
         yield "No layout fits. Take more hosts, a smaller model or data.max_length, or model.lora."
+        if not _has_disk(plan):
+            disk = "parallel.zero_stage=3 parallel.offload_optimizer='{device: nvme, nvme_path: FOLDER}'"
+            yield f"Offload to NVMe was not looked at, for want of an nvme_path: compare again with {disk}."
         return
     first = found.fitting[0]
     assert first.best is not None
@@ -151,6 +155,11 @@ def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
     if first.best.is_tight:
         yield f"warning: it takes {first.best.full:.0%} of a bound, and the plan's figures are not that sure"
     yield from _faster(first, found.fitting)
+
+
+def _has_disk(plan: Plan) -> bool:
+    parallel = plan.spec.parallel
+    return bool(parallel.offload_optimizer.nvme_path or parallel.offload_parameters.nvme_path)
 
 
 def _faster(first: Candidate, fitting: Sequence[Candidate]) -> Iterator[str]:

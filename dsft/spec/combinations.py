@@ -79,10 +79,14 @@ def _cut(spec: Spec) -> Iterator[Finding]:
     if not isinstance(spec.parallel.pipeline_cut, str) and len(counts) != stages:
         message = (
             f"{shown(list(counts))} has {len(counts)} stages, parallel.pipeline_stages is {stages}; write a "
-            "number of layers for each stage, or parameters"
+            f"number of layers for each stage, or parameters{_as_many(len(counts))}"
         )
         reads = ("parallel.pipeline_cut", "parallel.pipeline_stages")
         yield Finding(("parallel", "pipeline_cut"), message, reads)
+
+
+def _as_many(stages: int) -> str:
+    return f", or set parallel.pipeline_stages to {stages}" if stages else ""
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

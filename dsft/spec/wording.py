@@ -22,8 +22,12 @@ Worded = tuple[Path, str]
 def worded(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str, str]) -> list[Worded]:
     """One sentence per path; `descriptions` maps a key without list numbers to its sentence in the schema."""
     found: dict[Path, str] = {}
-    for error in errors:
-        path = path_in(data, error)
+    paths = [path_in(data, error) for error in errors]
+    for error, path in zip(errors, paths, strict=True):
+        if error["type"] == "literal_error" and any(path == other[:-1] for other in paths if other):
+            continue  # a list may stand where the word may, and what is wrong is one of its items
+        if error["type"] == "tuple_type" and path in found:
+            found[path] += ", or a list: [...]"
         found.setdefault(path, _sentence(error, path, descriptions))
     return list(found.items())
 

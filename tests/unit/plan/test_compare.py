@@ -169,6 +169,10 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
     assert "warning: train.precision: 'bf16' with parallel.zero_stage 0" in large
     none = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 0.001}))
     assert "No layout fits" in none and "cluster.host_memory_gib is not given" in none
+    assert "parallel.offload_optimizer='{device: nvme, nvme_path: FOLDER}'" in " ".join(none.split())
+    cpu = shown(document({"a": 4}, accelerator={"name": "cpu"}))
+    assert "memory_gib is not given, so no layout counts as too large for a GPU" not in cpu
+    assert "cluster.host_memory_gib is not given" in cpu
 
 
 def test_programs_get_every_size_and_reason() -> None:

@@ -82,6 +82,9 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
     "pipeline_and_the_model": spec(model="model: {from_config: {model_type: mamba, num_hidden_layers: 4}}\n")
     + "parallel: {pipeline_stages: 8, pipeline_cut: [2, 3]}\n",
+    "cut_by_another_word": GOOD + "parallel: {pipeline_stages: 2, pipeline_cut: balanced}\n",
+    "cut_of_no_layers": spec(train="train: {micro_batch_size: 1, accumulation_steps: 1, precision: [bf16]}\n")
+    + "parallel: {pipeline_stages: 2, pipeline_cut: [0, 4]}\n",
     "max_length_over_positions": spec(data="data: {train: [{path: rows.jsonl}], max_length: 2048}\n"),
     "two_models": spec(model="model: {name_or_path: a/b, from_config: {hidden_size: 8}}\n"),
     "no_model": spec(model="model: {}\n"),
