@@ -30,6 +30,8 @@ def test_every_launcher_runs_the_same_training(tmp_path: Path) -> None:
         expected = records(tmp_path / "runs" / "python", key)
         for name in ("deepspeed", "torchrun"):
             assert records(tmp_path / "runs" / name, key) == pytest.approx(expected, rel=1e-6), (name, key)
+    left = list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29500_[01]"))  # its port
+    assert not left, "DeepSpeed's shared memory outlives its processes"
 
 
 def test_the_bare_command_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
