@@ -37,16 +37,25 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
     try:
         folder.mkdir(exist_ok=True)
         marker = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT, 0o644)
-        fcntl.flock(marker, fcntl.LOCK_SH)  # before it says whose it is: an empty one is nobody's to remove
-        os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # the same bytes by every rank
     except OSError as error:
-        raise StorageError(f"{folder} cannot be made ({error.strerror}); name another nvme_path.") from None
+        raise _not_made(folder, error) from None
     try:
+        try:
+            fcntl.flock(
+                marker, fcntl.LOCK_SH
+            )  # before it says whose it is: an empty one is nobody's to remove
+            os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # the same bytes by every rank
+        except OSError as error:
+            raise _not_made(folder, error) from None
         yield folder
     finally:
         with suppress(OSError):
             _remove_alone(folder, marker)
         os.close(marker)
+
+
+def _not_made(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"{folder} cannot be made ({error.strerror}); name another nvme_path.")
 
 
 def clear_left_over(nvme_path: Path) -> Iterator[str]:

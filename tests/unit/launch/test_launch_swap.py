@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from dsft.errors import StorageError
 from dsft.launch.swap import MARKER, clear_left_over, hold_swap_folder
 
 RUN = Path("/runs/mine")
@@ -97,3 +99,14 @@ def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
     (disk / "dsft-swap-x").symlink_to(real)
     assert list(clear_left_over(disk)) == []
     assert path.exists()
+
+
+def test_a_folder_that_cannot_be_marked_is_not_left_behind(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as a full disk: nothing can be written
+    try:
+        with pytest.raises(StorageError, match="cannot be made"), hold_swap_folder(tmp_path, "a", RUN):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
