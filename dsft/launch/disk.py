@@ -34,8 +34,12 @@ CAP_IPC_LOCK = 14  # linux/capability.h
 def check_disk(folder: Path, key: str) -> None:
     """That it is there, on a disk of this host, and can be written. key: of the spec, that names it."""
     here = f"{key}: {folder} on {socket.gethostname()}"
-    if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "is not there"
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:  # one above it may not be entered
+        raise StorageError(f"{here} cannot be reached ({error.strerror}); name another folder.") from None
+    if not is_folder:
+        what = "is no folder" if exists else "is not there"
         raise StorageError(f"{here} {what}; make it on every host, or name a folder that each has.")
     kind = file_system(folder)
     if kind in IN_MEMORY:

@@ -71,6 +71,11 @@ def test_a_folder_that_is_not_there_or_none_or_not_writable(
         disk.check_disk(Path("/proc/self/task"), "nvme_path")
 
 
+def test_a_folder_that_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nvme_path: "):
+        disk.check_disk(tmp_path / ("x" * 300), "nvme_path")
+
+
 def test_space_is_held_against_what_all_ranks_swap(tmp_path: Path) -> None:
     disk.check_space(tmp_path, 1, "nvme_path")
     with pytest.raises(StorageError, match=r"free where this run swaps up to 1048576\.00 GiB"):
