@@ -73,10 +73,10 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
 
     def fits() -> None:
         check_locked(max(needs.locked, MEASURED))
-        for folder in set(folders.values()) if leads else ():
-            named = [key for key in keys if folders[key] == folder]
-            ranks = hosts.count(hosts[world.rank])
-            check_space(folder, ranks * sum(parts[key] for key in named), f"parallel.{named[0]}.nvme_path")
+        ranks = hosts.count(hosts[world.rank])
+        for named in _by_disk(folders) if leads else ():
+            needed = max(ranks * sum(parts[key] for key in named), MEASURED)
+            check_space(folders[named[0]], needed, f"parallel.{' and '.join(named)}.nvme_path")
 
     world.each(fits)
     config = job.config
@@ -89,6 +89,14 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
     if config["aio"] == AIO:  # else the user's own JSON says how
         config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, say))}
     return replace(job, config=config)
+
+
+def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
+    """The keys, those whose folders share a disk together."""
+    found: dict[int, list[str]] = {}
+    for key, folder in folders.items():
+        found.setdefault(folder.stat().st_dev, []).append(key)
+    return list(found.values())
 
 
 def _measured(folders: list[Path], world: World, leads: bool, say: Say) -> Mapping[str, Any]:
