@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORT_SECONDS = 300.0  # for what ranks share; six on a quiet machine
+LATE = 300.0  # seconds, for what ranks import, or for killed ones to be gone; six and none on a quiet machine
 
 
 def torchrun(
@@ -62,7 +62,10 @@ def torchrun(
 def forked(
     worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """As `torchrun`, where neither the launcher nor what a rank imports is looked at."""
+    """As `torchrun`, where neither the launcher nor what a rank imports is looked at. With `torchrun` where
+    ranks may take a GPU: DeepSpeed looks for it when it is imported, and CUDA knows no fork."""
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        return torchrun(worker, nproc, args, timeout)
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -71,12 +74,12 @@ def forked(
             "environ": _environ(), "cwd": str(Path.cwd()), "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
         server.tell(asked)
-        leader = server.answer("pid", 300)  # its imports, on a busy machine
+        leader = server.answer("pid", LATE)
         try:
             code = server.answer("code", timeout)
         except TimeoutError:
             end_group(leader)
-            server.answer("code", IMPORT_SECONDS)
+            server.answer("code", LATE)
             said = out.read_bytes(), err.read_bytes()
             raise subprocess.TimeoutExpired([str(worker), *args], timeout, *said) from None
         finally:
@@ -87,7 +90,7 @@ def forked(
 @dataclass(frozen=True)
 class _Server:
     process: subprocess.Popen[str]
-    answers: queue.SimpleQueue[str]
+    answers: queue.SimpleQueue[str | None]
 
     def tell(self, asked: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -96,27 +99,36 @@ class _Server:
 
     def answer(self, key: str, timeout: float) -> int:
         try:
-            return int(json.loads(self.answers.get(timeout=timeout))[key])
+            answer = self.answers.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
+        if answer is None:
+            raise RuntimeError(f"tests/forked.py ended with exit code {self.process.wait()}")
+        return int(json.loads(answer)[key])
 
 
 @functools.cache
 def _server() -> _Server:
     """One for all tests of a process, with which it ends."""
     command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(os.getpid())]
+    server = _started(command)
+    atexit.register(server.process.kill)
+    return server
+
+
+def _started(command: Sequence[str]) -> _Server:
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()
     )
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def listen() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             answers.put(line)
+        answers.put(None)  # it has ended
 
     threading.Thread(target=listen, daemon=True).start()
-    atexit.register(process.kill)
     return _Server(process, answers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import launching
 from tests.launching import forked, torchrun
 
 WORKER = """
@@ -22,6 +24,11 @@ if sys.argv[2] == "hang":
     time.sleep(600)
 sys.exit(3 * int(os.environ["RANK"]))
 """
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 @pytest.fixture
@@ -57,3 +64,17 @@ def test_a_rank_that_fails_fails_the_launch(launch: Any, told: str, worker: Path
     done = launch(worker, 2, [str(tmp_path), "fail"], timeout=60)
     assert done.returncode != 0
     assert told in done.stderr
+
+
+def test_no_rank_that_may_take_a_gpu_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(launching, "torchrun", lambda *arguments: arguments)
+    monkeypatch.setattr(launching, "_server", None)
+    launched: Any = forked(Path("worker.py"), 2, ["word"], 5.0)
+    assert launched == (Path("worker.py"), 2, ["word"], 5.0)
+
+
+def test_a_server_that_dies_is_told_at_once() -> None:
+    server = launching._started([sys.executable, "-c", "raise SystemExit(3)"])
+    with server.process, pytest.raises(RuntimeError, match="exit code 3"):
+        server.answer("pid", 60)
