@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,10 @@ if GPUS == 0:
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY"):
     os.environ.pop(name, None)
+
+
+hypothesis.settings.register_profile("dsft", deadline=None)  # a busy machine is no fault of an example
+hypothesis.settings.load_profile("dsft")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -93,10 +93,11 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
 def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     """With Ctrl-C; and with one of them, killed as a full memory does it."""
     workers: list[psutil.Process] = []
+    others = psutil.Process().children()  # of earlier tests, such as `forked`'s
 
     def progress(pace: Pace) -> None:
         if not workers:
-            workers.extend(psutil.Process().children())
+            workers.extend(child for child in psutil.Process().children() if child not in others)
             if interrupted:
                 raise KeyboardInterrupt
             workers[0].kill()
