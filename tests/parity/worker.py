@@ -377,7 +377,8 @@ def changed_while_frozen(world: World, policy: Policy, whole: Policy) -> int:
 
 
 def plain_model(whole: Policy, case: Case) -> nn.Module:
-    config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **SHAPES[case.shape])
+    shape = SHAPES[case.shape] | {"pad_token_id": None}  # Gemma's is 0, an embedding without a gradient
+    config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **shape)
     model: Any = AutoModelForCausalLM.from_config(config)
     if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
