@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import paired
+from dsft.launch.end import end
 
 LARGE = {
     "hidden_size": 1024,
@@ -229,3 +230,4 @@ def slower(samples: paired.Samples) -> list[str]:
 
 if __name__ == "__main__":
     main()
+    end(0)

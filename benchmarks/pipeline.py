@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import paired
+from dsft.launch.end import end
 
 VOCABULARY = 64
 LLAMA: dict[str, Any] = {
@@ -374,3 +375,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

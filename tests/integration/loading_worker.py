@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
+from dsft.launch.end import end
 from dsft.launch.environment import detect
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -132,3 +133,4 @@ def make_spec(folder: str, precision: str, offload: str, trainable: list[str] | 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    end(0)

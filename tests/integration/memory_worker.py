@@ -9,7 +9,6 @@ import inspect
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from dsft.engine import state
 from dsft.engine.world import join
+from dsft.launch.end import end
 from dsft.launch.environment import detect
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -149,6 +149,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # As train.py: threads of engines that are gone can abort the interpreter's own end.
-    sys.stdout.flush()
-    os._exit(0)
+    end(0)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsft.launch.end import end
 from dsft.model import build
 from dsft.reference import precomputed
 from dsft.reference.passes import Pass
@@ -57,4 +58,4 @@ def peak() -> float:
 
 if __name__ == "__main__":
     modes: dict[str, Callable[..., int]] = {"score": score, "train": train}
-    sys.exit(modes[sys.argv[1]](*sys.argv[2:]))
+    end(modes[sys.argv[1]](*sys.argv[2:]))

@@ -180,7 +180,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
         "zero_optimization.stages: DeepSpeed does not know this key; did you mean zero_optimization.stage?",
         "zero_optimization.offload_optimizer.devise: DeepSpeed does not know this key; did you mean "
         "zero_optimization.offload_optimizer.device?",
-        "aio.thread_count: DeepSpeed does not know this key; leave it out",
+        "aio.thread_count: DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
         "xyzzy: DeepSpeed does not know this key; leave it out",
     ]
 
