@@ -1,0 +1,115 @@
+"""What a rank tells of itself while it lives: takes its place and marks of its progress, sends one datagram a
+second to whoever listens. Without torch.
+
+    DSFT_PULSE   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); nothing is sent where it is not set
+    DSFT_LOGS    folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
+
+A datagram is one JSON object:
+
+    {"rank": 3, "local_rank": 1, "host": "node2", "pid": 4711, "step": 120, "phase": "step",
+     "progress_at": 8143.25}
+    {"ended": 75, "message": "stopped by …", …the same}     the last one of a rank that ends by itself
+
+phase is one of PHASES; step counts the optimizer steps done; progress_at is time.monotonic() of the last
+mark, a clock that all processes of a host share. A rank that lives sends, however long its main thread waits
+in a collective: what then stands still is progress_at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, get_args
+
+Phase = Literal["start", "load", "data", "step", "evaluate", "save", "export"]
+PHASES: tuple[str, ...] = get_args(Phase)
+
+SOCKET, LOGS = "DSFT_PULSE", "DSFT_LOGS"
+EVERY = 1.0  # seconds between two datagrams
+
+
+class Pulse:
+    """Of one rank. `mark` is for its main thread, and costs an assignment."""
+
+    def __init__(self, rank: int, local_rank: int, path: str | None) -> None:
+        """path: of the socket; None or empty: nothing is ever sent."""
+        self._who = {
+            "rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(),
+        }  # fmt: skip
+        self._at: tuple[Phase, int, float] = ("start", 0, time.monotonic())
+        self._path = path
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Send the first datagram, then one a second from a thread of its own, until the process ends."""
+        if not self._path:
+            return
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def mark(self, phase: Phase, step: int | None = None) -> None:
+        """Progress: what begins now. step: done so far, None: as before."""
+        self._at = (phase, self._at[1] if step is None else step, time.monotonic())
+
+    @property
+    def phase(self) -> Phase:
+        return self._at[0]
+
+    def end(self, code: int, message: str | None = None) -> None:
+        """This rank ends by itself, with this exit code. message: what went wrong, in a sentence."""
+        self._send({"ended": code, "message": message} | self._now())
+
+    def _beat(self) -> None:
+        while True:
+            self._send(self._now())
+            time.sleep(EVERY)
+
+    def _now(self) -> dict[str, object]:
+        phase, step, at = self._at
+        return self._who | {"step": step, "phase": phase, "progress_at": at}
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if self._socket is None or not self._path:
+            return
+        with contextlib.suppress(OSError):  # nobody listens, or is too busy to read: a run does without
+            self._socket.sendto(json.dumps(message).encode(), self._path)
+
+
+def keep_log(folder: str | None, rank: int, world_size: int) -> None:
+    """Append this process's standard output and error, of all that it starts too, to folder/rank-N.log, and
+    every thread's stack to folder/rank-N.stack on SIGUSR2. Nothing where the folder is None or empty; what
+    cannot be written is said on the error output as it is."""
+    if not folder:
+        return
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        log = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Not inherited: it is written to by this process alone, as long as it lives.
+        stack = os.open(place / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"warning: {LOGS}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        return
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # another's, as in a test
+            output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    host = socket.gethostname()
+    print(f"--- rank {rank} of {world_size} on {host}, process {os.getpid()}, {now} ---", flush=True)
