@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -49,3 +51,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Any]:
+    """Two hosts (tests/lab/hosts.py), one pair for all tests of this process: leave it as `lab.reset()` does.
+    A test that wants a pair of its own takes `two_hosts()`, which costs a third of a second."""
+    from tests.lab.hosts import two_hosts, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made
