@@ -187,6 +187,29 @@ def generate(
 
 
 @app.command()
+def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="HOSTS:SLOTS", help="Such as 'node[01-16]:8'.", show_default=False),
+    ] = None,
+    from_slurm: Annotated[
+        bool, typer.Option("--from-slurm", help="The hosts of the Slurm job that this runs in.")
+    ] = False,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Processes of each host.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it there.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also over a file that differs.")] = False,
+) -> None:
+    """Make a hostfile, of ranges of names or of a Slurm job."""
+    from dsft.launch.hostfile import hosts_of, put
+
+    put(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
+
+
+@app.command()
 def reference(
     spec: SpecPath,
     overrides: Overrides = None,

@@ -1,5 +1,5 @@
 """The hostfile that `deepspeed --hostfile` reads: `host slots=n`, one per line. Text in, hosts out, and back;
-pure.
+pure. `of_words` makes one of `node[01-16]:8`.
 
 Stricter than DeepSpeed, which ignores what follows `slots=n` and takes any word for a host.
 """
@@ -7,10 +7,12 @@ Stricter than DeepSpeed, which ignores what follows `slots=n` and takes any word
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dsft.errors import Problem, SpecError
+from dsft.spec.document import shown
 from dsft.spec.hosts import is_host
+from dsft.spec.ranges import duplicates, expand
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
@@ -45,6 +47,42 @@ def parse(text: str, where: str) -> dict[str, int]:
 def render(hosts: Mapping[str, int]) -> str:
     """The file's text; ranks follow its order."""
     return "".join(f"{host} slots={slots}\n" for host, slots in hosts.items())
+
+
+def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
+    """Host -> slots of `node[01-16]:8` and the like; with slots, of names alone, which get so many each.
+
+    SpecError with every word that is not of that form, names no host or a host again, or gives no slots.
+    """
+    hosts: dict[str, int] = {}
+    problems = []
+    for word in words:
+        try:
+            names, count = _of_word(word, slots)
+            again = next(duplicates([*hosts, *names]), None)
+            if again is not None:
+                raise ValueError(f"{again} stands here a second time; name each host once")
+        except ValueError as error:
+            problems.append(Problem(shown(word), str(error)))
+            continue
+        hosts |= dict.fromkeys(names, count)
+    if problems:
+        raise SpecError("No hostfile can be made of this.", problems)
+    return hosts
+
+
+def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
+    """ValueError with the reason."""
+    if slots is not None:
+        return expand(word), slots
+    names, colon, number = word.rpartition(":")
+    if not colon:
+        raise ValueError("has no number of slots; write it like node[01-16]:8, or give --slots")
+    if not re.fullmatch(r"[0-9]{1,6}", number):
+        raise ValueError(f"{shown(number)} is no number of slots; write it like node[01-16]:8")
+    if int(number) == 0:
+        raise ValueError("a host needs at least 1 slot; write it like node[01-16]:8")
+    return expand(names), int(number)
 
 
 def _fault(match: re.Match[str], hosts: Mapping[str, int]) -> str | None:

@@ -24,6 +24,7 @@ from dsft.spec.document import Document, Path, Writer, read_document, shown
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.finding import Finding
 from dsft.spec.overrides import apply_overrides
+from dsft.spec.ranges import expand_hosts
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
 from dsft.spec.unbuilt import unbuilt
@@ -62,6 +63,7 @@ def load_spec(
     document = read_document(_read(FilePath(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
+    expand_hosts(document)
     checks = _Checks(check_files, more, not_built)
     spec = _validate(document, checks) if readable else None
     if document.problems or spec is None:

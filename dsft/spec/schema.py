@@ -465,7 +465,9 @@ class Cluster(Section):
     """The hosts. A promise: a process group of another size stops at once."""
 
     hosts: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        min_length=1, description="Processes (slots) per host, as {host: slots}; ranks follow this order."
+        min_length=1,
+        description="Processes (slots) per host, as {host: slots}, in the order of the ranks; a key may be a "
+        "range of hosts, such as node[01-16].",
     )
     interface: str | None = Field(
         default=None,

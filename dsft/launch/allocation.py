@@ -1,0 +1,101 @@
+"""The hosts of a Slurm allocation, from the variables that Slurm sets in it. Takes an environment; asks no
+daemon, starts nothing.
+
+What the variables hold: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsft.errors import Problem, SpecError, WorldError
+from dsft.spec.document import shown
+from dsft.spec.ranges import duplicates, expand
+
+NODES = "SLURM_JOB_NODELIST"
+_GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
+_TASKS = "SLURM_TASKS_PER_NODE"
+_EACH = "SLURM_NTASKS_PER_NODE"
+_TIMES = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """hosts: host -> slots, in Slurm's order; source: what said the slots, in words."""
+
+    hosts: Mapping[str, int]
+    source: str
+
+
+def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocation:
+    """Of this job. slots: of each host; without it the GPUs of a node, else its tasks.
+
+    Raises WorldError outside a job, and where Slurm tells no slots; SpecError where a variable does not hold
+    what Slurm writes there.
+    """
+    nodes = environ.get(NODES)
+    if not nodes:
+        raise WorldError(
+            f"{NODES} is not set, so this is no Slurm job; run this inside of one (salloc, sbatch), or give "
+            "the hosts as node[01-16]:8."
+        )
+    try:
+        names = expand(nodes)
+    except ValueError as error:
+        raise _wrong(NODES, str(error)) from None
+    again = next(duplicates(names), None)
+    if again is not None:
+        raise _wrong(NODES, f"{again} stands in {shown(nodes)} a second time; set it to each host once")
+    if slots is not None:
+        return Allocation(dict.fromkeys(names, slots), f"--slots {slots}")
+    for name in _GPUS:
+        gpus = _gpus(name, environ.get(name, ""))
+        if gpus:
+            return Allocation(dict.fromkeys(names, gpus), f"{name}={environ[name]}")
+    return _of_tasks(names, environ)
+
+
+def _of_tasks(names: list[str], environ: Mapping[str, str]) -> Allocation:
+    name = next((name for name in (_TASKS, _EACH) if environ.get(name)), None)
+    if name is None:
+        raise WorldError(
+            f"Slurm tells neither GPUs ({_GPUS[1]}) nor tasks ({_TASKS}) of a node; give --slots N, the "
+            "processes of each host."
+        )
+    counts = _counts(name, environ[name])
+    if name == _EACH and len(counts) == 1:
+        counts *= len(names)
+    if len(counts) != len(names):
+        message = (
+            f"{shown(environ[name])} is for {len(counts)} hosts, {NODES} has {len(names)}; give --slots N"
+        )
+        raise _wrong(name, message)
+    return Allocation(dict(zip(names, counts, strict=True)), f"{name}={environ[name]}")
+
+
+def _gpus(name: str, value: str) -> int:
+    """`8`, `a100:8` or `a100:4,h100:4`; 0 where there is none."""
+    total = 0
+    for part in value.split(",") if value else ():
+        number = part.rpartition(":")[2]
+        if not re.fullmatch(r"[0-9]{1,6}", number):
+            raise _wrong(name, f"{shown(value)} is no number of GPUs; give --slots N")
+        total += int(number)
+    return total
+
+
+def _counts(name: str, value: str) -> list[int]:
+    """`2(x3),1` as 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in value.split(","):
+        match = _TIMES.fullmatch(part)
+        if match is None or int(match[1]) == 0 or int(match[2] or 1) > 10_000:
+            raise _wrong(name, f"{shown(value)} is not like 2(x3),1, tasks of each host; give --slots N")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _wrong(name: str, message: str) -> SpecError:
+    return SpecError("The allocation cannot be read.", [Problem(name, message)])

@@ -1,0 +1,47 @@
+"""The command `dsft hostfile`: takes words like `node[01-16]:8`, or Slurm's variables; prints a hostfile or
+writes one, and leaves one alone that holds something else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dsft.errors import Problem, SpecError, StorageError
+from dsft.launch.allocation import allocation
+from dsft.plan.hostfile import of_words, render
+
+
+def hosts_of(
+    words: Sequence[str], environ: Mapping[str, str], slots: int | None, *, from_slurm: bool
+) -> Mapping[str, int]:
+    """Host -> slots. SpecError where both sources are asked for, or none; else as they raise."""
+    if from_slurm == bool(words):
+        given = f"{' '.join(words)} and --from-slurm" if words else "nothing"
+        raise SpecError(
+            "No hostfile can be made of this.",
+            [Problem("hosts", f"{given} was given; give hosts as node[01-16]:8, or --from-slurm")],
+        )
+    if not from_slurm:
+        return of_words(words, slots)
+    found = allocation(environ, slots)
+    print(f"slots from {found.source}", file=sys.stderr)
+    return found.hosts
+
+
+def put(hosts: Mapping[str, int], out: Path | None, *, force: bool) -> None:
+    """Print the hostfile, or write it to `out`. StorageError where that cannot be written, or is there and
+    differs, without force."""
+    text = render(hosts)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        if out.exists() and not force and out.read_bytes() != text.encode():
+            raise StorageError(f"{out} exists and holds something else; give another name, or --force.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written ({error.strerror}); give another --out.") from error
+    processes = sum(hosts.values())
+    print(f"wrote {out}: {len(hosts)} host(s), {processes} process(es)")
