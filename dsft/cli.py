@@ -210,6 +210,44 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
 
 
 @app.command()
+def launch(  # noqa: PLR0913, PLR0917  an argument is an option
+    spec: SpecPath,
+    overrides: Overrides = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="deepspeed, torchrun or slurm; by default cluster.launcher.", show_default=False),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start again from the last checkpoint, so many times, after a failure.")
+    ] = 0,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(help="Hosts and slots, in place of the spec's.", show_default=False),
+    ] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--num_gpus",
+            "--num-gpus",
+            min=1,
+            show_default=False,
+            help="Processes on this machine, for a spec without a cluster; by default one a device.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started on each host; start nothing.")
+    ] = False,
+    no_doctor: Annotated[bool, typer.Option("--no-doctor", help="Do not examine the hosts first.")] = False,
+) -> None:
+    """Start a run on all of its hosts, watch it, and end all of it together."""
+    from dsft.supervise.command import Options
+    from dsft.supervise.command import launch as start
+
+    options = Options(launcher, restarts, hostfile, num_gpus, dry_run, not no_doctor)
+    raise typer.Exit(start(spec, overrides or (), options))
+
+
+@app.command()
 def reference(
     spec: SpecPath,
     overrides: Overrides = None,

@@ -1,0 +1,97 @@
+"""Real agents, real ranks (that train nothing), real kills: how a start ends, what it says, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from dsft.supervise.attempt import Attempt
+from tests.unit.supervise.conftest import Start
+
+
+def until(check: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def pulsing(attempt: Attempt) -> bool:
+    return all(rank.pulse for rank in attempt.ranks.values())
+
+
+def test_all_is_well(start: Start) -> None:
+    words = ["a b", "$(touch x)", "'", '"', "`id`", "\n", "é", "--x=;rm", "*", "\\", ""]
+    job = start("5", *words)
+    outcome = job.outcome()
+    assert outcome.code == 0 and outcome.failure is None
+    assert [line for line in job.lines if line.startswith("step")] == [f"step {n}" for n in range(1, 6)]
+    assert f"arguments {ascii(['5', *words])}" in job.lines
+    logs = {rank: (job.attempt.world.logs, rank) for rank in range(3)}
+    for folder, rank in logs.values():
+        with open(f"{folder}/rank-{rank}.log", encoding="utf-8") as file:
+            assert f"--- rank {rank} of 3" in file.read()
+
+
+def test_a_killed_rank_ends_all(start: Start) -> None:
+    job = start("600", "2:15:kill")
+    outcome = job.outcome()
+    assert outcome.code == 137 and outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.host) == (2, "two")
+    assert 1 <= (outcome.failure.step or 0) <= 15  # by its last pulse
+
+
+def test_the_first_real_error_is_told_and_not_what_follows(start: Start) -> None:
+    job = start("600", "0:5:error=Connection closed by peer [10.0.0.2]:1234", "1:5:error=a row is bad")
+    outcome = job.outcome()
+    assert outcome.failure is not None and outcome.code == 1
+    assert outcome.failure.text() == "rank 1 on two, step 5: a row is bad"
+
+
+def test_the_ranks_own_code(start: Start) -> None:
+    assert start("600", "1:2:66").outcome().code == 66
+
+
+def test_asked_to_stop_all_save_and_end(start: Start) -> None:
+    job = start("600")
+    until(lambda: pulsing(job.attempt))
+    job.requests.take(signal.SIGTERM)
+    outcome = job.outcome()
+    assert outcome.code == 75 and outcome.failure is None
+    assert "saved" in job.lines
+
+
+def test_asked_twice_it_ends_at_once(start: Start) -> None:
+    job = start("600", "1:3:hang")
+    until(lambda: job.attempt.ranks[1].step == 3)
+    job.requests.take(signal.SIGINT)
+    time.sleep(1)
+    assert job.left()
+    job.requests.take(signal.SIGINT)
+    began = time.monotonic()
+    assert job.outcome().code == 130
+    assert time.monotonic() - began < 5
+
+
+def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
+    job = start("600", "1:3:stop", hang_timeout=4)
+    outcome = job.outcome()
+    assert outcome.code == 124 and outcome.failure is not None and outcome.failure.rank == 1
+    with open(f"{job.world.logs}/rank-1.stack", encoding="utf-8") as file:
+        assert "fake_rank.py" in file.read()
+
+
+def test_a_killed_agent_is_told_and_its_ranks_can_be_swept(start: Start) -> None:
+    from dsft.supervise.sweep import sweep
+
+    job = start("600")
+    until(lambda: pulsing(job.attempt))
+    os.kill(job.attempt._hosts["two"].process.pid, signal.SIGKILL)
+    job._thread.join(20)
+    outcome = job._outcome
+    assert outcome is not None and outcome.code == 69 and outcome.lost == ("two",)
+    assert outcome.failure is not None and "killed by signal 9" in outcome.failure.text()
+    assert sweep(job.world, outcome.lost, job.attempt._commands) == []
+    assert job.left() == []
