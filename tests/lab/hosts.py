@@ -26,10 +26,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.lab.slurm import Slurm, cluster
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ("node1", "node2")
@@ -206,12 +208,10 @@ class Lab:
         for name in self.hosts:
             self.mend(name)
 
-    @contextmanager
-    def slurm(self) -> Iterator[object]:
-        from tests.lab.slurm import cluster
-
-        with cluster(self) as found:
-            yield found
+    def slurm(self) -> AbstractContextManager[Slurm]:
+        """slurmctld, slurmd and munged for the length of a `with`: tests/lab/slurm.py, whose `why_not` says
+        whether this machine has them."""
+        return cluster(self)
 
     def _at_switch(self, *argv: str) -> None:
         self.switch.call(functools.partial(_must, *argv))
@@ -224,11 +224,11 @@ def why_not() -> str | None:
         return "two hosts are namespaces of Linux, which this is not"
     if os.geteuid() != 0:
         return "two hosts on one machine need root"
-    if absent := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
+    if absent := [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]:
         return f"not installed: {', '.join(absent)}; scripts/lab installs them"
     tried = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "ip", "link", "add", "lab", "type", "bridge"],
-        capture_output=True, text=True, env=os.environ | {"PATH": _path()},
+        capture_output=True, text=True, env=os.environ | {"PATH": search_path()},
     )  # fmt: skip
     if tried.returncode != 0:
         return f"this machine gives no namespaces with links of their own: {tried.stderr.strip()[-200:]}"
@@ -282,7 +282,7 @@ def _make(host: Host, folder: Path) -> None:
         set -e
         mount --make-rprivate /
         mount -t proc proc /proc
-        mount --bind /sys/fs/cgroup {own}/cgroup && mount --make-private {own}/cgroup
+        mount --rbind /sys/fs/cgroup {own}/cgroup
         mount -t sysfs sysfs /sys
         mount --rbind {own}/cgroup /sys/fs/cgroup
         mount -t tmpfs -o mode=1777 shm /dev/shm
@@ -353,7 +353,7 @@ def _of_every_host() -> dict[str, str]:
         name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "LD_LIBRARY_PATH") if name in os.environ
     }
     return {
-        "PATH": _path(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        "PATH": search_path(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "disabled", **taken,
     }  # fmt: skip
@@ -370,20 +370,20 @@ def _environ(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _path() -> str:
+def search_path() -> str:
     """This interpreter's programs first, then the system's, sbin among them."""
     system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return f"{Path(sys.executable).parent}:{system}"
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=_path())
+    found = shutil.which(name, path=search_path())
     assert found is not None
     return found
 
 
 def _must(*argv: str) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"PATH": _path()})
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"PATH": search_path()})
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(argv)} ended with {done.returncode}: {done.stderr.strip()}")
 
@@ -418,7 +418,7 @@ def _seen(host: Host, marker: str) -> Iterator[Seen]:
 
 
 def _is_daemon(seen: Seen) -> bool:
-    return Path(seen.argv[0]).name in ("munged", "slurmctld", "slurmd")
+    return Path(seen.argv[0]).name in ("munged", "slurmctld", "slurmd", ": slurmscriptd")
 
 
 def _end(host: Host) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
+from tests.lab.slurm import why_not as no_slurm
 
 ROUND_TRIP = """
 import socket, time
@@ -117,3 +118,28 @@ def test_a_killed_owner_leaves_no_process() -> None:
         time.sleep(0.05)
     with two_hosts():
         assert not Path(folder).exists()
+
+
+def test_slurm_starts_tasks_on_both_hosts(lab: Lab) -> None:
+    if reason := no_slurm():
+        pytest.skip(reason)
+    with lab.slurm() as slurm:
+        said = lab.run(
+            "node1", ["srun", "-N2", "--ntasks-per-node=1", "sh", "-c", "echo $SLURM_PROCID $(hostname)"]
+        )
+        assert sorted(said.stdout.splitlines()) == ["0 node1", "1 node2"], said
+        out = slurm.folder / "out"
+        asked = [
+            "sbatch",
+            "--parsable",
+            "-N2",
+            "--gpus-per-node=1",
+            "--output",
+            str(out),
+            "--wrap",
+            "srun hostname",
+        ]
+        job = lab.run("node1", asked).stdout.strip()
+        assert slurm.wait(job)["JobState"] == "COMPLETED"
+        assert sorted(out.read_text().split()) == ["node1", "node2"]
+    assert lab.processes() == []
