@@ -80,13 +80,28 @@ class Schedule:
     evaluate_first: bool = False  # before step 1
 
 
+class Watch(Protocol):
+    """What all ranks' steps cost, in each record: `dsft.report.hosts.HostWatch`."""
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Around a step and its data."""
+        ...
+
+    def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
+        """(n,) float64 of this rank's window, 0 where other ranks have theirs: summed with the losses."""
+        ...
+
+    def record(self, everyones: Tensor) -> Record: ...
+
+
 @dataclass(frozen=True)
 class Run:
     """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate: step
     -> held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's
     eval/loss (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from
     seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
-    of pairs what an engine of the reference says of them, a collective."""
+    of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
+    ranks' steps cost."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[int], Record] | None
@@ -97,16 +112,19 @@ class Run:
     mfu: Callable[[int, int, float], float] | None = None
     trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
     refer: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda micro_batches: micro_batches
+    watch: Watch | None = None
 
 
 @dataclass
 class Window:
-    """What has happened since the last log line. sources: by metric, where the data has several sources."""
+    """What has happened since the last log line. computed: this rank's positions, padding included; sources:
+    by metric, where the data has several sources."""
 
     sums: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     squared: int = 0
+    computed: int = 0
     steps: int = 0
     data_wait: float = 0.0
     sources: Record = field(default_factory=dict)
@@ -117,6 +135,7 @@ class Window:
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
         self.squared += batch.squared
+        self.computed += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
         self.steps += 1
         self.data_wait += waited
         for name, seen in batch.sources.items():
@@ -138,7 +157,7 @@ def fit(
     window = Window()
     while progress.step < schedule.total_steps:
         learning_rate = schedule.learning_rate(progress.applied_steps)
-        with run.trace(progress.step + 1):
+        with run.trace(progress.step + 1), run.watch.counted() if run.watch else nullcontext():
             fetched = time.perf_counter()
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
@@ -197,7 +216,14 @@ def training_record(window: Window, objective: Objective, run: Run, progress: Pr
     """The window's loss and metrics (its sums ÷ its counts) and speed. One collective; it waits for the
     device."""
     assert window.sums is not None, "a record is made after a step"
-    figures = means(objective, run.sum(window.sums), window.counts, "train")
+    watch, sums = run.watch, window.sums
+    if watch is None:
+        figures = means(objective, run.sum(sums), window.counts, "train")
+    else:
+        mine = watch.mine(window.steps, window.began, window.data_wait, window.computed)
+        total = run.sum(torch.cat([sums, mine]))
+        figures = means(objective, total[: len(sums)], window.counts, "train")
+        figures |= watch.record(total[len(sums) :])
     seconds = time.perf_counter() - window.began
     tokens_per_second = window.num_tokens / seconds
     mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}

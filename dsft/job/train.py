@@ -22,6 +22,7 @@ from dsft.job.host import on_hosts
 from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
 from dsft.job.same import prove_same
 from dsft.job.tell import describe, facts_of, open_report
+from dsft.job.watch import watch_hosts
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
@@ -103,6 +104,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         mfu_of(job, inputs, counted, world),
         trace_of(job, traced, world, report.line),
         reference.now if reference else as_it_is,
+        watch_hosts(world, report.line),
     )
     memory.enter("steady")
     try:

@@ -90,6 +90,11 @@ class MemoryMeter:
         return record
 
 
+def resident() -> int:
+    """Bytes of the host's memory that this process holds now."""
+    return _status("VmRSS")
+
+
 def room(device: torch.device) -> int:
     """Bytes that this process may still take: on a GPU what the driver and torch's allocator have free; else
     what is left of the host's memory, or of the process's limit on its address space (RLIMIT_AS)."""

@@ -1,0 +1,85 @@
+"""How long this rank has waited for others: takes a device, gives seconds. Nothing is communicated.
+
+Every wait of a step, DeepSpeed's and dsft's, synchronous or on a handle, goes through `Work.wait`, which has
+a clock around it during a step. On a CPU that is the time for which the thread stood. On a GPU the call
+returns at once and a stream stands instead: two events around it say for how long. What is called without a
+handle runs on the current stream there, before `wait`, so DeepSpeed's calls themselves get events too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+import torch
+from torch.distributed.distributed_c10d import Work
+
+CALLS = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced",
+    "reduce_scatter", "reduce_scatter_tensor", "send", "recv",
+)  # fmt: skip
+"""Of DeepSpeed's backend, that engines call in a step."""
+
+
+class Waiting:
+    """On a CPU the waits of the thread that made it count; other threads work beside the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._thread = threading.get_ident()
+        self._inside = False  # a call that waits within
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Waits in this block count: a step's, and not a checkpoint's."""
+        with ExitStack() as undo:
+            self._clock(Work, "wait", undo)
+            if self._on_gpu:
+                for name in CALLS:
+                    self._clock(deepspeed_comm.cdb, name, undo)
+            yield
+
+    def taken(self) -> float:
+        """Seconds since the last call. On a GPU it waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            # Over all streams, which may wait at the same time: the sum can be more than a step lost by it.
+            self._seconds += sum(first.elapsed_time(last) for first, last in self._events) / 1000
+            self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _clock(self, owner: Any, name: str, undo: ExitStack) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+        undo.callback(setattr, owner, name, call)
+        clocked = self._between_events if self._on_gpu else self._between_readings
+        setattr(owner, name, lambda *args, **kwargs: clocked(call, *args, **kwargs))
+
+    def _between_readings(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return call(*args, **kwargs)
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def _between_events(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """On whichever thread: the one that runs the backward does not run beside the step's own."""
+        if self._inside:
+            return call(*args, **kwargs)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._inside = True
+        first.record()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            last.record()
+            self._events.append((first, last))
+            self._inside = False

@@ -1,0 +1,273 @@
+"""What every host is doing, in the record of each logged step: takes this rank's figures, gives all ranks' by
+host, and names a rank that lags behind the others. Pure, but for reading this process's and host's memory.
+
+The figures of all ranks travel in one tensor, in the all-reduce that the loop makes for the losses anyway:
+each rank fills its own row of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass, fields
+from typing import Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from dsft.report.memory import GIB, resident
+
+LAGS, LAGS_NOT = 1.3, 1.15
+"""A rank's own work ÷ the others', from which on it lags, and under which it no longer does."""
+LOST = 0.1
+"""Of a step: less than that, spent waiting for the slowest, is not worth a line."""
+RECORDS, STEPS, SECONDS = 5, 20, 10.0
+"""The fewest that a verdict rests on. One slow step, or rows of unequal length, are no lagging rank, and a
+moment of another program's is none."""
+MOSTLY = 0.75
+"""In so many of these records, at least, the rank is the slowest, and by more than LAGS_NOT."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and which stage of a pipeline."""
+
+    host: str
+    local_rank: int
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One rank's part of a window of steps. seconds: from its first step's begin to its last one's end,
+    evaluations and checkpoints left out; waiting: of these, for other ranks; data: for the next batch;
+    tokens: positions that went through the model; bytes: of this process, of the host's memory in use, and
+    the largest that torch has allocated on the GPU."""
+
+    steps: float
+    seconds: float
+    waiting: float
+    data: float
+    tokens: float
+    resident: float
+    host_used: float
+    allocated: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds that were this rank's own doing: its work and its data."""
+        return max(self.seconds - self.waiting, 0.0)
+
+
+WIDTH = len(fields(Spent))
+
+
+class Waits(Protocol):
+    """`dsft.engine.waiting.Waiting`."""
+
+    def counted(self) -> AbstractContextManager[None]: ...
+    def taken(self) -> float: ...
+
+
+class HostWatch:
+    """places: of every rank. say: takes one line; only rank 0 has a record and something to say."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        rank: int,
+        waits: Waits,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        self._places, self._rank, self._waits, self._device = places, rank, waits, device
+        self._names = host_names(places)
+        self._lag = Lag(places, self._names)
+        self._say = say
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Around a step, its data and all."""
+        return self._waits.counted()
+
+    def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
+        """(ranks · WIDTH,) float64 on the device: this rank's row, the others' are 0. Of the window that
+        began at `began` of time.perf_counter: its steps, seconds of wait for data, and positions computed."""
+        waiting = self._waits.taken()  # on a GPU it waits for the device, so the clock is read after it
+        seconds = time.perf_counter() - began
+        allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        used = psutil.virtual_memory().used if self._places[self._rank].local_rank == 0 else 0
+        spent = Spent(steps, seconds, waiting, data, tokens, resident(), used, allocated)
+        rows = torch.zeros(len(self._places), WIDTH, dtype=torch.float64)
+        rows[self._rank] = torch.tensor(astuple(spent), dtype=torch.float64)
+        return rows.flatten().to(self._device)
+
+    def record(self, everyones: Tensor) -> dict[str, float]:
+        """Of the sum of all ranks' `mine`."""
+        if self._rank != 0:
+            return {}
+        ranks = [Spent(*row) for row in everyones.view(-1, WIDTH).tolist()]
+        for line in self._lag.add(ranks):
+            self._say(line)
+        return host_record(self._names, ranks) | self._lag.record(ranks)
+
+
+def host_names(places: Sequence[Place]) -> list[str]:
+    """Each rank's host, as it stands in a metric's name: the first label of the host's name where that tells
+    the hosts apart, letters, digits, - and _ alone. Two hosts of one name get a number: a local rank stands
+    once on a host."""
+    hosts: dict[tuple[str, int], str] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    keys = []
+    for place in places:
+        keys.append((place.host, seen[place.host, place.local_rank]))
+        seen[place.host, place.local_rank] += 1
+    short = {key: re.sub(r"[^A-Za-z0-9_-]+", "-", key[0].partition(".")[0]) for key in dict.fromkeys(keys)}
+    common = Counter(short.values())
+    for key, name in short.items():
+        if common[name] > 1:  # a.one and a.two, or the same name on two machines
+            name = re.sub(r"[^A-Za-z0-9_-]+", "-", key[0])
+        wanted, number = name or "host", 1
+        while (name := wanted if number == 1 else f"{wanted}_{number}") in hosts.values():
+            number += 1
+        hosts[key] = name
+    return [hosts[key] for key in keys]
+
+
+def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float]:
+    """host/NAME/… of every host, from its ranks'."""
+    record: dict[str, float] = {}
+    for name in dict.fromkeys(names):
+        mine = [spent for host, spent in zip(names, ranks, strict=True) if host == name]
+        figures = {
+            "step_time": max(spent.seconds / spent.steps for spent in mine),
+            "work_time": max(spent.own / spent.steps for spent in mine),
+            "data_wait_fraction": max(spent.data / spent.seconds for spent in mine),
+            "rss_gib": sum(spent.resident for spent in mine) / GIB,
+            "memory_used_gib": max(spent.host_used for spent in mine) / GIB,
+        }
+        if any(spent.allocated for spent in mine):
+            figures["peak_allocated_gib"] = max(spent.allocated for spent in mine) / GIB
+        record |= {f"host/{name}/{figure}": value for figure, value in figures.items()}
+    return record
+
+
+class Lag:
+    """Which rank lags, over the last records.
+
+    A rank is compared with those that do the same work: all, or its pipeline stage's. Stages differ by
+    nature; where each is one rank, a rank's part of all ranks' work is compared with the part that it had in
+    the first records, so one that is slow from the start is taken for a large stage.
+    """
+
+    def __init__(self, places: Sequence[Place], names: Sequence[str], seconds: float = SECONDS) -> None:
+        self._places, self._names, self._seconds = places, names, seconds
+        stages = {place.stage for place in places}
+        self._by_itself = len(stages) == len(places)  # nobody does the same work
+        everyone = range(len(places))
+        self._peers = [
+            [r for r in everyone if r != rank and (self._by_itself or places[r].stage == places[rank].stage)]
+            for rank in everyone
+        ]
+        self._usual: list[float] | None = None if self._by_itself else [1.0] * len(places)
+        self._recent: deque[list[Spent]] = deque()
+        self._named: int | None = None
+
+    def record(self, ranks: Sequence[Spent]) -> dict[str, float]:
+        """Of one window: the slowest rank's own work ÷ what its peers say it should be (1: nobody is behind),
+        and which rank that is. Nothing for one rank, and until a pipeline's usual parts are known."""
+        slowest = self._slowest(ranks)
+        if slowest is None:
+            return {}
+        return {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}
+
+    def add(self, ranks: Sequence[Spent]) -> list[str]:
+        """What there is to say after this window."""
+        recent = self._recent
+        recent.append(list(ranks))
+        while self._suffices(list(recent)[1:]):
+            recent.popleft()
+        if not self._suffices(recent):
+            return []
+        total = [_summed(windows) for windows in zip(*recent, strict=True)]
+        if self._usual is None:
+            self._usual = [max(spent.own, 1e-9) for spent in total]
+            recent.clear()
+            return []
+        lines = []
+        if self._named is not None and (old := self._behind(self._named, total)).ratio < LAGS_NOT:
+            lines.append(f"{self._who(old.rank)} no longer lags.")
+            self._named = None
+        found = self._slowest(total)
+        if found is None or found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
+            return lines
+        slowest = [each for each in map(self._slowest, recent) if each is not None and each.ratio > LAGS_NOT]
+        times = sum(each.rank == found.rank for each in slowest)
+        if times < MOSTLY * len(recent):
+            return lines
+        self._named = found.rank
+        return [*lines, self._told(found, total[found.rank])]
+
+    def _suffices(self, recent: Collection[Sequence[Spent]]) -> bool:
+        first = [each[0] for each in recent]
+        return (
+            len(first) >= RECORDS
+            and sum(spent.steps for spent in first) >= STEPS
+            and sum(spent.seconds for spent in first) >= self._seconds
+        )
+
+    def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
+        if len(ranks) < 2 or self._usual is None:
+            return None
+        return max((self._behind(rank, ranks) for rank in range(len(ranks))), key=lambda each: each.ratio)
+
+    def _behind(self, rank: int, ranks: Sequence[Spent]) -> Behind:
+        """By its time, or by its time per token where that says less: rows of unequal length are not its
+        fault, and work that no token causes is not either."""
+        assert self._usual is not None
+        peers, mine = self._peers[rank], ranks[rank]
+        expected = self._usual[rank] * statistics.median(ranks[p].own / self._usual[p] for p in peers)
+        if all(ranks[r].tokens for r in (rank, *peers)):
+            per_token = statistics.median(ranks[p].own / self._usual[p] / ranks[p].tokens for p in peers)
+            expected = max(expected, self._usual[rank] * mine.tokens * per_token)
+        expected = max(expected, 0.01 * mine.seconds)
+        return Behind(rank, mine.own / expected, (mine.own - expected) / mine.seconds, expected / mine.steps)
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self._names[rank]}, local rank {self._places[rank].local_rank})"
+
+    def _told(self, found: Behind, mine: Spent) -> str:
+        among = (
+            "the other ranks"
+            if len(self._peers[found.rank]) == len(self._places) - 1
+            else "its stage's other ranks"
+        )
+        usual = "what its part of the pipeline took at first" if self._by_itself else f"that of {among}"
+        line = (
+            f"warning: {self._who(found.rank)} lags: over {mine.steps:.0f} steps its own work took "
+            f"{found.ratio:.2f} times {usual}, {mine.own / mine.steps:.3g} s a step instead of "
+            f"{found.expected:.3g}; the others wait for it, {100 * found.lost:.0f} % of the time"
+        )
+        if mine.data > 0.5 * found.lost * mine.seconds:
+            line += f"; {mine.data / mine.steps:.3g} s a step are its wait for data"
+        return f"{line}. See docs/telemetry.md."
+
+
+@dataclass(frozen=True)
+class Behind:
+    """ratio: a rank's own seconds ÷ those expected of it; lost: the difference, of the window's seconds;
+    expected: seconds a step."""
+
+    rank: int
+    ratio: float
+    lost: float
+    expected: float
+
+
+def _summed(windows: Sequence[Spent]) -> Spent:
+    return Spent(*(math.fsum(values) for values in zip(*map(astuple, windows), strict=True)))

@@ -1,0 +1,180 @@
+"""One rank of real engines whose rank 1 is slowed from outside after a while: rank 0 prints, per case, what
+its watch said and at which step. Started by test_lagging.py with two ranks.
+
+    python lagging_worker.py HEALTHY SLOWED [WORD …]     steps before and after; WORD: cases whose name has it
+
+A process beside rank 1 stops and continues it (SIGSTOP, SIGCONT) in turn, as a core that it shares with
+another program would.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.utils import groups
+
+from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
+from dsft.engine.world import World, join
+from dsft.job.watch import watch_hosts
+from dsft.launch.environment import detect
+from dsft.loop import Progress, Record, Run, Schedule, fit
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import batch_sizes
+from dsft.plan.cut import balanced
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import Layout
+from dsft.spec.schema import Spec
+
+VOCABULARY, LENGTH, ROWS, SLOWED_RANK = 128, 64, 2, 1
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "max_position_embeddings": 128, "vocab_size": VOCABULARY,
+}  # fmt: skip
+IN_TURN = """
+import os, signal, sys, time
+rank = int(sys.argv[1])
+try:
+    while os.getppid() == rank:
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.03)
+        os.kill(rank, signal.SIGCONT)
+        time.sleep(0.02)
+finally:
+    os.kill(rank, signal.SIGCONT)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """slowed: as a whole, or in its data alone."""
+
+    name: str
+    zero_stage: int = 2
+    stages: int = 1
+    slowed: str = "whole"
+
+
+CASES = (
+    Case("ZeRO 2"),
+    Case("ZeRO 3", zero_stage=3),
+    Case("pipeline", zero_stage=0, stages=2),
+    Case("data", slowed="data"),
+)
+
+
+@dataclass
+class Steps:
+    """Each step's rows are as long as the others'. From step `begins` on, rank 1 is slow."""
+
+    case: Case
+    world: World
+    accumulation: int
+    begins: int
+    slowing: subprocess.Popen[bytes] | None = None
+
+    def step(self, index: int) -> GlobalStep:
+        slow = index >= self.begins and self.world.rank == SLOWED_RANK
+        if slow and self.case.slowed == "data":
+            time.sleep(0.03)
+        elif slow and self.slowing is None:
+            self.slowing = subprocess.Popen([sys.executable, "-c", IN_TURN, str(os.getpid())])
+        draw = torch.Generator().manual_seed(1000 * index + self.world.data_rank)
+        micro_batches = tuple(rows(draw) for _ in range(self.accumulation))
+        targets = ROWS * (LENGTH - 1) * self.accumulation * self.world.layout.data_parallel
+        return GlobalStep(micro_batches, {"tokens": targets}, targets, 0.0, ())
+
+    def stop(self) -> None:
+        if self.slowing is not None:
+            self.slowing.terminate()
+            self.slowing.wait()
+            os.kill(os.getpid(), 18)
+
+
+def rows(draw: torch.Generator) -> MicroBatch:
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
+    targets = torch.cat([ids[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
+    return MicroBatch(ids, torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous(), targets)
+
+
+def main(healthy: int, slowed: int, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    for case in CASES:
+        if all(word in case.name for word in words):
+            own = replace(world, layout=Layout(ranks, case.stages, ranks // case.stages))
+            told = outcome(case, own, healthy, slowed)
+            if world.rank == 0:
+                print("CASE " + json.dumps({"case": case.name} | told), flush=True)
+            groups.mpu = None
+            gc.collect()
+    world.close()
+
+
+def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, Any]:
+    spec = Spec.model_validate(
+        {
+            "name": "lagging", "task": "pretrain", "model": {"from_config": LLAMA},
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages},
+            "train": {"micro_batch_size": ROWS, "accumulation_steps": 4, "precision": "fp32", "max_steps": 1},
+            "optim": {"learning_rate": 1e-4},
+        }
+    )  # fmt: skip
+    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    keep, cut = keep_for(config, world), balanced([1] * 4, case.stages)
+    policy = build_model(spec.model, FACTS, 1, torch.float32, world.stage, cut, keep)
+    objective = next_token()
+    engine = build_engine(policy, spec, config, world, objective)
+    records: list[Record] = []
+    said: list[tuple[int, str]] = []
+    watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
+    seconds = os.environ.get("LAG_SECONDS")
+    if seconds:
+        watch._lag._seconds = float(seconds)
+    run = Run(
+        world.sum,
+        None,
+        records.append,
+        lambda progress, loss: None,
+        world.world_size,
+        world.rank,
+        watch=watch,
+    )
+    schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
+    with ended(Steps(case, world, 4, healthy)) as steps:
+        fit(engine, objective, steps, schedule, run, Progress())
+    engine._engine.destroy()
+    return {
+        "said": said,
+        "ratios": [record.get("rel/straggler_ratio") for record in records],
+        "step_time": [record["perf/step_time"] for record in records],
+        "last": records[-1],
+    }
+
+
+@contextmanager
+def ended(steps: Steps) -> Iterator[Steps]:
+    try:
+        yield steps
+    finally:
+        steps.stop()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

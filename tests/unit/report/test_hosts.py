@@ -1,0 +1,171 @@
+"""What is told of every host, and which rank is named, from figures made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from dsft.report.hosts import HostWatch, Lag, Place, Spent, host_names, host_record
+from dsft.report.memory import GIB
+
+
+def spent(
+    own: float, seconds: float = 1.0, tokens: float = 1000, data: float = 0.0, steps: int = 10
+) -> Spent:
+    """of `steps` steps that took `seconds` each, of which `own` were the rank's own."""
+    return Spent(steps, steps * seconds, steps * (seconds - own), steps * data, steps * tokens, GIB, 4 * GIB)
+
+
+def said(places: Sequence[Place], windows: Sequence[Sequence[Spent]]) -> list[tuple[int, str]]:
+    """(window, line), from 1."""
+    lag = Lag(places, host_names(places))
+    return [(n, line) for n, ranks in enumerate(windows, start=1) for line in lag.add(ranks)]
+
+
+PAIR = [Place("node1", 0), Place("node2", 0)]
+FOUR = [Place("node1", 0), Place("node1", 1), Place("node2", 0), Place("node2", 1)]
+
+
+def test_a_slow_rank_is_named_once_and_when_it_no_longer_is() -> None:
+    slow, well = [spent(0.5), spent(0.9)], [spent(0.5), spent(0.5)]
+    lines = said(PAIR, [well] * 10 + [slow] * 10 + [well] * 10)
+    assert len(lines) == 2, lines
+    (first, named), (last, over) = lines
+    assert 11 <= first <= 15  # within five records
+    assert last <= 25
+    assert named.startswith("warning: rank 1 (node2, local rank 0) lags: over 50 steps its own work took 1.")
+    assert over == "rank 1 (node2, local rank 0) no longer lags."
+
+
+def test_what_it_says() -> None:
+    [(_, line)] = said(FOUR, [[spent(0.4), spent(0.4), spent(0.4), spent(0.8, data=0.5)]] * 5)
+    assert line == (
+        "warning: rank 3 (node2, local rank 1) lags: over 50 steps its own work took 2.00 times that of the "
+        "other ranks, 0.8 s a step instead of 0.4; the others wait for it, 40 % of the time; 0.5 s a step "
+        "are its wait for data. See docs/telemetry.md."
+    )
+
+
+def test_rows_of_unequal_length_are_nobodys_fault() -> None:
+    long, short = spent(0.8, tokens=2000), spent(0.4, tokens=1000)
+    assert said(PAIR, [[long, short]] * 20) == []
+
+
+def test_tokens_do_not_excuse_work_that_no_token_causes() -> None:
+    """Nor does a rank with few tokens lag because its step is mostly the optimizer's."""
+    assert said(PAIR, [[spent(0.4, tokens=1000), spent(0.4, tokens=200)]] * 20) == []
+
+
+def test_waiting_for_a_slow_rank_is_not_being_slow() -> None:
+    [(_, line)] = said(FOUR, [[spent(0.1), spent(0.1), spent(0.9), spent(0.1)]] * 8)
+    assert "rank 2 (node2, local rank 0)" in line
+
+
+def test_what_costs_little_is_not_worth_a_line() -> None:
+    assert said(PAIR, [[spent(0.01), spent(0.05)]] * 20) == []  # five times as long, 4 % of the step
+
+
+def test_a_moment_is_no_lag() -> None:
+    well, slow = [spent(0.5), spent(0.5)], [spent(0.5), spent(5.0, seconds=5.2)]
+    assert said(PAIR, [well] * 10 + [slow] + [well] * 10) == []
+    assert said(PAIR, [[spent(0.01, 0.02), spent(0.02, 0.02)]] * 20) == []  # 4 s in all
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_false_alarm(ranks: int) -> None:
+    """2,000 records of one step each, whose work is uneven by 20 % (standard deviation), with hiccups."""
+    draw, places = random.Random(ranks), [Place("node1", rank) for rank in range(ranks)]
+
+    def window() -> list[Spent]:
+        own = [max(draw.gauss(1.0, 0.2), 0.3) * (5 if draw.random() < 0.01 else 1) for _ in places]
+        return [spent(each, max(own) + 0.1, steps=1) for each in own]
+
+    assert said(places, [window() for _ in range(2000)]) == []
+
+
+def test_stages_differ_by_nature_and_are_compared_with_their_peers() -> None:
+    """Two stages of two ranks: the second stage works twice as long; then one of its ranks does."""
+    places = [Place("node1", 0, 0), Place("node1", 1, 0), Place("node2", 0, 1), Place("node2", 1, 1)]
+    well = [spent(0.3), spent(0.3), spent(0.6), spent(0.6)]
+    slow = [spent(0.3), spent(0.3), spent(0.6), spent(0.95)]
+    [(number, line)] = said(places, [well] * 10 + [slow] * 10)
+    assert number > 10
+    assert "rank 3" in line and "times that of its stage's other ranks" in line
+
+
+def test_a_stage_of_one_rank_is_compared_with_its_own_start() -> None:
+    places = [Place("node1", 0, 0), Place("node2", 0, 1)]
+    well, slow = [spent(0.3), spent(0.6)], [spent(0.7), spent(0.6)]
+    [(number, line)] = said(places, [well] * 10 + [slow] * 10)
+    assert number > 10
+    assert "rank 0 (node1, local rank 0)" in line and "what its part of the pipeline took at first" in line
+    lag = Lag(places, ["node1", "node2"])
+    assert lag.record(well) == {}  # before its usual part is known
+    for _ in range(5):
+        lag.add(well)
+    assert lag.record(slow) == {"rel/straggler_ratio": pytest.approx(0.7 / 0.3), "rel/straggler_rank": 0}
+
+
+def test_the_record() -> None:
+    ranks = [spent(0.4), spent(0.8, data=0.25)]
+    names = ["node1", "node1"]
+    assert host_record(names, ranks) == {
+        "host/node1/step_time": 1.0,
+        "host/node1/work_time": pytest.approx(0.8),
+        "host/node1/data_wait_fraction": 0.25,
+        "host/node1/rss_gib": 2.0,
+        "host/node1/memory_used_gib": 4.0,
+    }
+    assert Lag(FOUR[:2], names).record(ranks) == {
+        "rel/straggler_ratio": pytest.approx(2.0),
+        "rel/straggler_rank": 1,
+    }
+    assert Lag(FOUR[:1], names[:1]).record(ranks[:1]) == {}
+
+
+def test_names_of_hosts() -> None:
+    names = host_names(
+        [Place("gpu-1.cluster.example", 0), Place("gpu-1.cluster.example", 1), Place("Zwei", 0)]
+    )
+    assert names == ["gpu-1", "gpu-1", "Zwei"]
+    assert host_names([Place("a.one", 0), Place("a.two", 0)]) == ["a-one", "a-two"]
+    assert host_names([Place("vm", 0), Place("vm", 1), Place("vm", 0), Place("vm", 1)]) == [
+        "vm",
+        "vm",
+        "vm_2",
+        "vm_2",
+    ]
+    assert host_names([Place("10.77.0.1", 0), Place("10.77.0.2", 0)]) == ["10-77-0-1", "10-77-0-2"]
+    assert host_names([Place("a/b\nc$(id)", 0)]) == ["a-b-c-id-"]
+
+
+class Waits:
+    def __init__(self, waited: float) -> None:
+        self._waited = waited
+
+    def counted(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def taken(self) -> float:
+        return self._waited
+
+
+def test_every_rank_fills_its_own_row_and_rank_0_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsft.report.hosts.time.perf_counter", lambda: 110.0)
+    lines: list[str] = []
+    watches = [
+        HostWatch(PAIR, rank, Waits(2.0 + rank), torch.device("cpu"), lines.append) for rank in range(2)
+    ]
+    total = sum(watch.mine(5, 100.0, 1.0, 640) for watch in watches)
+    assert isinstance(total, torch.Tensor) and total.dtype == torch.float64
+    record = watches[0].record(total)
+    assert record["host/node1/work_time"] == pytest.approx(8.0 / 5)
+    assert record["host/node2/work_time"] == pytest.approx(7.0 / 5)
+    assert record["host/node2/step_time"] == 2.0
+    assert 0 < record["host/node1/rss_gib"] < record["host/node1/memory_used_gib"]
+    assert record["rel/straggler_rank"] == 0
+    assert watches[1].record(total) == {}
