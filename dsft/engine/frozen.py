@@ -25,7 +25,7 @@ from dsft.engine.api import Kept, log_probabilities
 from dsft.engine.partition import place_buffers
 from dsft.engine.remembered import home_of
 from dsft.engine.world import World
-from dsft.model.policy import Policy
+from dsft.model.policy import Policy, behind_inputs
 
 
 class Frozen:
@@ -66,15 +66,7 @@ class Frozen:
         """(B, T) log-probabilities; None where this rank does not have the last stage."""
         first, last = self._policy.is_first, self._policy.is_last
         inputs = batch.input_ids if first else self._received(batch)
-        output: Tensor = self._module(
-            inputs,
-            batch.position_ids,
-            batch.targets,
-            batch.lengths,
-            None,
-            batch.num_targets,
-            batch.starts,
-        )
+        output: Tensor = self._module(inputs, *behind_inputs(batch, noisy=False))
         if last:
             return output
         dist.send(output.contiguous(), self._world.rank + self._world.layout.data_parallel)

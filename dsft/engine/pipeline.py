@@ -20,7 +20,7 @@ from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
 from dsft.engine.ties import find_ties, tie
 from dsft.engine.world import World
-from dsft.model.policy import Policy
+from dsft.model.policy import Policy, behind_inputs
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -149,15 +149,7 @@ class _Stage(nn.Module):
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
-        output: Tensor = self.policy(
-            inputs,
-            batch.position_ids,
-            batch.targets,
-            batch.lengths,
-            batch.noise_scale,
-            batch.num_targets,
-            batch.starts,
-        )
+        output: Tensor = self.policy(inputs, *behind_inputs(batch))
         return output
 
 

@@ -16,7 +16,7 @@ from dsft.engine.rehearsal import rehearse
 from dsft.engine.remembered import Remembered
 from dsft.engine.start import start
 from dsft.engine.world import World
-from dsft.model.policy import Policy
+from dsft.model.policy import Policy, behind_inputs
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -96,15 +96,7 @@ class ZeroEngine:
         return torch.stack(self._objective.sums(self._logps(batch), batch))
 
     def _logps(self, batch: MicroBatch) -> Tensor:
-        logps: Tensor = self._engine(
-            batch.input_ids,
-            batch.position_ids,
-            batch.targets,
-            batch.lengths,
-            batch.noise_scale,
-            batch.num_targets,
-            batch.starts,
-        )
+        logps: Tensor = self._engine(batch.input_ids, *behind_inputs(batch))
         return logps
 
     def _zeros(self) -> Tensor:

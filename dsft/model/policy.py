@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dsft.data.steps.batch import MicroBatch
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import packed_keywords
 from dsft.model.head import install_head, plain_logps
@@ -77,6 +78,13 @@ class Policy(nn.Module):
         """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
         an adapter's by their names in its file, without the prefix there."""
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
+
+
+def behind_inputs(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
+    """What `Policy.forward` takes of `batch` behind `inputs`, in its order; without noise unless `noisy`."""
+    noise_scale = batch.noise_scale if noisy else None
+    placed = (batch.position_ids, batch.targets, batch.lengths)
+    return (*placed, noise_scale, batch.num_targets, batch.starts)
 
 
 @contextmanager

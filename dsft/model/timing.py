@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from dsft.data.steps.batch import MicroBatch
 from dsft.model.attention import attend_per_segment
 from dsft.model.joints import check_cut, one_of_each, shallow
-from dsft.model.policy import Policy
+from dsft.model.policy import Policy, behind_inputs
 from dsft.model.stage import Joints
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
@@ -81,10 +81,7 @@ def _by_module(policy: Policy, joints: Joints, batch: MicroBatch) -> Mapping[str
         for name in names
     ]
     with torch.no_grad():
-        policy(
-            batch.input_ids, batch.position_ids, batch.targets, batch.lengths, None, batch.num_targets,
-            batch.starts,
-        )  # fmt: skip
+        policy(batch.input_ids, *behind_inputs(batch, noisy=False))
     for hook in hooks:
         hook.remove()
     return {name: _seconds(model.get_submodule(name), *call) for name, call in calls.items()}
