@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -85,6 +86,14 @@ def forked(
         finally:
             end_group(leader)
         return subprocess.CompletedProcess([str(worker), *args], code, out.read_text(), err.read_text())
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Ranks that are started meanwhile see no GPU and reckon with one thread each."""
+    forced = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, forced):
+        yield
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import forked
+from tests.launching import forked, on_the_cpu
 
 WORKER = Path(__file__).with_name("offload_worker.py")
 pytestmark = pytest.mark.timeout(400)
@@ -18,10 +18,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("offload") / "found.json"
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with on_the_cpu():
         done = forked(WORKER, 2, [str(output)], timeout=300)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     return json.loads(output.read_text())

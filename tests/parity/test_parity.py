@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import forked
+from tests.launching import forked, on_the_cpu
 from tests.parity.cases import Case, cases
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -27,7 +27,8 @@ def launch(ranks: int) -> tuple[dict[str, Any], str]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         try:
-            done = forked(WORKER, ranks, [str(results)], timeout=SECONDS)
+            with on_the_cpu():
+                done = forked(WORKER, ranks, [str(results)], timeout=SECONDS)
             log = done.stdout + done.stderr
         except subprocess.TimeoutExpired as expired:
             log = f"{expired.stdout!r}\n{expired.stderr!r}\nended after {SECONDS} s\n"

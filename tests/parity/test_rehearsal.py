@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import forked
+from tests.launching import forked, on_the_cpu
 from tests.parity.cases import rehearsals
 
 WORKER = Path(__file__).with_name("rehearsal_worker.py")
@@ -18,10 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("rehearsal") / "results.jsonl"
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with on_the_cpu():
         done = forked(WORKER, 2, [str(output)], timeout=600)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     found = [json.loads(line) for line in output.read_text().splitlines()]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import forked
+from tests.launching import forked, on_the_cpu
 from tests.swap_disk import why_no_swap
 
 WORKER = Path(__file__).with_name("state_worker.py")
@@ -97,9 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def launch(folder: Path, ranks: int, cases: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+    with on_the_cpu():
         done = forked(WORKER, ranks, [str(folder), *cases], timeout=SECONDS)
     if done.returncode:
         pytest.fail("\n".join(done.stderr.splitlines()[-60:]))
