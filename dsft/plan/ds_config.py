@@ -350,10 +350,8 @@ def gathering(elements: Elements | None) -> Iterator[Row]:
 
 def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     offload = spec.parallel.offload_optimizer
-    yield "device", offload.device, "fp32 weights and moments live there and are updated there"
-    if offload.nvme_path is not None:
-        yield "nvme_path", offload.nvme_path, "parallel.offload_optimizer.nvme_path"
-    yield _pinned("offload_optimizer", offload)
+    held = "fp32 weights and moments live there and are updated there"
+    yield from _offloaded("offload_optimizer", offload, held)
     if spec.parallel.zero_stage == 3:
         yield "ratio", 1.0, "all of it"
     if offload.device == "nvme":
@@ -364,19 +362,22 @@ def _offload_optimizer(spec: Spec) -> Iterator[Row]:
 
 def _offload_parameters(spec: Spec) -> Iterator[Row]:
     offload = spec.parallel.offload_parameters
-    yield "device", offload.device, "each rank's part of the weights lives there between its uses"
-    if offload.nvme_path is not None:
-        yield "nvme_path", offload.nvme_path, "parallel.offload_parameters.nvme_path"
-    yield _pinned("offload_parameters", offload)
+    held = "each rank's part of the weights lives there between its uses"
+    yield from _offloaded("offload_parameters", offload, held)
     if offload.device == "nvme":
         yield from parameter_rows()
 
 
-def _pinned(key: str, offload: Offload) -> Row:
-    """A run leaves it out where the hosts have no room for it (job/measure.py), in its own file alone."""
+def _offloaded(key: str, offload: Offload, held: str) -> Iterator[Row]:
+    """pin_memory: a run leaves it out where the hosts have no room for it (job/measure.py), in its own file
+    alone."""
+    yield "device", offload.device, held
+    if offload.nvme_path is not None:
+        yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"
     if offload.pin_memory is not None:
-        return "pin_memory", offload.pin_memory, f"parallel.{key}.pin_memory"
-    return "pin_memory", True, "page-locked: faster copies; a run on hosts without the room leaves it out"
+        yield "pin_memory", offload.pin_memory, f"parallel.{key}.pin_memory"
+    else:
+        yield "pin_memory", True, "page-locked: faster copies; a run on hosts without the room leaves it out"
 
 
 def _optimizer(spec: Spec) -> Iterator[Row]:
