@@ -11,7 +11,8 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.cut import first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
-from dsft.report.memory import GIB, MemoryMeter, room
+from dsft.plan.units import GIB
+from dsft.report.memory import MemoryMeter, room
 
 PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first
 MARGIN = 64  # one part in so many of the memory is not counted on: allocators round to pages

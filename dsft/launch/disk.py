@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 from dsft.errors import StorageError
-
-GIB = 2**30
+from dsft.plan.units import GIB
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 

@@ -14,11 +14,11 @@ from dsft.plan.memory import Memory, memory, needed
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, traffic
+from dsft.plan.units import GIB
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 
-GIB = 2**30
 THIS_HOST = "localhost"
 
 

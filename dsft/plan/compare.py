@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.build import GIB, Plan
+from dsft.plan.build import Plan
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout
@@ -24,6 +24,7 @@ from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, bubble, traffic
+from dsft.plan.units import GIB
 from dsft.spec.finding import Finding, value_at
 from dsft.spec.load import refusals
 from dsft.spec.rules import warnings

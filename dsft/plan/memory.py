@@ -25,8 +25,9 @@ from dsft.plan.head import (
     kept_rows,
 )
 from dsft.plan.layout import Layout
-from dsft.plan.moments import FP32, NONE, Moment, Part, Row, Tensors, each, moments, one, total
+from dsft.plan.moments import NONE, Moment, Part, Row, Tensors, each, moments, one, total
 from dsft.plan.swapped import Swapped, swapped
+from dsft.plan.units import FP32
 from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 

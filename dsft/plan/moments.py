@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW, SUB_GROUP
-
-FP32 = 4  # bytes
+from dsft.plan.units import FP32
 
 MALLOC_KEEPS = 32 << 20
 """Bytes. glibc takes larger blocks from the kernel and gives them back at once; smaller ones come from its

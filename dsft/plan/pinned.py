@@ -14,10 +14,9 @@ from dsft.plan.census import Census
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
 from dsft.plan.memory import weight_bytes
-from dsft.plan.moments import FP32
+from dsft.plan.units import FP32, GIB
 from dsft.spec.schema import Spec
 
-GIB = 2**30
 SHARE = 0.5
 """Of a host's memory, that all of its ranks may lock together."""
 

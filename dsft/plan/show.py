@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
-from dsft.plan.build import GIB, Block, Plan, blocks, build_plan
+from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
 from dsft.plan.memory import needed, swapped_of
@@ -27,6 +27,7 @@ from dsft.plan.reference_memory import Reference, ReferenceMemory
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, rendered, size_text
 from dsft.plan.traffic import bubble
+from dsft.plan.units import GIB
 from dsft.spec.patterns import group_of
 
 NOT_COUNTED = (

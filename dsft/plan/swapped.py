@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.plan.census import Census
-from dsft.plan.moments import FP32
 from dsft.plan.nvme import PARAMETER_BUFFERS, STATE_BUFFERS, swap_keys
+from dsft.plan.units import FP32
 from dsft.spec.schema import Spec
 
 

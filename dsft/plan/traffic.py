@@ -19,8 +19,8 @@ from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.layout import Layout
 from dsft.plan.memory import moment_bytes, most_tokens, runs_on_cpu, weight_bytes
-from dsft.plan.moments import FP32
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
+from dsft.plan.units import FP32
 from dsft.spec.schema import Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]

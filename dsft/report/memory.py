@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import psutil
 import torch
 
+from dsft.plan.units import GIB
 from dsft.report.jsonl import storage_error
 
-GIB = 2**30
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 Phase = Literal["start", "load", "first_step", "steady", "evaluation", "save"]

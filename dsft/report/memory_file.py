@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsft.report.memory import GIB, MemoryMeter, Peaks, Phase, largest, write_memory
+from dsft.plan.units import GIB
+from dsft.report.memory import MemoryMeter, Peaks, Phase, largest, write_memory
 
 Gather = Callable[[Any], list[Any]]
 """This rank's value -> every rank's, a collective."""

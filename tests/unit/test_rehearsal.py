@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.plan.units import GIB
 from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit
-
-GIB = 2**30
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:

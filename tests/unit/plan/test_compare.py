@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.errors import SpecError
-from dsft.plan.build import GIB, Plan, build_plan
+from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, compare
 from dsft.plan.promised import load
 from dsft.plan.show_compare import as_mapping, parts
 from dsft.plan.tables import rendered
+from dsft.plan.units import GIB
 from dsft.spec.schema import Spec
 
 LAYERS = 4

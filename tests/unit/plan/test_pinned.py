@@ -10,8 +10,8 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
 from dsft.plan.pinned import allocator, has_room, locked_bytes, with_pinning
+from dsft.plan.units import GIB
 
-GIB = 2**30
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 
 

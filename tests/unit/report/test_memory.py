@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dsft.errors import StorageError
+from dsft.plan.units import GIB
 from dsft.report import memory
-from dsft.report.memory import GIB, RESET, SAMPLED, MemoryMeter, largest, write_memory
+from dsft.report.memory import RESET, SAMPLED, MemoryMeter, largest, write_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsft.report.memory import GIB, MemoryMeter
+from dsft.plan.units import GIB
+from dsft.report.memory import MemoryMeter
 from dsft.report.memory_file import MemoryFile, compared
 
 
