@@ -5,7 +5,6 @@ The children are a function here, which writes what a reference would say of eac
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,21 +130,26 @@ def test_another_port_where_one_is_taken(
 def test_two_jobs_at_once_make_one_store(
     folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, began = precomputed.run_children, threading.Event()
+    whole, began, waits = precomputed.run_children, threading.Event(), threading.Event()
+    said: list[str] = []
 
     def slow(*given: Any) -> None:
         began.set()
-        time.sleep(0.5)
+        waits.wait(60)
         whole(*given)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "waiting for it" in line:
+            waits.set()
 
     monkeypatch.setattr(precomputed, "run_children", slow)
     monkeypatch.setattr(precomputed, "_WAIT", 0.05)
     found: list[Precomputed] = []
     other = threading.Thread(target=lambda: found.append(made(folder)[0]))
     other.start()
-    assert began.wait(20)
-    said: list[str] = []
-    mine, _ = made(folder, say=said.append)
+    assert began.wait(60)
+    mine, _ = made(folder, say=say)
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
     assert any("scores the same pairs; waiting for it" in line for line in said)
