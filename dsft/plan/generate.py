@@ -1,4 +1,4 @@
-"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch script: the command `dsft generate`.
+"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch scripts: the command `dsft generate`.
 
 The texts depend on the spec, on the model's config in a folder that it names, and on its path from the output
 folder only, so they are the same on every machine.
@@ -21,6 +21,8 @@ from dsft.plan.launch import deepspeed_script, environment_file, environment_tex
 from dsft.plan.promised import load, promised_batch
 from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_model
 from dsft.plan.reference_config import reference_config
+from dsft.plan.slurm import slurm_script
+from dsft.plan.torchrun import torchrun_script
 from dsft.spec.schema import Spec
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -43,12 +45,14 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
             "bucket sizes are the largest: the model's files are not here; training sizes them by the model"
         )
     if spec.cluster is None:
-        print("no hostfile: the spec has no cluster")
+        print("no hostfile, nor scripts for torchrun and Slurm: the spec has no cluster")
+    elif f"scripts/launch/{spec.name}.slurm.sh" not in texts:
+        print("no script for Slurm: the hosts have unequal slots, which sbatch cannot request")
     return True
 
 
 def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Path below `out` -> text. The launch script has the overrides too: it trains what the others say.
+    """Path below `out` -> text. Launch scripts have the overrides too: they train what the others say.
 
     SpecError where the cluster's size does not fit the batch or the pipeline.
     """
@@ -65,6 +69,12 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     variables = environment_text(spec.cluster)
     if variables is not None:
         texts[environment_file(spec.name)] = variables
+    if spec.cluster is not None:
+        parts = (spec.cluster, spec.name, train, spec_from_out, overrides)
+        texts[f"scripts/launch/{spec.name}.torchrun.sh"] = torchrun_script(*parts)
+        for_slurm = slurm_script(*parts)
+        if for_slurm is not None:
+            texts[f"scripts/launch/{spec.name}.slurm.sh"] = for_slurm
     return texts
 
 
