@@ -92,7 +92,7 @@ def write(texts: Mapping[str, str], out: Path) -> None:
         path = out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))  # an argument may be any bytes
             if path.suffix == ".sh":
                 path.chmod(0o755)
         except OSError as error:
@@ -106,7 +106,7 @@ def drift(texts: Mapping[str, str], out: Path) -> str:
     parts: list[str] = []
     for name, text in texts.items():
         path = out / name
-        found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        found = path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""
         lines = (found.splitlines(keepends=True), text.splitlines(keepends=True))
         parts += difflib.unified_diff(*lines, fromfile=f"{name} (on disk)", tofile=f"{name} (from the spec)")
     return "".join(parts)

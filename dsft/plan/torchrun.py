@@ -98,7 +98,7 @@ def _options(cluster: Cluster, name: str, *, alone: bool) -> Sequence[str]:
 
 def _remarks(name: str) -> Sequence[str]:
     return (
-        "# Start it on every host, in any order; each has this folder. A host finds its place by its name or its",
+        "# Start it on every host, in any order. A host finds its place among them by its name or its",
         f"# addresses; where neither tells it, say so: {name}.torchrun.sh --node-rank=1 [key=value …]",
         f"# MASTER_PORT is a port of the first host; {PORT} where it is not set, on any host.",
     )

@@ -1,0 +1,138 @@
+"""Thousands of host names and arguments, most of them made to run a command: none does, and every one that
+is legal arrives byte for byte, through the generated scripts, run by a real bash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from dsft.errors import SpecError
+from dsft.plan.hostfile import of_words, parse
+from dsft.plan.launch import deepspeed_script
+from dsft.plan.slurm import slurm_script
+from dsft.plan.torchrun import torchrun_script
+from dsft.spec.hosts import is_host
+from dsft.spec.ranges import expand
+from dsft.spec.schema import Cluster
+from tests.unit.plan.recording import Stage
+
+EXAMPLES, AT_ONCE = 90, 12
+QUICK = settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=(Phase.generate,),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)  # fmt: skip
+
+# HIT becomes `touch …/canary`: whoever runs one of these, in whatever way, leaves the file.
+ATTACKS = (
+    "$(HIT)", "`HIT`", "; HIT;", "& HIT &", "| HIT", "&& HIT #", "|| HIT", "\nHIT\n", "\r\nHIT", "'; HIT; '",
+    '"; HIT; "', "'$(HIT)'", '"$(HIT)"', "\\$(HIT)", "$'\\n'HIT", "<(HIT)", ">(HIT)", "${x:-$(HIT)}",
+    "a[$(HIT)]", "((a[$(HIT)]))", "-oProxyCommand=HIT", "-o ProxyCommand=HIT", "-lHIT", "-F HIT", "--rsh=HIT",
+    "@all", "*", "~", "%h", "$IFS", "${PATH}", "!!", "{a,b}", "\x1b[2J", "\x7f", "é\u202e", "\udcff",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A canary that lives at the end: nothing of what was generated has run."""
+    stage = Stage(tmp_path_factory.mktemp("hostile"))
+    yield stage
+    assert not (stage.root / "canary").exists()
+
+
+def armed(texts: list[str], stage: Stage) -> list[str]:
+    return [text.replace("HIT", f"touch {stage.root}/canary") for text in texts]
+
+
+# What an argument of a process can be: any bytes but NUL.
+plain = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
+raw = st.binary(max_size=8).map(lambda data: os.fsdecode(data.replace(b"\0", b"")))
+argument = st.lists(st.one_of(st.sampled_from(ATTACKS), plain, raw), max_size=4).map("".join)
+arguments = st.lists(argument, min_size=AT_ONCE, max_size=AT_ONCE)
+
+
+def test_the_attacks_are_real(tmp_path: Path) -> None:
+    """A script that leaves one unquoted would run it."""
+    ran = 0
+    for attack in armed(list(ATTACKS), Stage(tmp_path)):
+        subprocess.run(["bash", "-c", os.fsencode(f"echo {attack}")], cwd=tmp_path, capture_output=True)
+        ran += (tmp_path / "canary").exists()
+        (tmp_path / "canary").unlink(missing_ok=True)
+    assert ran > 12
+
+
+@QUICK
+@given(arguments)
+def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
+    """Given to `dsft generate`, they stand in the scripts; given to a script, they follow."""
+    texts = armed(texts, stage)
+    generated, typed = texts[: AT_ONCE // 2], texts[AT_ONCE // 2 :]
+    cluster = Cluster(hosts={"node1": 1, "node2": 1})
+    place = ("x", "dsft/train.py", "specs/x.yaml", generated)
+    arrived = [os.fsencode(word) for word in ["specs/x.yaml", *generated, *typed]]
+    stage.run("x.deepspeed.sh", deepspeed_script(cluster, *place), typed)
+    assert stage.asked("deepspeed") == [b"--hostfile", b"hostfiles/x", b"dsft/train.py", *arrived]
+    stage.run("x.torchrun.sh", torchrun_script(cluster, *place), ["--node-rank=1", *typed])
+    asked = stage.asked("torchrun")
+    assert asked is not None and asked[5:] == [b"dsft/train.py", *arrived]
+    stage.run("x.slurm.sh", str(slurm_script(cluster, *place)), typed)
+    assert stage.asked("srun") == [b"--kill-on-bad-exit=1", b"python", b"dsft/train.py", *arrived]
+
+
+@QUICK
+@given(st.lists(argument, min_size=3, max_size=3), st.lists(argument.filter(str.isprintable), max_size=3))
+def test_paths_and_variables_of_a_script_arrive(stage: Stage, texts: list[str], values: list[str]) -> None:
+    train, spec, override = armed(texts, stage)
+    env = {f"V{number}": value for number, value in enumerate(armed(values, stage))}
+    cluster = Cluster(hosts={"localhost": 1}, env=env)
+    place = ("x", train or "t", spec, [override])
+    seen = Stage(
+        stage.root / "seen", {"torchrun": 'for each in "${!V@}"; do printf "%s\\0" "${!each}"; done > got'}
+    )
+    seen.run("x.torchrun.sh", torchrun_script(cluster, *place))
+    asked = seen.asked("torchrun")
+    assert asked is not None and asked[5:] == [os.fsencode(word) for word in (train or "t", spec, override)]
+    got = (seen.root / "got").read_bytes().split(b"\0")
+    assert got[:-1] == [os.fsencode(value) for value in env.values()]
+
+
+label = st.text("abyzAZ0189-", min_size=1, max_size=14).map(lambda text: text.strip("-") or "a")
+good = st.lists(label, min_size=1, max_size=3).map(".".join).filter(is_host)
+bad = st.one_of(argument, st.tuples(argument, good).map("".join), st.tuples(good, argument).map("".join))
+names = st.lists(st.one_of(good, bad), min_size=AT_ONCE, max_size=AT_ONCE)
+
+
+@QUICK
+@given(names)
+def test_names_are_hosts_or_refused(stage: Stage, texts: list[str]) -> None:
+    """As words of `dsft hostfile`, as lines of a hostfile, as ranges; and in scripts those that are hosts."""
+    taken: dict[str, int] = {}
+    for name in armed(texts, stage):
+        try:
+            taken |= dict.fromkeys(expand(name), 1)
+        except ValueError:
+            assert not is_host(name)
+            with pytest.raises(SpecError):
+                of_words([f"{name}:1"], None)
+            with pytest.raises(SpecError):
+                parse(f"{name} slots=1\nn slots=0\n", "hosts")
+    assert all(is_host(name) for name in taken)
+    if not taken:
+        return
+    cluster = Cluster(hosts=taken)
+    done = stage.run("x.torchrun.sh", torchrun_script(cluster, "x", "dsft/train.py", "s"), ["--node-rank=0"])
+    assert done.returncode == 0, done.stderr
+    asked = stage.asked("torchrun")
+    assert asked is not None
+    if not set(taken) <= {"localhost"}:
+        assert asked[3] == f"--master-addr={next(iter(taken))}".encode()
+
+
+def test_how_many_that_was() -> None:
+    """1,080 arguments, each of them through three scripts, 270 paths and overrides, and 1,080 names."""
+    assert EXAMPLES * (AT_ONCE + 3 + AT_ONCE) >= 2000
