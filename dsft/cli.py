@@ -375,6 +375,21 @@ def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def doctor(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Remove locks that builds which were killed have left.")
+    ] = False,
+) -> None:
+    """Look at all hosts of a spec, and say what a run could not start with; exit code 69 then."""
+    from dsft.doctor.command import doctor as look
+
+    look(spec, overrides or (), as_json_text=as_json, fix=fix)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec."""
     from dsft.spec.template import schema_text

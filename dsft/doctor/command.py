@@ -3,13 +3,37 @@ a program on each host (`dsft.doctor.probe`), prints what was found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dsft.doctor.finding import Finding
+from dsft.doctor.checks.build import compiler, left_over, locks
+from dsft.doctor.checks.devices import devices
+from dsft.doctor.checks.inputs import inputs
+from dsft.doctor.checks.limits import limits
+from dsft.doctor.checks.network import connections, interface, names, port, targets
+from dsft.doctor.checks.plan import folders, hostfile, programs
+from dsft.doctor.checks.reach import reach
+from dsft.doctor.checks.software import software
+from dsft.doctor.checks.storage import shared, shared_memory, space
+from dsft.doctor.finding import Finding, failures
+from dsft.doctor.needs import Needs, needs_of
+from dsft.doctor.seen import Seen
+from dsft.doctor.show import Progress, as_json, print_findings
+from dsft.doctor.visit import Command, Visits, commands, slurm_command, visit
+from dsft.errors import WorldError
+from dsft.plan.promised import load
 
 PORT = 29500
 """Where rank 0 listens unless MASTER_PORT or the launcher says otherwise: as deepspeed and torchrun."""
+
+CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
+    reach, folders, software, devices, hostfile, programs, names, interface, connections, port, shared, space,
+    shared_memory, inputs, compiler, locks, limits,
+)  # fmt: skip
 
 
 def quick(
@@ -18,11 +42,96 @@ def quick(
     *,
     hosts: Mapping[str, int] | None = None,
     port: int | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Sequence[Finding]:
     """All checks but those of the network's speed, within 10 seconds for two hosts. What they find is given,
     not raised.
 
     hosts: host -> slots, in place of the spec's (those of a hostfile); port: where rank 0 will listen, by
-    default MASTER_PORT or 29500. Raises SpecError and MissingInputError as `dsft.plan.promised.load`.
+    default MASTER_PORT or 29500; environ: variables that every rank will get, by default what deepspeed's
+    launcher forwards. Raises SpecError and MissingInputError as `dsft.plan.promised.load`.
     """
-    return ()
+    needs = _needs(Path(spec), overrides, hosts, port, environ)
+    return findings_of(look(needs))
+
+
+def doctor(
+    spec: Path, overrides: Sequence[str], *, as_json_text: bool = False, fix: bool = False
+) -> Sequence[Finding]:
+    """Print what was found. WorldError where a run could not start."""
+    began = time.monotonic()
+    needs = _needs(spec, overrides, None, None, None)
+    with Progress(list(needs.hosts), quiet=as_json_text) as progress:
+        seen = look(needs, fix=fix, answered=progress.answered)
+    found = findings_of(seen)
+    seconds = time.monotonic() - began
+    if as_json_text:
+        print(as_json(seen, found, seconds))
+    else:
+        print_findings(seen, found, seconds)
+    bad = failures(found)
+    if bad:
+        checks = ", ".join(dict.fromkeys(finding.check for finding in bad))
+        command = shlex.join([str(spec), *overrides])
+        raise WorldError(f"{len(bad)} failure(s) ({checks}): a run of {command} could not start; mend them.")
+    return found
+
+
+def look(needs: Needs, *, fix: bool = False, answered: Callable[[str], None] = lambda host: None) -> Seen:
+    """At all hosts at once."""
+    orders = {host: needs.orders(host) for host in needs.hosts}
+
+    def wanted(first: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, object]]:
+        tried = targets(first, needs.first, needs.port) if len(needs.hosts) > 1 else {}
+        file = first.get(needs.first, {}).get("shared")
+        stale = left_over(first) if fix else {}
+        return {
+            host: {"file": file, "nonce": needs.nonce, "targets": tried, "locks": stale.get(host, [])}
+            for host in first
+        }
+
+    return Seen(needs, visit(orders, wanted, _command(needs), answered))
+
+
+def findings_of(seen: Seen) -> list[Finding]:
+    """Failures first, then warnings; in the order of the checks."""
+    order = {"failure": 0, "warning": 1, "pass": 2}
+    found = [*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)]
+    return sorted(found, key=lambda finding: order[finding.level])
+
+
+def _untold(visits: Visits) -> Iterator[Finding]:
+    """Parts of a probe that could not look."""
+    for host, facts in visits.first.items():
+        for name, part in facts.items():
+            if isinstance(part, Mapping) and set(part) == {"fault"}:
+                yield Finding(
+                    name, host, "warning", f"could not be looked at ({part['fault']})",
+                    "what is wrong with it is not known", "tell us, with the output of --json",
+                )  # fmt: skip
+
+
+def _needs(
+    spec: Path,
+    overrides: Sequence[str],
+    hosts: Mapping[str, int] | None,
+    port: int | None,
+    environ: Mapping[str, str] | None,
+) -> Needs:
+    checked = load(spec, overrides)
+    return needs_of(checked, spec, hosts, _port() if port is None else port, environ)
+
+
+def _port() -> int:
+    text = os.environ.get("MASTER_PORT") or str(PORT)
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise WorldError(f"MASTER_PORT={text!r} is no port, 1 to 65535; correct it or unset it.")
+    return int(text)
+
+
+def _command(needs: Needs) -> Command:
+    cluster = needs.spec.cluster
+    is_slurms = cluster is not None and cluster.launcher == "slurm"
+    return (
+        slurm_command if is_slurms and os.environ.get("SLURM_JOB_ID") and shutil.which("srun") else commands
+    )

@@ -71,7 +71,7 @@ def _locked(file: TextIO) -> bool:
 def _wait_for_torchs(lock: Path, say: Say) -> None:
     """Until nobody holds it; what a dead process left is removed."""
     told, left = False, None
-    while (found := _look(lock)) is not None:
+    while (found := look(lock)) is not None:
         if found.holders or not found.is_over:
             left = None
             if not told:
@@ -87,13 +87,37 @@ def _wait_for_torchs(lock: Path, say: Say) -> None:
         time.sleep(POLL)
 
 
+def clear(folder: Path) -> bool:
+    """Whether torch's lock was removed, which a build that was killed left in `folder`. One that is held, and
+    one of whose holder nothing is known yet, stays. Raises OSError where the folder cannot be written."""
+    with (folder / OURS).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # dsft builds there
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        first = look(folder / TORCHS)
+        time.sleep(POLL)
+        second = look(folder / TORCHS)
+        if first is None or second is None or first.inode != second.inode:
+            return False
+        if first.holders or second.holders or not second.is_over:
+            return False
+        (folder / TORCHS).unlink(missing_ok=True)
+        return True
+
+
 @dataclass(frozen=True)
-class _Found:
-    """torch's lock as it stands. holders: builders on this host; is_over: without one, nothing is built."""
+class Found:
+    """torch's lock as it stands. holders: builders on this host; is_over: without one, nothing is built;
+    changed: when it was made, in seconds since 1970."""
 
     inode: int
     holders: list[int]
     is_over: bool
+    changed: float
 
     def wait_for(self, lock: Path) -> str:
         who = f"process {self.holders[0]}" if self.holders else "a process that cannot be seen from here"
@@ -101,14 +125,16 @@ class _Found:
         return f"waiting for {who}, which builds {lock.parent.name} in {lock.parent}{hint}"
 
 
-def _look(lock: Path) -> _Found | None:
+def look(lock: Path) -> Found | None:
+    """torch's lock; None where there is none."""
     try:
         status = lock.stat()
     except FileNotFoundError:
         return None
     is_local = file_system(lock.parent) not in (None, *ON_THE_NETWORK)
     is_visible = is_local and status.st_uid == os.geteuid()  # a holder would be seen
-    return _Found(status.st_ino, builders(lock), is_visible or _quiet(lock.parent) > QUIET)
+    is_over = is_visible or _quiet(lock.parent) > QUIET
+    return Found(status.st_ino, builders(lock), is_over, status.st_mtime)
 
 
 def builders(lock: Path) -> list[int]:

@@ -73,7 +73,7 @@ def check_locked(needed: int) -> None:
     """That this process may lock so many bytes of memory, as DeepSpeed does with its swap buffers: where it
     may not, the process is aborted (deepspeed_pin_tensor.cpp:48)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or needed <= limit or _may_lock_all():
+    if limit == resource.RLIM_INFINITY or needed <= limit or may_lock_all():
         return
     raise StorageError(
         f"Swap buffers of {needed / GIB:.2f} GiB a process are locked in memory, and {socket.gethostname()} "
@@ -101,7 +101,7 @@ def _unescaped(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
 
 
-def _may_lock_all() -> bool:
+def may_lock_all() -> bool:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:

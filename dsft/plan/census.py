@@ -92,15 +92,31 @@ def census(model: Model, cache: Path | None = None) -> Census:
     SpecError for a config with unknown keys; MissingInputError where a config or tokenizer cannot be read.
     `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
     """
-    place = (cache or cache_folder()) / "census" / f"{_digest(model)}.json"
-    try:
-        return census_from(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        answer = _ask(model)
+    place = _place(model, cache)
+    found = _kept(place)
+    if found is not None:
+        return found
+    answer = _ask(model)
     result = census_from(answer)
     if not _is_hub_id(model):  # what a hub id stands for may change
         keep_answer(place, answer)
     return result
+
+
+def known_census(model: Model, cache: Path | None = None) -> Census | None:
+    """An earlier answer; None where the model was not counted yet."""
+    return _kept(_place(model, cache))
+
+
+def _place(model: Model, cache: Path | None) -> Path:
+    return (cache or cache_folder()) / "census" / f"{_digest(model)}.json"
+
+
+def _kept(place: Path) -> Census | None:
+    try:
+        return census_from(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def known_elements(model: Model) -> Elements | None:

@@ -134,6 +134,7 @@ def test_a_compiler_that_cxx_names_and_that_is_not_there(
 
 def test_no_ninja(extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path_with(monkeypatch, tmp_path / "bin", "c++")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside the real one ninja stands
     assert "ninja is missing" in refusal(Small(tmp_path), told)
 
 

@@ -83,7 +83,7 @@ def test_space_is_held_against_what_all_ranks_swap(tmp_path: Path) -> None:
 
 
 def test_locked_memory_is_held_against_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_may_lock_all", lambda: False)
+    monkeypatch.setattr(disk, "may_lock_all", lambda: False)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * 2**20, 8 * 2**20))
     disk.check_locked(2**20)
     with pytest.raises(StorageError, match="ulimit -l"):

@@ -1,0 +1,45 @@
+"""Open files and locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsft.doctor.finding import Finding, passed
+from dsft.doctor.seen import Seen, gib
+
+FILES_OF_RANK = 8
+"""Sockets that a rank keeps to each other one, over all groups, and some to spare."""
+FILES = 512  # data, libraries, logs
+
+
+def limits(seen: Seen) -> Iterator[Finding]:
+    world = sum(count or 1 for count in seen.slots.values())
+    for host, part in seen.part("limits"):
+        soft, needed = part["files"][0], FILES + FILES_OF_RANK * world
+        if soft is not None and soft < needed:
+            yield Finding(
+                "open files", host, "failure" if soft < FILES // 2 else "warning",
+                f"{soft:,} of {needed:,} that {world} ranks may take",
+                "sockets to other ranks and data files end with `Too many open files`",
+                "ulimit -n 65536, nofile in /etc/security/limits.conf, LimitNOFILE of sshd or slurmd",
+            )  # fmt: skip
+        else:
+            yield passed("open files", host, "without limit" if soft is None else f"{soft:,}")
+        yield _locked(host, part["locked"], part["infiniband"], seen.needs.locked)
+
+
+def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) -> Finding:
+    do = "ulimit -l unlimited, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
+    if limit is None:
+        return passed("locked memory", host, "without limit")
+    if needed is not None and needed > limit:
+        return Finding(
+            "locked memory", host, "failure", f"{gib(limit)}, and swap buffers take {gib(needed)} a process",
+            "DeepSpeed locks them, and a process that may not is aborted", do,
+        )  # fmt: skip
+    if cards:
+        return Finding(
+            "locked memory", host, "warning", f"{gib(limit)}, and there is InfiniBand ({', '.join(cards)})",
+            "NCCL registers memory with it, and fails where it may not lock it", do,
+        )  # fmt: skip
+    return passed("locked memory", host, gib(limit))

@@ -1,0 +1,158 @@
+"""The port of rank 0, the interface that hosts talk over, names, and whether hosts reach each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsft.doctor.finding import Finding, passed
+from dsft.doctor.seen import Seen
+
+HANG = "ranks would wait for each other until a timeout"
+
+
+def port(seen: Seen) -> Iterator[Finding]:
+    for host, part in seen.part("listening"):
+        if "port" not in part:
+            continue
+        number = seen.needs.port
+        if part["port"] is None:
+            yield passed("port", host, f"{number} is free")
+        else:
+            yield Finding(
+                "port", host, "failure", f"{number} is taken by {part['port']}",
+                "rank 0 listens there, and the others would find something else or nothing",
+                "end it (it may be left of an earlier run), or choose another: MASTER_PORT, --master_port",
+            )  # fmt: skip
+
+
+def chosen(part: Mapping[str, Any]) -> str | None:
+    """The interface that the variables name on this host, as it is called there; None where none is named."""
+    named = (part.get("named") or "").split(",")[0].strip()
+    if not named or named.startswith("^"):
+        return None
+    exact = named.lstrip("=")
+    if exact in part["interfaces"] or named.startswith("="):
+        return exact
+    return next((name for name in part["interfaces"] if name.startswith(named)), exact)  # as NCCL does
+
+
+def address_of(host: str, part: Mapping[str, Any]) -> str | None:
+    """Where others would reach this host's ranks: on the interface that is named, else what its own name
+    stands for, as gloo takes it; None where that is nothing that others could reach."""
+    name = chosen(part)
+    if name is not None:
+        found = part["interfaces"].get(name, {}).get("addresses", [])
+        return next(iter(sorted(found, key=_is_6)), None)
+    resolved = part["resolved"].get(part["hostname"]) or []
+    return next((each for each in sorted(resolved, key=_is_6) if not _is_loopback(each)), None)
+
+
+def interface(seen: Seen) -> Iterator[Finding]:
+    if len(seen.slots) < 2:
+        return
+    for host, part in seen.part("network"):
+        name = chosen(part)
+        yield _unnamed(host, part) if name is None else _named(host, name, part)
+
+
+def _named(host: str, name: str, part: Mapping[str, Any]) -> Finding:
+    found = part["interfaces"].get(name)
+    there = ", ".join(key for key, each in part["interfaces"].items() if each["up"] and key != "lo")
+    if found is None or not found["up"] or not found["addresses"]:
+        what = "is not there" if found is None else ("is down" if not found["up"] else "has no address")
+        return Finding(
+            "interface", host, "failure", f"{name} {what}; up are: {there or 'none'}", HANG,
+            "name one that each host has in cluster.interface, or bring it up",
+        )  # fmt: skip
+    speed = f", {found['speed']:,} Mb/s" if found["speed"] > 0 else ""
+    return passed("interface", host, f"{name}, {address_of(host, part)}{speed}")
+
+
+def _unnamed(host: str, part: Mapping[str, Any]) -> Finding:
+    own = part["hostname"]
+    resolved, address = part["resolved"].get(own) or [], address_of(host, part)
+    nccl = next((name for name in part["interfaces"] if _for_nccl(name, part["interfaces"][name])), "none")
+    if address is None:
+        what = f"stands for {', '.join(resolved)} there" if resolved else "has no address there"
+        return Finding(
+            "interface", host, "warning", f"its own name {own} {what}; NCCL would take {nccl}",
+            "gloo, which finds its interface by this name, would listen where no other host reaches it",
+            "name the interface in cluster.interface, or give the name its address in /etc/hosts",
+        )  # fmt: skip
+    return passed("interface", host, f"none is named: gloo takes {address} (of {own}), NCCL {nccl}")
+
+
+def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
+    """As it searches: InfiniBand's first, then what is neither loopback nor Docker's."""
+    return bool(found["up"] and found["addresses"] and not name.startswith(("lo", "docker")))
+
+
+def names(seen: Seen) -> Iterator[Finding]:
+    """Each host knows all others by the names of the spec."""
+    if len(seen.slots) < 2:
+        return
+    good = len(seen.visits.first) == len(seen.slots)
+    for host, part in seen.part("network"):
+        lost = [name for name in seen.slots if not part["resolved"].get(name)]
+        near = [
+            name
+            for name in seen.slots
+            if name != host and any(map(_is_loopback, part["resolved"].get(name) or []))
+        ]
+        if lost or near:
+            good = False
+            what = f"does not know {', '.join(lost)}" if lost else f"takes {', '.join(near)} for itself"
+            yield Finding(
+                "names", host, "failure", what, f"{HANG}: rank 0 is found by its name",
+                "mend /etc/hosts there or the name service, or put addresses into cluster.hosts",
+            )  # fmt: skip
+    if good:
+        yield passed("names", None, "every host knows all others")
+
+
+def targets(
+    seen_first: Mapping[str, Mapping[str, Any]], first: str, number: int
+) -> dict[str, tuple[str, int]]:
+    """Label -> (address, port) that all hosts try: rank 0's, and each host's own address."""
+    found = {}
+    for host, facts in seen_first.items():
+        part, listening = facts.get("network", {}), facts.get("listening", {})
+        if "free" not in listening or "interfaces" not in part:
+            continue
+        if host == first and listening.get("port", "") is None:
+            found[f"{host} (port {number})"] = (host, number)
+        address = address_of(host, part)
+        if address is not None:
+            found[host] = (address, listening["free"])
+    return found
+
+
+def connections(seen: Seen) -> Iterator[Finding]:
+    """From each host to each other."""
+    if len(seen.slots) < 2:
+        return
+    tried = good = 0
+    for host, said in seen.visits.second.items():
+        reached = said.get("reached", {})
+        failed = {name: why for name, why in reached.items() if isinstance(why, str) or why is None}
+        failed = {name: why for name, why in failed.items() if name != host}
+        tried, good = tried + len(reached), good + len(reached) - len(failed)
+        if failed:
+            told = "; ".join(f"{name}: {why or 'no answer'}" for name, why in failed.items())
+            yield Finding(
+                "connection", host, "failure", f"does not reach {told}", HANG,
+                "open the ports between the hosts (all of them: ranks choose theirs), or name an interface "
+                "that all share in cluster.interface",
+            )  # fmt: skip
+    if tried and tried == good and len(seen.visits.second) == len(seen.slots):
+        yield passed("connection", None, "every host reaches all others, and rank 0's port")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_6(address: str) -> bool:
+    return ":" in address

@@ -1,0 +1,86 @@
+"""Which hosts answered, and why the others did not, by the words of ssh, srun, the shell and Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dsft.doctor.finding import Finding, passed
+from dsft.doctor.seen import Seen
+from dsft.doctor.visit import Silence
+
+CHECK = "reach"
+WHY = "a run has to start processes there, and would hang or fail"
+
+# What was said -> what is the matter, and what to do.
+_WORDS: tuple[tuple[str, str, str], ...] = (
+    (r"[Cc]ould not resolve hostname|Name or service not known|Temporary failure in name resolution",
+     "its name is not known here", "correct cluster.hosts, or add it to /etc/hosts or the name service"),
+    (r"Connection refused", "no sshd listens there", "start sshd there, or give its port in DSFT_SSH_ARGS"),
+    (r"Connection timed out|[Oo]peration timed out|banner exchange|No route to host|Network is unreachable",
+     "it does not answer", "see whether it is up, and whether a firewall is in between"),
+    (r"Permission denied|Too many authentication failures",
+     "ssh may not log in without a password", "put this user's public key there: ssh-copy-id HOST"),
+    (r"Host key verification failed|REMOTE HOST IDENTIFICATION",
+     "its host key is not known, or is another one than before",
+     "log in once by hand (ssh HOST) and look at the key, or put it into known_hosts"),
+    (r"^ssh: .*No such file|^ssh: command not found|^ssh: No such file",
+     "ssh is not installed here", "install openssh-client"),
+    (r"^\S*srun: .*No such file", "srun is not installed here", "run it where Slurm's commands are"),
+    (r"not in this job's allocation|Requested nodes? .*not|Invalid node name",
+     "it is not among the hosts of this Slurm allocation",
+     "name the hosts of the allocation in cluster.hosts: dsft hostfile --from-slurm"),
+)  # fmt: skip
+
+_PROGRAM: tuple[tuple[str, str, str], ...] = (
+    (r"cd: .*(No such file|can't cd)", "dsft's folder is not there",
+     "put dsft at the same path on every host, or on a disk that all share"),
+    (r"No module named '?dsft\.doctor|No module named '?dsft\b", "its dsft is missing or is another version",
+     "install the same dsft there, at the same path"),
+    (r"ModuleNotFoundError: No module named '?([\w.]+)", "its Python lacks a package ({0})",
+     "install the same packages there: scripts/install"),
+    (r"SyntaxError|ImportError", "its Python or its packages are other versions ({last})",
+     "make the environment the same: scripts/install"),
+)  # fmt: skip
+
+
+def reach(seen: Seen) -> Iterator[Finding]:
+    for host in seen.slots:
+        silence = seen.visits.silent.get(host)
+        if silence is None:
+            yield passed(CHECK, host, "answers")
+        elif host in seen.visits.first:
+            yield Finding(
+                CHECK,
+                host,
+                "failure",
+                "fell silent after its first answer",
+                WHY,
+                "see whether it is overloaded",
+            )
+        else:
+            yield fault(host, silence)
+
+
+def fault(host: str, silence: Silence) -> Finding:
+    last = (silence.said.splitlines() or ["nothing was said"])[-1].strip()
+    value, do = _meaning(silence, last)
+    said = "" if last in value or not silence.said else f" ({last[:200]})"
+    return Finding(CHECK, host, "failure", f"{value}{said}", WHY, do.replace("HOST", host))
+
+
+def _meaning(silence: Silence, last: str) -> tuple[str, str]:
+    if silence.code == 126:
+        return "its Python cannot be started", "see to the rights of the interpreter there"
+    for pattern, value, do in (*_PROGRAM, *_WORDS):
+        found = re.search(pattern, silence.said, re.MULTILINE)
+        if found:
+            return value.format(*found.groups(), last=last), do
+    if silence.code == 127:
+        return (
+            "the Python of this environment is not there",
+            "make the environment at the same path on every host, or on a disk that all share",
+        )
+    if silence.code is None or silence.code < 0:
+        return "gave no answer in time", "see whether it is overloaded, or a disk or the name service hangs"
+    return f"the doctor's program ended with exit code {silence.code}", "try it by hand: ssh HOST"

@@ -1,0 +1,79 @@
+"""Versions, which have to be the same on all hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dsft.doctor.finding import Finding, passed
+from dsft.doctor.seen import Seen
+
+CHECK = "versions"
+MILD = ("peft", "pydantic", "safetensors", "driver")
+"""Whose difference changes no number that hosts exchange."""
+NEEDED = ("torch", "deepspeed", "transformers")
+
+
+def table(seen: Seen) -> dict[str, dict[str, str]]:
+    """What -> host -> version, of all that answered."""
+    found: dict[str, dict[str, str]] = {}
+    for host, part in seen.part("software"):
+        for name, version in part["versions"].items():
+            found.setdefault(name, {})[host] = version or "none"
+    for host, part in seen.part("devices"):
+        if part.get("gpus"):
+            found.setdefault("driver", {})[host] = part["gpus"][0]["driver"]
+    return found
+
+
+def differing(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    return {name: by_host for name, by_host in versions.items() if len(set(by_host.values())) > 1}
+
+
+def software(seen: Seen) -> Iterator[Finding]:
+    found = table(seen)
+    different = differing(found)
+    for name, by_host in different.items():
+        values = ", ".join(f"{host} {version}" for host, version in _grouped(by_host))
+        yield Finding(
+            CHECK,
+            None,
+            "warning" if name in MILD or _is_patch(name, by_host) else "failure",
+            f"{name} differs: {values}",
+            _why(name),
+            "install the same on every host (scripts/install), or use one environment on a shared disk",
+        )
+    for name in NEEDED:
+        lacking = [host for host, version in found.get(name, {}).items() if version == "none"]
+        if lacking and name not in different:
+            yield Finding(
+                CHECK, None, "failure", f"{name} is not installed", "it trains", "install it: scripts/install"
+            )
+    if found and not different:
+        shown = ("python", "torch", "deepspeed", "transformers")
+        told = ", ".join(f"{name} {next(iter(found[name].values()))}" for name in shown if name in found)
+        yield passed(CHECK, None, f"{told}{' everywhere' if len(seen.slots) > 1 else ''}")
+
+
+def _grouped(by_host: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Hosts of one version together; the rarest version last."""
+    groups: dict[str, list[str]] = {}
+    for host, version in by_host.items():
+        groups.setdefault(version, []).append(host)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [
+        (f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 3 else ", ".join(hosts), version)
+        for version, hosts in ordered
+    ]
+
+
+def _is_patch(name: str, by_host: Mapping[str, str]) -> bool:
+    """Of Python, whose last number changes nothing that is exchanged."""
+    return name == "python" and len({version.rpartition(".")[0] for version in by_host.values()}) == 1
+
+
+def _why(name: str) -> str:
+    if name == "NCCL":
+        return "hosts of different NCCL versions wait for each other without end"
+    if name in MILD or name == "python":
+        return "what one host can read or write, another may not"
+    return "ranks that compute or talk differently hang, or train something else without a word"

@@ -1,0 +1,177 @@
+"""What a run needs of its hosts: takes a checked spec, gives the orders of each host's probe and the sizes
+that are known. Reads the census of a model that was counted before; counts none."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import SpecError
+from dsft.plan.census import Census, known_census
+from dsft.plan.launch import environment
+from dsft.plan.layout import layout
+from dsft.plan.memory import moment_bytes, swapped_of, weight_bytes
+from dsft.plan.nvme import swap_keys
+from dsft.plan.swapped import Swapped
+from dsft.spec.schema import Spec
+from dsft.spec.sources import BUILTIN_PREFIX, hub_data
+
+FP32 = 4
+FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that deepspeed's launcher takes along (launcher/runner.py, EXPORT_ENVS and the
+accelerator's)."""
+EXTENSIONS, HUB = "TORCH_EXTENSIONS_DIR", "HF_HUB_CACHE"
+"""Folders that each host finds by its own variables."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder. least: bytes without which the run ends in its midst; wanted: with all that it keeps; None
+    where nothing is known."""
+
+    path: str | None
+    least: int | None = None
+    wanted: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """hosts: host -> slots, None where the spec has no cluster; port: of rank 0; places: key -> folder;
+    locked: bytes that a process locks, None where nothing is known; inputs: as `look.inputs` wants them."""
+
+    spec: Spec
+    hosts: Mapping[str, int | None]
+    port: int
+    places: Mapping[str, Place]
+    locked: int | None
+    inputs: tuple[Mapping[str, str], ...]
+    ops: tuple[str, ...]
+    environ: Mapping[str, str]
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def first(self) -> str:
+        """The host of rank 0."""
+        return next(iter(self.hosts))
+
+    def orders(self, host: str) -> dict[str, Any]:
+        leads = host == self.first
+        return {
+            "folder": os.getcwd(),
+            "environ": dict(self.environ),
+            "names": list(self.hosts) if len(self.hosts) > 1 else [],
+            "port": self.port if leads else None,
+            "folders": {key: place.path for key, place in self.places.items()},
+            "shared": self.spec.output_dir if leads and len(self.hosts) > 1 else None,
+            "nonce": self.nonce,
+            "inputs": [dict(each) for each in self.inputs],
+            "ops": list(self.ops),
+            "ops_on_cpu": ["deepspeed_shm_comm"],
+        }
+
+
+def needs_of(
+    spec: Spec, spec_path: Path, hosts: Mapping[str, int] | None, port: int, environ: Mapping[str, str] | None
+) -> Needs:
+    """hosts: in place of the spec's; environ: variables that each rank gets, by default what deepspeed's
+    launcher forwards of this process's, and the spec's cluster.env."""
+    own = hosts or (spec.cluster.hosts if spec.cluster else None)
+    found: Mapping[str, int | None] = dict(own) if own else {"localhost": None}
+    census = known_census(spec.model)
+    swapped = _swapped(spec, census, found)
+    given = forwarded(spec, os.environ) if environ is None else environ
+    return Needs(
+        spec,
+        found,
+        port,
+        dict(_places(spec, census, swapped, found)),
+        swapped.locked if swapped else None,
+        tuple(_inputs(spec, spec_path)),
+        tuple(_ops(spec)),
+        {**given, **environment(spec.cluster)},
+    )
+
+
+def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
+    launcher = spec.cluster.launcher if spec.cluster else "deepspeed"
+    if launcher != "deepspeed":
+        return {}
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+
+
+def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None]) -> Swapped | None:
+    slots = [count for count in hosts.values() if count is not None]
+    if census is None or not swap_keys(spec) or not slots:
+        return None
+    try:
+        return swapped_of(census, spec, layout(spec.parallel, sum(slots)).data_parallel)
+    except SpecError:  # a hostfile of another size: the world's guard tells it
+        return None
+
+
+def _places(
+    spec: Spec, census: Census | None, swapped: Swapped | None, hosts: Mapping[str, int | None]
+) -> Iterator[tuple[str, Place]]:
+    yield "output_dir", _output(spec, census)
+    if any(not source.path.startswith(BUILTIN_PREFIX) for source in (*spec.data.train, *spec.data.eval)):
+        yield "data.cache_dir", Place(spec.data.cache_dir or str(Path(spec.output_dir, ".cache", "data")))
+    yield EXTENSIONS, Place(None)
+    if any(each["kind"].startswith("hub-") for each in _inputs(spec, Path())):
+        yield HUB, Place(None)
+    most = max((count or 1 for count in hosts.values()), default=1)
+    for key in swap_keys(spec):
+        folder = getattr(spec.parallel, key).nvme_path
+        if folder is not None:
+            size = None
+            if swapped is not None:
+                size = most * (swapped.states if key == "offload_optimizer" else swapped.parameters)
+            yield f"parallel.{key}.nvme_path", Place(folder, size, size)
+
+
+def _output(spec: Spec, census: Census | None) -> Place:
+    """A checkpoint is written whole before an older one is removed, and the export comes last."""
+    if census is None:
+        return Place(spec.output_dir)
+    checkpoint = census.trained * (FP32 + moment_bytes(spec))
+    export = (census.trained if spec.model.lora else census.numel) * weight_bytes(spec)
+    there = len(list(Path(spec.output_dir, spec.name, "checkpoints").glob("step-*/MANIFEST.json")))
+    kept = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
+    return Place(spec.output_dir, checkpoint + export, max(1, kept + 1 - there) * checkpoint + export)
+
+
+def _inputs(spec: Spec, spec_path: Path) -> Iterator[dict[str, str]]:
+    yield {"key": "the spec", "path": str(spec_path), "kind": "file"}
+    for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for index, source in enumerate(sources):
+            if not source.path.startswith(BUILTIN_PREFIX):
+                yield _data(f"data.{part}.{index}.path", source.path)
+    if spec.data.chat_template is not None and Path(spec.data.chat_template).is_file():
+        yield {"key": "data.chat_template", "path": spec.data.chat_template, "kind": "file"}
+    named = {"model.name_or_path": spec.model.name_or_path, "model.tokenizer": spec.model.tokenizer}
+    if spec.model.lora is not None:
+        named["model.lora.path"] = spec.model.lora.path
+    if spec.dpo is not None:
+        named["dpo.reference_model"] = spec.dpo.reference_model
+    for key, name in named.items():
+        if name is not None:
+            yield {"key": key, "path": name, "kind": "folder" if Path(name).exists() else "hub-model"}
+
+
+def _data(key: str, path: str) -> dict[str, str]:
+    hub = None if Path(path).exists() else hub_data(path)
+    if hub is None:
+        return {"key": key, "path": path, "kind": "data"}
+    return {"key": key, "path": hub.id + (f"@{hub.revision}" if hub.revision else ""), "kind": "hub-data"}
+
+
+def _ops(spec: Spec) -> Iterator[str]:
+    """As `dsft.engine.ops` loads them; one more on CPUs."""
+    parallel = spec.parallel
+    if spec.optim.name == "adamw" and parallel.offload_optimizer.device != "none":
+        yield "cpu_adam"
+    if swap_keys(spec):
+        yield from ("pin_memory", "async_io")
