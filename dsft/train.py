@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
 from dsft.launch.promise import check_promise
+from dsft.launch.torchrun import flags, torchrun_argv
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     process where ranks are not yet known, and on the rank that alone knows it."""
     options, rank = parse(arguments), 0
     try:
+        become_torchrun(arguments)
         launched = detect(os.environ)
         rank = launched.rank
         train(options, launched, [sys.argv[0], *arguments])
@@ -61,8 +64,18 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def become_torchrun(arguments: Sequence[str]) -> None:
+    """Where flags or variables say how many hosts there are and which this is; does not return then."""
+    argv = torchrun_argv(arguments, os.environ, str(Path(__file__).resolve()))
+    if argv is not None:
+        print(f"launcher: this process becomes torchrun: {shlex.join(argv[2:])}", flush=True)
+        os.execv(argv[0], argv)
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dsft/train.py", description="Train the model that SPEC describes.")
+    parser = argparse.ArgumentParser(
+        prog="dsft/train.py", description="Train the model that SPEC describes.", parents=[flags()]
+    )
     parser.add_argument(
         "words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then values that replace its own"
     )
@@ -109,7 +122,9 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
     spec = load(options.spec, options.overrides)
     if options.reference_only:
         check_precomputed(spec, "--reference_only")
-    hostfile = check_promise(spec.cluster.hosts if spec.cluster else None, launched)
+    promise = check_promise(spec.cluster, launched)
+    if launched.rank == 0:
+        print(launched.line(), flush=True)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()
@@ -132,7 +147,7 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         return
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, hostfile, command, kept, options.profile, share))
+    run(Job(spec, batch, config, notes, launched, places, promise, command, kept, options.profile, share))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if GPUS == 0:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled")
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY"):
+LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "TORCHELASTIC_", "PET_")
+for name in list(os.environ):
+    if name.startswith(LAUNCHERS):
+        del os.environ[name]
+for name in (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "DSFT_JOB", "DSFT_PULSE", "DSFT_LOGS",
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "ADDR", "PORT", "WANDB_API_KEY",
+):  # fmt: skip
     os.environ.pop(name, None)
 
 

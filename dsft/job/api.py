@@ -9,6 +9,7 @@ from typing import Any
 
 from dsft.launch.cores import Share
 from dsft.launch.environment import Launched
+from dsft.launch.promise import Promise
 from dsft.plan.batch import BatchSizes
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
@@ -20,10 +21,10 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Job:
     """What is known before torch is imported. notes: how the configuration came about, a line each;
-    hostfile: the text of the launcher's, None without one; command: argv; kept: the keys of zero_optimization
-    that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of dsft's choice; cut:
-    of the layers into stages, once the model is counted; cores: what this rank keeps to once its rows are
-    read."""
+    promise: of hosts and slots, and the launcher's hostfile; command: argv; kept: the keys of
+    zero_optimization that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of
+    dsft's choice; cut: of the layers into stages, once the model is counted; cores: what this rank keeps to
+    once its rows are read."""
 
     spec: Spec
     batch: BatchSizes
@@ -31,7 +32,7 @@ class Job:
     notes: Sequence[str]
     launched: Launched
     layout: Layout
-    hostfile: str | None
+    promise: Promise | None
     command: Sequence[str]
     kept: frozenset[str] = frozenset()
     profile: int | None = None

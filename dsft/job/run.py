@@ -24,6 +24,7 @@ from dsft.job.api import Job, Say
 from dsft.job.same import prove_same
 from dsft.job.swap import swap_folders
 from dsft.job.train import train
+from dsft.launch.places import RANKS, Place, check_places, here, rank_map, rank_map_json
 from dsft.loop import Progress
 from dsft.report.jsonl import storage_error
 from dsft.report.sinks import check_installed
@@ -34,12 +35,14 @@ def run(job: Job) -> None:
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     world = join(job.launched, job.layout, say)
+    places = meet(job, world, say)
     with ExitStack() as held:
         prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
+        world.first(lambda: _written(job.folder / RANKS, rank_map_json(places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             say(line)
         start = resume_point(job, world, say)
@@ -61,6 +64,18 @@ def run(job: Job) -> None:
         world.close()
         if world.rank == 0:  # alone, and for as long as a large model takes
             finish(spec, job.folder, saved, say)
+
+
+def meet(job: Job, world: World, say: Say) -> list[Place]:
+    """Where every rank is, by rank, as promised."""
+    places = world.gather(here(world.local_rank))
+    say(rank_map(places))
+    if job.promise is not None:
+        check_places(job.promise, places, job.launched)
+        missing = len(job.promise.hosts or ()) - len({place.machine for place in places})
+        if missing > 0:
+            say(f"warning: {missing} of {job.promise.by} are not here, as cluster.min_hosts allows")
+    return places
 
 
 def take_folder(folder: Path, held: ExitStack) -> None:

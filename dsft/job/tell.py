@@ -64,7 +64,8 @@ def describe(job: Job, inputs: Inputs) -> None:
     spec, account = job.spec, inputs.loaded.account
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
-    origin = Origin(dump_spec(spec), job.config, job.hostfile, job.command, account, reference)
+    hostfile = job.promise.hostfile if job.promise else None
+    origin = Origin(dump_spec(spec), job.config, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
 

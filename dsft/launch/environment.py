@@ -1,103 +1,142 @@
-"""Takes the environment that a launcher left, gives this process's place in the world.
+"""Takes the environment that a launcher left, gives this process's place in the world: the one module that
+knows every way in. It reads variables and writes none.
 
-Known: `deepspeed` and `torchrun` (both set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), the
-same five set by hand, and nothing at all (one process). It reads variables and writes none but those
-that DeepSpeed and torch look for in a process that was started alone (`export`).
+    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID
+    deepspeed     the same five and CROSS_RANK
+    environment   the same five, set by hand or by another program
+    mpirun        OMPI_COMM_WORLD_RANK and its like (`dsft.launch.openmpi`)
+    srun          SLURM_PROCID and its like in a task of srun (`dsft.launch.slurm`)
+    python        none of them: one process
+
+The innermost counts: torchrun inside a task of srun is torchrun. Two that speak of the same processes must
+agree.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from dsft.errors import WorldError
+from dsft.launch import openmpi, slurm
+from dsft.launch.launched import (
+    RENDEZVOUS,
+    Launched,
+    check_complete,
+    check_ranks,
+    free_port,
+    optional_number,
+    whole_number,
+)
 
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+__all__ = ["RENDEZVOUS", "Launched", "detect", "free_port"]
 
-# Launchers that start many processes without the variables above: training N copies of the same run
-# beside each other is what would follow, so they are refused until they are understood.
-UNREAD_LAUNCHERS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """rank of world_size processes; local_rank on this host; where rank 0 listens; who started it;
-    local_world_size: processes on this host, None where the launcher does not tell."""
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
-    local_world_size: int | None = None
-
-    def export(self, environ: MutableMapping[str, str]) -> None:
-        """Write the rendezvous variables for a process that was started alone."""
-        values = (self.rank, self.world_size, self.local_rank, self.master_addr, self.master_port)
-        environ.update({name: str(value) for name, value in zip(RENDEZVOUS, values, strict=True)})
+AGENT = "DSFT_JOB"
+"""Set where `dsft launch` started this process: its five variables go before those of the task around it."""
 
 
 def detect(environ: Mapping[str, str]) -> Launched:
     """Raises WorldError where the variables are set by half, are no numbers, or contradict each other."""
-    present = [name for name in RENDEZVOUS if environ.get(name)]
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(present):
+    if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        launched = _by_five(environ)
+    elif openmpi.is_process(environ):
+        launched = openmpi.process_of(environ)
+    elif slurm.is_task(environ):
+        launched = slurm.task_of(environ)
+    else:
         return _alone(environ)
-    absent = [name for name in RENDEZVOUS if name not in present]
-    if absent:
+    _check_wished(environ, launched)
+    return launched
+
+
+def _by_five(environ: Mapping[str, str]) -> Launched:
+    check_complete(environ, RENDEZVOUS, "a launcher")
+    check_ranks(environ, *RENDEZVOUS[:3])
+    rank, world_size, local_rank = (whole_number(environ, name) for name in RENDEZVOUS[:3])
+    address, port = environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise WorldError(f"MASTER_PORT={port} is no port; give one of 1 to 65535.")
+    by_torchrun, by_deepspeed = "TORCHELASTIC_RUN_ID" in environ, "CROSS_RANK" in environ
+    if by_torchrun and by_deepspeed:
+        _agree(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE", "torchrun", "deepspeed")
+        _agree(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "torchrun", "deepspeed")
+    # deepspeed's names are those of launcher/launch.py:176
+    names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") if by_torchrun else ("CROSS_SIZE", "LOCAL_SIZE")
+    if not by_torchrun and not by_deepspeed:
+        names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")  # as torchrun's, where someone sets them
+        _check_around(environ)
+    hosts, local = (optional_number(environ, name) for name in names)
+    if local is not None and not local_rank < local <= world_size:
         raise WorldError(
-            f"the environment has {', '.join(present)} but not {', '.join(absent)}: a launcher sets all of "
-            f"{', '.join(RENDEZVOUS)}; set those too, or start with deepspeed or torchrun."
+            f"LOCAL_RANK={local_rank}, {names[1]}={local} and WORLD_SIZE={world_size} contradict each other: "
+            f"local ranks count from 0 to {names[1]} - 1; unset what the launcher did not set."
         )
-    rank, world_size, local_rank, port = (
-        _whole_number(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    if local is not None and hosts is None and local == world_size:
+        hosts = 1
+    if hosts is not None and (hosts > world_size or (hosts == 1 and local not in (None, world_size))):
+        raise WorldError(
+            f"{names[0]}={hosts}, {names[1]}={local} and WORLD_SIZE={world_size} contradict each other; "
+            "unset what the launcher did not set."
+        )
+    launcher = "torchrun" if by_torchrun else "deepspeed" if by_deepspeed else "environment"
+    mark = {"torchrun": ("TORCHELASTIC_RUN_ID",), "deepspeed": ("CROSS_RANK",)}.get(launcher, ())
+    slots = (world_size,) if hosts == 1 else None
+    told_by = (*mark, *RENDEZVOUS)
+    return Launched(
+        launcher, rank, world_size, local_rank, address, port, local, hosts, slots, told_by=told_by
     )
-    if not 0 <= rank < world_size or not 0 <= local_rank < world_size:
+
+
+def _check_around(environ: Mapping[str, str]) -> None:
+    """That the five, set by hand in a process of srun or mpirun, are what those say."""
+    if environ.get(AGENT):
+        return
+    pairs = []
+    if openmpi.is_process(environ):
+        pairs = [("RANK", "OMPI_COMM_WORLD_RANK"), ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    elif slurm.is_task(environ):
+        pairs = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
+    elif environ.get("PMI_SIZE"):
+        pairs = [("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE")]
+    for ours, theirs in pairs:
+        _agree(environ, ours, theirs, "the variables set by hand", "the launcher around them")
+
+
+def _agree(environ: Mapping[str, str], one: str, other: str, of_one: str, of_other: str) -> None:
+    values = [optional_number(environ, name) for name in (one, other)]
+    if None not in values and values[0] != values[1]:
         raise WorldError(
-            f"RANK={rank}, LOCAL_RANK={local_rank} and WORLD_SIZE={world_size} contradict each other: ranks "
-            "count from 0 to WORLD_SIZE - 1; give each process its own."
+            f"{one}={values[0]} ({of_one}) and {other}={values[1]} ({of_other}) contradict each other; unset "
+            "those of the launcher that did not start this process."
         )
-    launcher, address = _launcher(environ), environ["MASTER_ADDR"]
-    return Launched(launcher, rank, world_size, local_rank, address, port, _local_world_size(environ))
 
 
-def _local_world_size(environ: Mapping[str, str]) -> int | None:
-    """As torchrun and deepspeed (launcher/launch.py:182) name it."""
-    name = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)), None)
-    return None if name is None else _whole_number(environ, name)
+def _check_wished(environ: Mapping[str, str], launched: Launched) -> None:
+    """That NNODES and NPROC_PER_NODE, where they are numbers, are what the launcher started: who sets them
+    and gives torchrun or deepspeed others has not got what they wanted. After an elastic restart there may be
+    other hosts."""
+    came = {"NNODES": launched.hosts, "NPROC_PER_NODE": launched.local_world_size}
+    for name, number in came.items():
+        wished = environ.get(name, "")
+        fewest, _, most = wished.partition(":")
+        if number is None or not fewest.isdecimal() or (most and not most.isdecimal()):
+            continue
+        if not int(fewest) <= number <= int(most or fewest) and not _is_restarted(environ):
+            raise WorldError(
+                f"{name}={wished} in the environment, but {launched.launcher} started {number}; give the "
+                "launcher the same number, or unset the variable."
+            )
+
+
+def _is_restarted(environ: Mapping[str, str]) -> bool:
+    return (optional_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def _alone(environ: Mapping[str, str]) -> Launched:
-    for name, command in UNREAD_LAUNCHERS.items():
-        if environ.get(name, "1") not in ("", "1"):
-            raise WorldError(
-                f"{name}={environ[name]} says that {command} started {environ[name]} processes, which this "
-                "version does not read; start with torchrun or deepspeed, or set "
-                f"{', '.join(RENDEZVOUS)} for each process."
-            )
-    return Launched("python", 0, 1, 0, "127.0.0.1", free_port())
-
-
-def _launcher(environ: Mapping[str, str]) -> str:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_RANK" in environ else "environment"
-
-
-def _whole_number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
+    slurm.refuse_without_srun(environ)
+    if environ.get("PMI_SIZE", "1") not in ("", "1"):
         raise WorldError(
-            f"{name}={environ[name]!r} in the environment is not a whole number; launchers set it, unset it "
-            "or give a number."
-        ) from None
-
-
-def free_port() -> int:
-    """One of this host that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+            f"PMI_SIZE={environ['PMI_SIZE']} says that mpiexec started so many processes, which this version "
+            "does not read; start with torchrun or deepspeed, or set "
+            f"{', '.join(RENDEZVOUS)} for each process."
+        )
+    return Launched("python", 0, 1, 0, "127.0.0.1", free_port(), 1, 1, (1,))

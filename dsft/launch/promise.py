@@ -3,72 +3,176 @@ came (`Launched`), and stops a run in its first second where they differ. Reads 
 
 DeepSpeed only warns of a hostfile that does not exist and then trains on this machine alone
 (deepspeed/launcher/runner.py, fetch_hostfile), and forgets the file's name before it starts the ranks;
-so the launcher's command line is looked up among the parents of this process.
+so the launcher's command line is looked up among the parents of this process. Where it is none of them, as
+under pdsh, the part of it that starts a host's ranks is, with all hosts and slots (`--world_info`).
+
+Every rank comes to the same verdict, as all are told the same numbers; what a rank is not told, such as the
+hosts of the others under torchrun, is compared once all have met (`dsft.launch.places`).
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from dsft.errors import WorldError
-from dsft.launch.environment import Launched
-from dsft.plan.hostfile import parse
+from dsft.launch.launched import Launched, counted
+from dsft.launch.remote import is_this_machine
+from dsft.plan.hostfile import parse, render
+from dsft.plan.worlds import worlds
+from dsft.spec.schema import Cluster
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""That deepspeed reads where none is named (runner.py:35)."""
 
 
-def check_promise(hosts: Mapping[str, int] | None, launched: Launched) -> str | None:
-    """The text of the launcher's hostfile, None without one. Raises WorldError where the world's size is not
-    that of the spec's hosts or of the hostfile."""
-    hostfile = _check_hostfile(launched)
-    if hosts is None or sum(hosts.values()) == launched.world_size:
-        return hostfile
-    expected = sum(hosts.values())
-    promise = " + ".join(f"{host} {slots}" for host, slots in hosts.items())
-    if launched.world_size == 1 and launched.launcher == "python":
-        cause = "plain python starts one; use deepspeed --hostfile or torchrun"
-    elif hostfile is None and launched.launcher == "deepspeed":
-        cause = "its --hostfile was left out, or names other hosts or slots"
-    else:
-        cause = "give the launcher the same hosts and slots, or change cluster.hosts"
-    raise WorldError(
-        f"cluster.hosts promises {expected} processes ({promise}) but {launched.launcher} started "
-        f"{launched.world_size}: {cause}."
+@dataclass(frozen=True)
+class Promise:
+    """hosts: host -> slots, None where nothing is promised; fewest: hosts that may come of them; by: who
+    promised; hostfile: the text of the launcher's, None without one; slots: processes of each host that the
+    launcher started, None where it does not tell."""
+
+    hosts: Mapping[str, int] | None = None
+    fewest: int = 1
+    by: str = ""
+    hostfile: str | None = None
+    slots: tuple[int, ...] | None = None
+
+
+def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
+    """Raises WorldError where processes, hosts or slots are not those of the spec's cluster, or of the
+    hostfile."""
+    hostfile, hosts = _check_hostfile(launched)
+    started = next(_started(), None) if launched.launcher == "deepspeed" else None
+    slots = tuple(started.values()) if started else launched.slots
+    if hostfile is None and started and len(started) > 1:
+        hostfile = render(started)
+    if cluster is None:
+        return Promise(hosts, len(hosts or ()), "--hostfile", hostfile, slots)
+    fewest = cluster.min_hosts or len(cluster.hosts)
+    promise = Promise(cluster.hosts, fewest, "cluster.hosts", hostfile, slots)
+    _check_numbers(promise, launched)
+    return promise
+
+
+def _check_numbers(promise: Promise, launched: Launched) -> None:
+    assert promise.hosts is not None
+    possible = worlds(promise.hosts, promise.fewest)
+    if launched.hosts is not None:
+        possible = {launched.hosts: possible.get(launched.hosts, frozenset())}
+    slots, local = promise.slots, launched.local_world_size
+    fits = any(launched.world_size in sizes for sizes in possible.values())
+    if fits and slots is not None:
+        fits = not Counter(slots) - Counter(promise.hosts.values())
+    elif fits and local is not None and len(promise.hosts) <= 2:  # on more hosts some ranks see no fault
+        fits = local in promise.hosts.values()
+    if not fits:
+        raise broken(promise, launched, slots)
+
+
+def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) -> WorldError:
+    """What was expected, what came, the likely cause. slots: processes of each host that came, None where
+    that is not known."""
+    assert promise.hosts is not None
+    listed = " + ".join(f"{host} {slots}" for host, slots in promise.hosts.items())
+    fewer = f", or of at least {promise.fewest} of these hosts" if promise.fewest < len(promise.hosts) else ""
+    came = f"{launched.world_size}"
+    if slots is not None and (len(slots) > 1 or len(promise.hosts) > 1):
+        came += f" on {counted(len(slots), 'host')} ({' + '.join(map(str, slots))})"
+    elif launched.hosts is not None and len(promise.hosts) > 1:
+        came += f" on {counted(launched.hosts, 'host')}"
+    return WorldError(
+        f"{promise.by} promises {sum(promise.hosts.values())} processes ({listed}){fewer} but "
+        f"{launched.launcher} started {came}: {_cause(promise, launched)}."
     )
 
 
-def _check_hostfile(launched: Launched) -> str | None:
+def _cause(promise: Promise, launched: Launched) -> str:
+    assert promise.hosts is not None
+    count, slots = len(promise.hosts), max(promise.hosts.values())
+    each = "" if len(set(promise.hosts.values())) > 1 else f"={slots}"
+    if launched.launcher == "python":
+        return "plain python starts one; use deepspeed --hostfile or torchrun"
+    if launched.launcher == "deepspeed" and promise.hostfile is None:
+        return "its --hostfile was left out, or names other hosts or slots"
+    ways = {
+        "torchrun": f"torchrun's --nnodes and --nproc_per_node say so; give --nnodes={count} and "
+        f"--nproc_per_node{each}",
+        "srun": f"srun's --nodes and --ntasks-per-node say so; give --nodes={count} and "
+        f"--ntasks-per-node{each}",
+        "mpirun": "mpirun's -n and hostfile say so; give it the same hosts and slots",
+        "environment": "WORLD_SIZE says so; set it as the hosts have slots",
+    }
+    way = ways.get(launched.launcher, "give the launcher the same hosts and slots")
+    return f"{way}, or change cluster.hosts"
+
+
+def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] | None]:
+    """The hostfile's text, and what the launcher was to start by it: host -> slots."""
     for arguments, folder in _deepspeed_commands():
-        if arguments.hostfile is None:
+        named = arguments.hostfile
+        if named is None and not Path(DEFAULT_HOSTFILE).is_file():
             continue
-        path = Path(folder, arguments.hostfile)
+        path = Path(folder, named or DEFAULT_HOSTFILE)
         if not path.is_file():
             raise WorldError(
-                f"--hostfile {arguments.hostfile} does not exist (looked in {folder}), and deepspeed would "
-                f"train on this machine alone with {launched.world_size} process(es); give one that exists, "
-                "or leave --hostfile out."
+                f"--hostfile {named} does not exist (looked in {folder}), and deepspeed would "
+                f"train on this machine alone with {counted(launched.world_size, 'process')}; give one that "
+                "exists, or leave --hostfile out."
             )
         text = path.read_text(encoding="utf-8")
-        expected = _promised(parse(text, str(arguments.hostfile)), arguments)
-        if expected != launched.world_size:
+        hosts = _promised(parse(text, str(path)), arguments)
+        if sum(hosts.values()) != launched.world_size:
             raise WorldError(
-                f"--hostfile {arguments.hostfile} promises {expected} processes but {launched.world_size} "
-                "were started; check its slots and the launcher's --include, --exclude, --num_nodes and "
-                "--num_gpus."
+                f"--hostfile {path} promises {counted(sum(hosts.values()), 'process')} but "
+                f"{launched.world_size} were started; check its slots and the launcher's --include, "
+                "--exclude, --num_nodes and --num_gpus."
             )
-        return text
-    return None
+        (only, *others) = hosts
+        if launched.launcher == "deepspeed" and not (
+            others or arguments.force_multi or is_this_machine(only)
+        ):
+            raise WorldError(
+                f"--hostfile {path} names {only} alone, which is not this machine, and deepspeed starts a "
+                "single host's processes here; give --force_multi too, or name this machine."
+            )
+        return text, hosts
+    return None, None
+
+
+def _started() -> Iterator[dict[str, int]]:
+    """host -> processes, of deepspeed's part that has started those of this host
+    (deepspeed/launcher/launch.py)."""
+    for command, _ in _parents():
+        for word in command:
+            name, _, value = word.partition("=")
+            if name == "--world_info" and "deepspeed.launcher.launch" in command:
+                try:
+                    world = json.loads(base64.urlsafe_b64decode(value))
+                    yield {str(host): len(slots) for host, slots in world.items()}
+                except (ValueError, AttributeError, TypeError):  # another version's
+                    return
+
+
+def _parents() -> Iterator[tuple[list[str], str]]:
+    """Command and working folder of each process above this one."""
+    for parent in psutil.Process().parents():
+        try:
+            yield parent.cmdline(), parent.cwd()
+        except psutil.Error:  # another user's process, or one that has just ended
+            continue
 
 
 def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
     """The parsed command and working folder of each `deepspeed` launcher above this process."""
-    for parent in psutil.Process().parents():
-        try:
-            command, folder = parent.cmdline(), parent.cwd()
-        except psutil.Error:  # another user's process, or one that has just ended
-            continue
+    for command, folder in _parents():
         arguments = deepspeed_arguments(command)
         if arguments is not None:
             yield arguments, folder
@@ -110,11 +214,11 @@ FLAGS = (
 )  # fmt: skip
 
 
-def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> int:
-    """How many processes the launcher starts for these hosts: include or exclude (`host:0,2@host2`), else
-    the first num_nodes hosts with num_gpus slots each."""
-    slots = {host: set(range(count)) for host, count in hosts.items()}
+def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> dict[str, int]:
+    """How many processes the launcher starts on which of these hosts: include or exclude
+    (`host:0,2@host2`), else the first num_nodes hosts with num_gpus slots each."""
     if arguments.include or arguments.exclude:
+        slots = {host: set(range(count)) for host, count in hosts.items()}
         named: dict[str, set[int]] = {}
         for part in (arguments.include or arguments.exclude).split("@"):
             host, _, numbers = part.partition(":")
@@ -124,6 +228,6 @@ def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> int:
             slots = {host: named[host] for host in slots if host in named}
         else:
             slots = {host: every - named.get(host, set()) for host, every in slots.items()}
-        return sum(map(len, slots.values()))
-    counts = list(hosts.values())[: arguments.num_nodes if arguments.num_nodes > 0 else None]
-    return sum(arguments.num_gpus if arguments.num_gpus > 0 else count for count in counts)
+        return {host: len(every) for host, every in slots.items() if every}
+    first = list(hosts.items())[: arguments.num_nodes if arguments.num_nodes > 0 else None]
+    return {host: arguments.num_gpus if arguments.num_gpus > 0 else count for host, count in first}

@@ -12,12 +12,14 @@ from pathlib import Path
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import Layout, layout
+from dsft.plan.worlds import worlds
 from dsft.spec.finding import Finding
 from dsft.spec.load import Check, load_spec
 from dsft.spec.schema import Spec
 from dsft.spec.unbuilt import unbuilt
 
 _PROCESSES = ("parallel.pipeline_stages", "cluster.hosts")
+_HOSTS = ("cluster.min_hosts", "cluster.hosts")
 
 
 def load(
@@ -34,7 +36,12 @@ def promised_batch(spec: Spec) -> BatchSizes | None:
 
 
 def cluster_findings(spec: Spec) -> Iterator[Finding]:
-    """What does not fit the number of processes that the cluster has."""
+    """What does not fit the number of processes that the cluster has, or may have."""
+    found = tuple(_whole_cluster(spec))
+    yield from found or _fewer_hosts(spec)
+
+
+def _whole_cluster(spec: Spec) -> Iterator[Finding]:
     try:
         places = _promised_layout(spec)
     except SpecError as error:
@@ -49,6 +56,32 @@ def cluster_findings(spec: Spec) -> Iterator[Finding]:
     except SpecError as error:
         reads = (f"train.{size}" for size in sizes)
         yield Finding(("train", given[0]), error.problems[0].message, (*_PROCESSES, *reads))
+
+
+def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
+    """cluster.min_hosts: the same steps must be possible with every number of hosts that it allows."""
+    cluster = spec.cluster
+    if cluster is None or cluster.min_hosts is None:
+        return
+    path, hosts = ("cluster", "min_hosts"), len(cluster.hosts)
+    if cluster.min_hosts > hosts:
+        yield Finding(path, f"{cluster.min_hosts} is more than the {hosts} in cluster.hosts", _HOSTS)
+        return
+    if cluster.min_hosts < hosts and spec.train.global_batch_size is None:
+        yield Finding(
+            path, "with fewer hosts a step would have fewer examples; set train.global_batch_size and leave "
+            "micro_batch_size or accumulation_steps out", (*_HOSTS, "train.global_batch_size"),
+        )  # fmt: skip
+        return
+    for count, sizes in worlds(cluster.hosts, cluster.min_hosts).items():
+        for processes in sorted(sizes) if count < hosts else ():
+            try:
+                places = layout(spec.parallel, processes)
+                batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+            except SpecError as error:
+                told = error.problems[0].message
+                yield Finding(path, f"with {count} of {hosts} hosts, {processes} processes: {told}", _HOSTS)
+                return
 
 
 def _promised_layout(spec: Spec) -> Layout | None:

@@ -33,7 +33,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
     Unbuilt("cluster.hang_timeout", (None,), LEAVE_OUT),
     Unbuilt("cluster.time_limit", (None,), LEAVE_OUT),
-    Unbuilt("cluster.min_hosts", (None,), LEAVE_OUT),
 )
 
 

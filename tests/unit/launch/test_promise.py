@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +12,96 @@ import pytest
 
 from dsft.errors import WorldError
 from dsft.launch.environment import Launched
-from dsft.launch.promise import _promised, check_promise, deepspeed_arguments
+from dsft.launch.places import Place, check_places, rank_map, rank_map_json
+from dsft.launch.promise import Promise, _promised, check_promise, deepspeed_arguments
+from dsft.spec.schema import Cluster
 
 HOSTS = {"node1": 4, "node2": 2}
 
 
-def launched(world_size: int, launcher: str = "torchrun") -> Launched:
-    return Launched(launcher, 0, world_size, 0, "127.0.0.1", 29500)
+def launched(
+    world_size: int,
+    launcher: str = "torchrun",
+    local: int | None = None,
+    hosts: int | None = None,
+    slots: tuple[int, ...] | None = None,
+) -> Launched:
+    return Launched(launcher, 0, world_size, 0, "127.0.0.1", 29500, local, hosts, slots)
+
+
+def cluster(hosts: dict[str, int], min_hosts: int | None = None) -> Cluster:
+    return Cluster(hosts=hosts, min_hosts=min_hosts)
 
 
 def test_the_promised_world_passes() -> None:
-    check_promise(HOSTS, launched(6))
-    check_promise(None, launched(3))
+    assert check_promise(cluster(HOSTS), launched(6)).hosts == HOSTS
+    assert check_promise(None, launched(3)).hosts is None
+    check_promise(cluster(HOSTS), launched(6, "torchrun", 2, 2))
+    check_promise(cluster(HOSTS), launched(6, "srun", 4, 2, (4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("came", "said"),
+    [
+        (launched(6, "torchrun", 6, 1), "but torchrun started 6 on 1 host: torchrun's --nnodes and"),
+        (launched(6, "torchrun", 3, 2), "but torchrun started 6 on 2 hosts: .*give --nnodes=2"),
+        (launched(6, "srun", 3, 2, (3, 3)), r"but srun started 6 on 2 hosts \(3 \+ 3\): srun's --nodes"),
+        (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
+        (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
+        (launched(2, "environment"), "but environment started 2: WORLD_SIZE says so"),
+    ],
+)
+def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(came: Launched, said: str) -> None:
+    with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\) {said}"):
+        check_promise(cluster(HOSTS), came)
+
+
+def test_fewer_hosts_pass_where_min_hosts_allows_them() -> None:
+    three = {"a": 2, "b": 2, "c": 3}
+    for hosts, sizes in ((2, (4, 5)), (3, (7,))):
+        for size in sizes:
+            check_promise(cluster(three, 2), launched(size, hosts=hosts))
+    for hosts, size in ((1, 2), (2, 6), (3, 6), (4, 9)):
+        with pytest.raises(WorldError, match="or of at least 2 of these hosts but torchrun started"):
+            check_promise(cluster(three, 2), launched(size, hosts=hosts))
+
+
+def places(*counts: int) -> list[Place]:
+    return [
+        Place(f"node{host}", f"node{host} x", local)
+        for host, count in enumerate(counts)
+        for local in range(count)
+    ]
+
+
+def test_what_came_is_compared_once_all_have_met() -> None:
+    promise = Promise({"a": 2, "b": 1, "c": 1}, 3, "cluster.hosts")
+    for counts in ((2, 1, 1), (1, 2, 1)):  # torchrun's c10d rendezvous numbers hosts as they come
+        check_places(promise, places(*counts), launched(4))
+    for counts in ((2, 2), (4,), (1, 1, 1, 1), (3, 1)):
+        with pytest.raises(
+            WorldError, match=rf"\(a 2 \+ b 1 \+ c 1\) but torchrun started 4 on {len(counts)} "
+        ):
+            check_places(promise, places(*counts), launched(4))
+    fewer = Promise({"a": 2, "b": 1, "c": 1}, 2, "cluster.hosts")
+    check_places(fewer, places(2, 1), launched(3))
+    with pytest.raises(WorldError, match="at least 2 of these hosts but torchrun started 2 on 1 host"):
+        check_places(fewer, places(2), launched(2))
+    check_places(Promise(), places(5), launched(5))
+
+
+def test_two_ranks_do_not_claim_one_device() -> None:
+    same = [Place("node1", "x", 0), Place("node1", "x", 0)]
+    with pytest.raises(WorldError, match="ranks 0 and 1 both have LOCAL_RANK=0 on node1"):
+        check_places(Promise(), same, launched(2))
+    check_places(Promise(), [Place("node1", "x", 0), Place("node1", "y", 0)], launched(2))
+
+
+def test_the_rank_map() -> None:
+    assert rank_map(places(2, 1)) == "rank map: 0-1 = node0 0-1, 2 = node1 0"
+    turned = [Place("b", "b", 1), Place("b", "b", 0), Place("a", "a", 0)]
+    assert rank_map(turned) == "rank map: 0 = b 1, 1 = b 0, 2 = a 0"
+    assert json.loads(rank_map_json(turned))[1] == {"rank": 1, "host": "b", "local_rank": 0}
 
 
 @pytest.mark.parametrize(
@@ -29,12 +109,12 @@ def test_the_promised_world_passes() -> None:
     [
         ("python", 1, "plain python starts one"),
         ("deepspeed", 1, "its --hostfile was left out"),
-        ("torchrun", 8, "same hosts"),
+        ("torchrun", 8, "give --nnodes=2 and --nproc_per_node, or change"),
     ],
 )
 def test_another_world_stops_with_both_numbers(launcher: str, size: int, cause: str) -> None:
     with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
-        check_promise(HOSTS, launched(size, launcher))
+        check_promise(cluster(HOSTS), launched(size, launcher))
 
 
 def command(*words: str) -> list[str]:
@@ -65,7 +145,36 @@ def test_the_launchers_options_end_where_the_script_begins() -> None:
 )
 def test_how_many_processes_the_launcher_starts(options: tuple[str, ...], expected: int) -> None:
     arguments = deepspeed_arguments(command(*options, "train.py"))
-    assert arguments is not None and _promised(HOSTS, arguments) == expected
+    assert arguments is not None and sum(_promised(HOSTS, arguments).values()) == expected
+
+
+HOST_PART = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [({"node1": [0], "node2": [0, 1]}, "passed: node1 slots=1"), ({"node1": [0, 1, 2]}, "started 3")],
+)
+def test_the_part_of_deepspeed_on_each_host_tells_all_hosts(
+    tmp_path: Path, world: dict[str, list[int]], said: str
+) -> None:
+    """Under pdsh the launcher itself is on another machine, or no parent of its ranks."""
+    module = tmp_path / "deepspeed" / "launcher"
+    module.mkdir(parents=True)
+    for folder in (module.parent, module):
+        (folder / "__init__.py").touch()
+    (module / "launch.py").write_text(HOST_PART)
+    child = CHILD.replace("None,", "Cluster(hosts={'a': 1, 'b': 2}),").replace("sys.argv[1]", "3")
+    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    outcome = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.launch", child, f"--world_info={told}"],
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert said in outcome.stdout, outcome.stderr
 
 
 CHILD = """
@@ -73,9 +182,10 @@ import sys
 from dsft.errors import WorldError
 from dsft.launch.environment import Launched
 from dsft.launch.promise import check_promise
+from dsft.spec.schema import Cluster
 try:
-    check_promise(None, Launched("deepspeed", 0, int(sys.argv[1]), 0, "127.0.0.1", 1))
-    print("passed")
+    promise = check_promise(None, Launched("deepspeed", 0, int(sys.argv[1]), 0, "127.0.0.1", 1))
+    print(f"passed: {promise.hostfile}")
 except WorldError as error:
     print(error)
 """
@@ -85,8 +195,13 @@ except WorldError as error:
     ("text", "world", "said"),
     [
         (None, 1, "--hostfile hosts does not exist"),
-        ("a slots=2\n", 1, "promises 2 processes but 1"),
-        ("a slots=2\n", 2, "passed"),
+        ("localhost slots=2\n", 1, "promises 2 processes but 1"),
+        ("localhost slots=2\n", 2, "passed"),
+        (
+            "node-of-nobody.invalid slots=2\n",
+            2,
+            "names node-of-nobody.invalid alone, which is not this machine",
+        ),
     ],
 )
 def test_the_hostfile_on_the_parents_command_line_is_checked(

@@ -1,0 +1,129 @@
+"""Slurm's variables: takes the environment of a task of `srun`, gives its place in the world. Asks no
+program of Slurm's: what a task needs is in its environment (srun(1), "OUTPUT ENVIRONMENT VARIABLES").
+
+A task has SLURM_STEP_ID; the script that sbatch runs and salloc's shell have SLURM_NTASKS, and even
+SLURM_PROCID=0, but are no tasks: a run that they start without srun would be alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from dsft.errors import WorldError
+from dsft.launch.launched import (
+    Launched,
+    check_complete,
+    check_ranks,
+    optional_number,
+    port_of_job,
+    whole_number,
+)
+from dsft.spec.hosts import is_host
+
+TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+_NO_STEP = 0xFFFF_FFFA
+"""From here on step numbers are those of scripts and shells, not of srun's tasks (slurm.h:
+SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, …)."""
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    step = optional_number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    return step is not None and step < _NO_STEP
+
+
+def task_of(environ: Mapping[str, str]) -> Launched:
+    """Rank, world, local rank and the first host of the step. MASTER_ADDR and MASTER_PORT go before what
+    follows from SLURM_STEP_NODELIST and the job's number.
+
+    Raises WorldError where variables are missing or contradict each other.
+    """
+    check_complete(environ, TASK, "srun")
+    check_ranks(environ, *TASK)
+    rank, world_size, local_rank = (whole_number(environ, name) for name in TASK)
+    slots = tasks_per_node(environ)
+    hosts = optional_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    local = None
+    if slots is not None:
+        if sum(slots) != world_size or hosts not in (None, len(slots)):
+            raise WorldError(
+                f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} and "
+                f"SLURM_NTASKS={world_size} on {hosts} nodes contradict each other; unset what is not "
+                "srun's own."
+            )
+        hosts = len(slots)
+        node = optional_number(environ, "SLURM_NODEID")
+        local = slots[node] if node is not None and 0 <= node < len(slots) else None
+    _check_one_gpu_each(environ, local)
+    told_by = [*TASK, "MASTER_ADDR" if environ.get("MASTER_ADDR") else _nodelist(environ)[0]]
+    address = environ.get("MASTER_ADDR") or first_host(environ)
+    port = optional_number(environ, "MASTER_PORT")
+    if port is None:
+        check_complete(environ, ("SLURM_JOB_ID",), "srun")
+        job, step = whole_number(environ, "SLURM_JOB_ID"), optional_number(environ, "SLURM_STEP_ID") or 0
+        port = port_of_job(31 * job + step)
+    return Launched("srun", rank, world_size, local_rank, address, port, local, hosts, slots, tuple(told_by))
+
+
+def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """From SLURM_STEP_TASKS_PER_NODE, such as `2(x3),1`; None where it is not set or reads otherwise."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    return tuple(counts)
+
+
+def first_host(environ: Mapping[str, str]) -> str:
+    """Of SLURM_STEP_NODELIST, where rank 0 is."""
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+    name, text = _nodelist(environ)
+    if not text:
+        raise WorldError(
+            "srun's SLURM_STEP_NODELIST and SLURM_NODELIST are not set, so nobody tells where rank 0 "
+            "listens; set MASTER_ADDR to the first host's name."
+        )
+    # ClusterShell sorts, Slurm keeps its own order: only the first host of the text is expanded.
+    first = re.split(r",(?![^\[]*\])", text)[0]
+    first = re.sub(r"\[([^,\]]*)[^\]]*\]", r"[\1]", first)
+    try:
+        host = str(NodeSet(first, resolver=RESOLVER_NOGROUP)[0])
+    except (NodeSetException, IndexError):
+        host = ""
+    if not is_host(host):
+        raise WorldError(f"{name}={text!r} is no list of hosts; set MASTER_ADDR to the first host's name.")
+    return host
+
+
+def _nodelist(environ: Mapping[str, str]) -> tuple[str, str]:
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
+
+
+def refuse_without_srun(environ: Mapping[str, str]) -> None:
+    """Raises WorldError in an allocation of several tasks or nodes, outside any task: one process would train
+    alone."""
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if environ.get(name, "1") not in ("", "1"):
+            raise WorldError(
+                f"{name}={environ[name]} says that this Slurm job has more than one process, but srun has "
+                "not started this one, which would train alone; put srun before the command."
+            )
+
+
+def _check_one_gpu_each(environ: Mapping[str, str], local: int | None) -> None:
+    """`--gpus-per-task` shows each task its own GPU alone, as number 0."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if local is None or local == 1 or environ.get("DS_ACCELERATOR") == "cpu" or not visible:
+        return
+    if "," not in visible:
+        raise WorldError(
+            f"CUDA_VISIBLE_DEVICES={visible} shows this task one GPU while {local} tasks run on its node: "
+            "ranks of a node find each other's GPUs only where all are shown; use --gpus-per-node in place "
+            "of --gpus-per-task, or srun --gpu-bind=none."
+        )

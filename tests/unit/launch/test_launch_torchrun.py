@@ -1,0 +1,104 @@
+"""Flags and variables that name hosts by number become torchrun's options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dsft.errors import WorldError
+from dsft.launch.torchrun import torchrun_argv
+from tests.launching import ROOT
+
+FLAGS = [
+    "--num_nodes",
+    "2",
+    "--node_rank",
+    "1",
+    "--master_addr",
+    "node1",
+    "--master_port",
+    "7",
+    "--num_gpus",
+    "8",
+]
+VARIABLES = {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1", "ADDR": "node1", "PORT": "7"}
+OPTIONS = [
+    "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8",
+    "--master_addr", "node1", "--master_port", "7",
+]  # fmt: skip
+BEHIND = ["specs/x.yaml", "train.seed=1", "--strict"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ([*FLAGS, *BEHIND], {}),
+        ([BEHIND[0], *FLAGS, *BEHIND[1:]], {}),
+        ([word.replace("_", "-") if word.startswith("--") else word for word in FLAGS] + BEHIND, {}),
+        (BEHIND, VARIABLES),
+        ([*FLAGS, *BEHIND], VARIABLES),
+        ([*FLAGS[:4], *FLAGS[8:], *BEHIND], {"MASTER_ADDR": "node1", "MASTER_PORT": "7"}),
+        (BEHIND, VARIABLES | {"ADDR": "", "MASTER_ADDR": "node1"}),
+        (BEHIND, VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}),
+    ],
+)  # fmt: skip
+def test_both_styles_are_torchruns_options(arguments: list[str], environ: dict[str, str]) -> None:
+    argv = torchrun_argv(arguments, environ, "train.py")
+    assert argv == [sys.executable, "-m", "torch.distributed.run", *OPTIONS, "train.py", *BEHIND]
+
+
+def test_one_host_needs_only_its_processes() -> None:
+    for arguments, environ in ((["--num_gpus=2"], {}), ([], {"NPROC_PER_NODE": "2"})):
+        argv = torchrun_argv(arguments, environ, "train.py")
+        assert argv is not None and argv[3:9] == [
+            "--nnodes",
+            "1",
+            "--node_rank",
+            "0",
+            "--nproc_per_node",
+            "2",
+        ]
+        assert argv[10] == "127.0.0.1" and int(argv[12]) > 0
+
+
+@pytest.mark.parametrize("environ", [{}, {"PORT": "80", "ADDR": "here"}, VARIABLES | {"RANK": "0"}])
+def test_nothing_is_asked_for(environ: dict[str, str]) -> None:
+    assert torchrun_argv(BEHIND, environ, "train.py") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (FLAGS[:2], {}, "--num_nodes is given but not --num_gpus"),
+        (["--num_nodes=2", "--num_gpus=1"], {}, "2 but --node_rank and --master_addr are missing"),
+        ([], {"NNODES": "2"}, "NNODES is given but not NPROC_PER_NODE"),
+        ([], {"NODE_RANK": "0"}, "NODE_RANK is given but not NPROC_PER_NODE"),
+        ([], {"NPROC_PER_NODE": "2", "NODE_RANK": "1"}, "NPROC_PER_NODE is given but not NNODES"),
+        ([], VARIABLES | {"ADDR": ""}, "NNODES is 2 but ADDR is missing"),
+        ([], VARIABLES | {"MASTER_ADDR": "node9"}, "ADDR=node1 and MASTER_ADDR=node9 contradict"),
+        ([], VARIABLES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but 2 hosts count from 0"),
+        ([], VARIABLES | {"NNODES": "0"}, "NNODES is 0, and there is at least 1"),
+        ([], VARIABLES | {"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE='all' in the environment is not a whole"),
+        ([], VARIABLES | {"PORT": "99999"}, "PORT is 99999, which is no port"),
+        (FLAGS, VARIABLES | {"NNODES": "4"}, "--num_nodes 2 and NNODES=4 contradict"),
+        (FLAGS, {"RANK": "0", "WORLD_SIZE": "2"}, "--num_gpus stands behind dsft/train.py, but a launcher"),
+        ([], VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, "NNODES says 2 and SLURM_NTASKS=16"),
+        (FLAGS, {"OMPI_COMM_WORLD_RANK": "0"}, "--node_rank says 1 and OMPI_COMM_WORLD_RANK=0"),
+    ],
+)  # fmt: skip
+def test_half_set_and_contradictory_ones_are_refused_by_name(
+    arguments: list[str], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(WorldError, match=message):
+        torchrun_argv(arguments, environ, "train.py")
+
+
+def test_the_process_becomes_torchrun() -> None:
+    """Of its own kind: the two that it starts refuse what the spec promises of them."""
+    command = [sys.executable, "dsft/train.py", "--num_gpus", "2", "cluster.hosts={localhost: 3}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "launcher: this process becomes torchrun: torch.distributed.run --nnodes 1" in ended.stdout
+    assert "promises 3 processes (localhost 3) but torchrun started 2" in ended.stderr
+    assert ended.returncode != 0
