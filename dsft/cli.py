@@ -263,6 +263,17 @@ def reference(
 
 
 @app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="runs/NAME, or NAME.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tell what a run is doing, on every host, or how it ended."""
+    from dsft.status import print_status
+
+    print_status(run, as_json=as_json)
+
+
+@app.command()
 def verify(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)

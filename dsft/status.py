@@ -1,0 +1,305 @@
+"""The command `dsft status RUN`: takes a run's folder, tells what the run is doing: its state and why that
+is said, its step, loss and speed, its last checkpoint, and when each rank last gave a sign. Reads files,
+locks and processes of this host; writes nothing, and takes no lock that a run might want.
+
+What it reads: logs/status.json, which `dsft launch` writes every two seconds (dsft/supervise/status.py);
+metrics.jsonl, logs/train.log and checkpoints of any run; the run's lock, whoever started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsft.checkpoint.lock import NAME as LOCK
+from dsft.errors import MissingInputError
+from dsft.report.jsonl import STEP
+
+STALE = 15.0
+"""Seconds after which a status.json that should be two seconds old is told to be old."""
+
+TAIL = 2**18  # bytes of a log or of the metrics that are read, from their end
+RECENT = 20  # records that the pace is the mean of
+
+ENDED = {0: "finished", 75: "stopped"}
+_HOLDER = re.compile(r"process (\d+) on (\S+)")
+_PROGRESS = re.compile(r"step (\d+)/(\d+)\b")
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """pulse_age, progress_age: seconds since its last sign of life, and since it last got on with something;
+    None where it has given none yet."""
+
+    rank: int
+    host: str
+    pid: int | None
+    step: int | None
+    phase: str | None
+    pulse_age: float | None
+    progress_age: float | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: starting, running, stopping, ending, silent, stopped, failed or finished; why: in a sentence.
+    seconds_left: by the pace of the last records; exit_code and command: of `dsft launch`."""
+
+    run: str
+    folder: str
+    state: str
+    why: str
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    tokens_per_second: float | None = None
+    step_time: float | None = None
+    seconds_left: float | None = None
+    checkpoint: str | None = None
+    exit_code: int | None = None
+    command: str | None = None
+    ranks: Sequence[Rank] = ()
+
+
+def print_status(run: str, *, as_json: bool) -> None:
+    """Raises MissingInputError where there is no such run."""
+    found = status_of(folder_of(run))
+    print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(lines(found)))
+
+
+def folder_of(run: str) -> Path:
+    """A path of a run's folder, or its name below runs/."""
+    for folder in (Path(run), Path("runs", run)):
+        if any((folder / name).exists() for name in ("logs", "metrics.jsonl", "spec.yaml", LOCK)):
+            return folder
+    runs = sorted(path.parent.name for path in Path("runs").glob("*/logs"))
+    there = f"runs/ has {', '.join(runs)}" if runs else "there is no run below runs/ here"
+    raise MissingInputError(f"{run} is no run's folder, and no name of one; {there}.")
+
+
+def status_of(folder: Path) -> Status:
+    """Of what the folder and this host say now."""
+    found = with_progress(Status(folder.resolve().name, str(folder), "", ""), folder)
+    told = _json(folder / "logs" / "status.json")
+    held = holder(folder / LOCK)
+    if told is not None and not _is_older_start(told, folder, held):
+        return _supervised(found, told, held)
+    if held is not None:
+        return replace(found, state="running", why=f"started by hand: {held}")
+    return _alone(found, folder)
+
+
+def with_progress(found: Status, folder: Path) -> Status:
+    """What the run's own files say of how far it is."""
+    records = [record for record in map(_record, _tail(folder / "metrics.jsonl")) if record]
+    trained = [record for record in records if "train/loss" in record]
+    last = trained[-1] if trained else {}
+    steps = [match for line in _tail(folder / "logs" / "train.log") for match in _PROGRESS.finditer(line)]
+    total = int(steps[-1][2]) if steps else None
+    step = max((int(record[STEP]) for record in records[-1:]), default=None)
+    times = [record["perf/step_time"] for record in trained[-RECENT:] if "perf/step_time" in record]
+    pace = sum(times) / len(times) if times else None
+    held_out = [record["eval/loss"] for record in records if "eval/loss" in record]
+    return replace(
+        found,
+        step=step,
+        total_steps=total,
+        loss=last.get("train/loss"),
+        held_out_loss=held_out[-1] if held_out else None,
+        tokens_per_second=last.get("perf/tokens_per_second"),
+        step_time=pace,
+        seconds_left=None if None in (step, total, pace) else (total - step) * pace,  # type: ignore[operator]
+        checkpoint=last_checkpoint(folder),
+    )
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest that was committed; whether it is whole, `dsft verify` says."""
+    found = [
+        (int(match[1]), path.parent.name)
+        for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")
+        if (match := _CHECKPOINT.fullmatch(path.parent.name))
+    ]
+    return max(found)[1] if found else None
+
+
+def holder(lock: Path) -> str | None:
+    """Who holds the lock, in words; None where nobody does. The kernel tells of this host's processes; of
+    another host's, what they have written, as long as the run's files change."""
+    try:
+        place = os.stat(lock)
+        said = lock.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    key = f"{os.major(place.st_dev):02x}:{os.minor(place.st_dev):02x}:{place.st_ino}"
+    with open("/proc/locks", encoding="ascii") as locks:
+        if any(line.split()[5] == key for line in locks if "->" not in line):
+            return said or "a process of this host"
+    match = _HOLDER.fullmatch(said)
+    if match is None:
+        return None
+    if match[2] == socket.gethostname():  # a container's kernel may name its disk otherwise in /proc/locks
+        return said if _lives(match[1], place.st_mtime) else None
+    age = _seconds_since(lock.parent / "logs" / "train.log")
+    return said if age is not None and age < STALE * 4 else None
+
+
+def _is_older_start(told: Mapping[str, Any], folder: Path, held: str | None) -> bool:
+    """Whether status.json tells of an earlier start than the last one, which was made by hand."""
+    if told.get("state") != "ended":
+        return False
+    age, written = _seconds_since(folder / "logs" / "train.log"), _age(told)
+    return held is not None or (age is not None and written is not None and age + STALE < written)
+
+
+def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Status:
+    age, host, pid = _age(told), str(told.get("host")), told.get("pid")
+    who = f"process {pid} on {host}"
+    found = replace(found, exit_code=told.get("exit_code"), command=told.get("command"))
+    state = str(told.get("state"))
+    if state == "ended":
+        code, error = found.exit_code, told.get("error")
+        why = f"dsft launch ended with {code}" + (f": {error}" if error else "")
+        ended = "failed" if code is None else ENDED.get(code, "failed")
+        return replace(found, state=ended, why=why, seconds_left=None)
+    found = replace(found, ranks=_ranks(told, age or 0.0))
+    if host == socket.gethostname() and not _lives(pid, _time(told, "started")):
+        rest = f"; {held} still has the run's lock" if held else "; the same command goes on"
+        why = f"its supervisor, {who}, is gone without a last word (killed, or out of memory){rest}"
+        return replace(found, state="failed", why=why)
+    if age is None or age > STALE:
+        old = "has no time" if age is None else f"is {age:.0f} seconds old"
+        why = f"status.json {old}, its supervisor writes it every 2: {who} or the disk does not answer"
+        return replace(found, state="silent", why=why)
+    start = f", start {told['attempt']}" if told.get("attempt", 1) > 1 else ""
+    return replace(found, state=state, why=f"dsft launch by {told.get('launcher')}: {who}{start}")
+
+
+def _alone(found: Status, folder: Path) -> Status:
+    """Of a run that nobody runs now, and whose end nobody wrote down."""
+    whole = found.step is not None and found.total_steps is not None and found.step >= found.total_steps
+    if whole and (folder / "export" / "config.json").exists():
+        return replace(found, state="finished", why="all steps are done and the model is exported")
+    if found.step is None and found.checkpoint is None:
+        return replace(found, state="failed", why="it is not running, and ended before its first step")
+    how = f"goes on from {found.checkpoint}" if found.checkpoint else "starts anew: it has no checkpoint"
+    return replace(
+        found, state="stopped", why=f"it is not running; the same command {how}", seconds_left=None
+    )
+
+
+def _ranks(told: Mapping[str, Any], age: float) -> list[Rank]:
+    """Ages as of now: status.json's, and its own."""
+    ranks = told.get("ranks")
+    found = []
+    for number, each in sorted(ranks.items(), key=lambda item: int(item[0])) if ranks else ():
+        since = [None if each.get(key) is None else round(each[key] + age, 1) for key in _AGES]
+        found.append(
+            Rank(int(number), str(each["host"]), each.get("pid"), each.get("step"), each.get("phase"), *since)
+        )
+    return found
+
+
+_AGES = ("pulse_age", "progress_age")
+
+
+def _lives(pid: Any, seen: float | None) -> bool:
+    """Whether the process that was seen at that time is there, and not a later one with its number."""
+    try:
+        return seen is not None and psutil.Process(int(pid)).create_time() <= seen + 1
+    except (psutil.NoSuchProcess, TypeError, ValueError):
+        return False
+    except psutil.Error:
+        return True
+
+
+def _age(told: Mapping[str, Any]) -> float | None:
+    """Seconds since it was written, by its own word."""
+    written = _time(told, "updated")
+    return None if written is None else max(0.0, time.time() - written)
+
+
+def _time(told: Mapping[str, Any], key: str) -> float | None:
+    """Seconds since the epoch."""
+    try:
+        return datetime.fromisoformat(str(told[key])).timestamp()
+    except (KeyError, ValueError):
+        return None
+
+
+def _seconds_since(path: Path) -> float | None:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """None where there is none, or it is not whole."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _record(line: str) -> dict[str, float] | None:
+    try:
+        record = {name: float(value) for name, value in json.loads(line).items()}
+    except (ValueError, AttributeError, TypeError):  # cut at its beginning or its end
+        return None
+    return record if STEP in record else None
+
+
+def lines(found: Status) -> Iterator[str]:
+    """As a terminal shows it."""
+    yield f"{found.run}: {found.state} ({found.why})"
+    if found.step is not None:
+        of = f" of {found.total_steps}" if found.total_steps else ""
+        left = ""
+        if found.state in {"running", "starting"} and found.seconds_left:
+            left = f", {timedelta(seconds=round(found.seconds_left))} left"
+        yield f"  step        {found.step}{of}{left}"
+    if found.loss is not None:
+        held_out = "" if found.held_out_loss is None else f", held-out {found.held_out_loss:.4f}"
+        yield f"  loss        {found.loss:.4f}{held_out}"
+    if found.tokens_per_second is not None and found.step_time is not None:
+        yield f"  speed       {found.tokens_per_second:,.0f} tokens/s, {found.step_time:.3g} s a step"
+    yield f"  checkpoint  {found.checkpoint or 'none yet'}"
+    if found.command is not None:
+        yield f"  command     {found.command}"
+    if found.ranks:
+        yield "  rank  host              process  step    phase     last sign  last progress"
+    for rank in found.ranks:
+        sign, progress = (
+            "none" if each is None else f"{each:.0f} s" for each in (rank.pulse_age, rank.progress_age)
+        )
+        pid, step, phase = (_or_dash(each) for each in (rank.pid, rank.step, rank.phase))
+        yield f"  {rank.rank:<4}  {rank.host:<16}  {pid:<7}  {step:<6}  {phase:<8}  {sign:<9}  {progress}"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
