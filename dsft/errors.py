@@ -9,6 +9,7 @@ DsftError                 70  an internal fault
 ├── OutOfMemoryError      71  a micro-batch that does not fit into memory
 ├── BuildError            72  an operation of DeepSpeed's that cannot be compiled
 ├── StorageError          74  a disk that is full, cannot be written, or gives back other bytes
+├── StoppedError          75  asked to stop: saved, and the same command goes on
 ├── CheckpointError       76  a checkpoint that is torn, altered or of another run
 └── NonFiniteError        78  gradients that stay infinite or not a number
 
@@ -97,6 +98,12 @@ class DamagedDataError(StorageError):
     """Raised by the rank that read the damaged bytes."""
 
     of_one_rank = True
+
+
+class StoppedError(DsftError):
+    """No fault: it was asked for by a signal, a time limit or the launcher's end. Raised on every rank."""
+
+    exit_code = 75
 
 
 class CheckpointError(DsftError):
