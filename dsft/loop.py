@@ -12,18 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.engine.api import Engine, StepResult
-from dsft.errors import NonFiniteError
+from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective
 
 Record = dict[str, float]
+Doing = Literal["data", "step", "evaluate", "save"]
 
 
 class Steps(Protocol):
@@ -38,7 +39,8 @@ class Progress:
 
     step counts planned steps done, applied_steps those whose gradient was finite, num_tokens the
     input tokens seen, nonfinite_in_a_row the steps skipped since the last applied one (in fp16: those at the
-    lowest loss scale), loss_scale and loss_scale_steps the next step's LossScale in fp16.
+    lowest loss scale), loss_scale and loss_scale_steps the next step's LossScale in fp16; owes_evaluation: of
+    this step, which a stop has put off.
     """
 
     step: int = 0
@@ -48,6 +50,7 @@ class Progress:
     nonfinite_in_a_row: int = 0
     loss_scale: float | None = None
     loss_scale_steps: int = 0
+    owes_evaluation: bool = False
 
     def after(self, batch: GlobalStep, result: StepResult) -> Progress:
         applied, used = result.applied, result.loss_scale
@@ -101,7 +104,8 @@ class Run:
     eval/loss (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from
     seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
     of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
-    ranks' steps cost."""
+    ranks' steps cost; ask: begins a collective on whether the run is to stop, and gives what waits for the
+    answer, the reason or None; mark: is told what begins now, and how many steps are done."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[int], Record] | None
@@ -113,6 +117,8 @@ class Run:
     trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
     refer: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda micro_batches: micro_batches
     watch: Watch | None = None
+    ask: Callable[[], Callable[[], str | None]] = lambda: lambda: None
+    mark: Callable[[Doing, int], None] = lambda doing, step: None
 
 
 @dataclass
@@ -150,28 +156,33 @@ def fit(
 ) -> Progress:
     """Train from `progress` to the schedule's last step; the end is always evaluated and saved.
 
-    Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite.
+    Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite; StoppedError once
+    a checkpoint of the step at which the run was asked to stop is saved.
     """
-    if run.evaluate and schedule.evaluate_first and progress.step == 0:
-        run.report(run.evaluate(progress.step) | position(progress))
+    if run.evaluate and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
+        evaluate(run, progress)
+    progress = replace(progress, owes_evaluation=False)
     window = Window()
     while progress.step < schedule.total_steps:
+        asked = run.ask()  # while the step goes on
         learning_rate = schedule.learning_rate(progress.applied_steps)
         with run.trace(progress.step + 1), run.watch.counted() if run.watch else nullcontext():
+            run.mark("data", progress.step)
             fetched = time.perf_counter()
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
 
+            run.mark("step", progress.step)
             micro_batches = run.refer(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
         progress = progress.after(batch, result)
         window.add(batch, result, waited)
+        stop = asked()
 
-        last = progress.step == schedule.total_steps
-        saves = last or due(progress.step, schedule.save_every)
+        planned = plan(schedule, progress.step)
         # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
-        if saves or due(progress.step, schedule.log_every) or not result.applied:
+        if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
             record = training_record(window, objective, run, progress)
             norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
             run.report(record | norm | loss_scale_record(result))
@@ -184,16 +195,53 @@ def fit(
             )
 
         paused = time.perf_counter()
-        held_out_loss = None
-        evaluates = last or due(progress.step, schedule.eval_every) or (saves and schedule.evaluate_saved)
-        if run.evaluate and evaluates:
-            record = run.evaluate(progress.step)
-            held_out_loss = record["eval/loss"]
-            run.report(record | position(progress))
-        if saves:
-            run.save(progress, held_out_loss)
+        if stop := pause(planned, stop, run, progress):
+            raise StoppedError(
+                f"stopped at step {progress.step} of {schedule.total_steps} by {stop}, and saved; the same "
+                "command goes on from there."
+            )
         window.began += time.perf_counter() - paused  # neither belongs to a step's time
     return progress
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What comes after a step. last: no step does."""
+
+    last: bool
+    evaluates: bool
+    saves: bool
+
+
+def plan(schedule: Schedule, step: int) -> Planned:
+    last = step == schedule.total_steps
+    saves = last or due(step, schedule.save_every)
+    evaluates = last or due(step, schedule.eval_every) or (saves and schedule.evaluate_saved)
+    return Planned(last, evaluates, saves)
+
+
+def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> str | None:
+    """Evaluate and save, as planned and as far as a stop leaves time for it: it is saved at once, and what
+    was to be evaluated is when the run goes on, but for the end. A save takes long, so it is followed by the
+    question whether to stop. The reason; None: the run goes on."""
+    held_out_loss = None
+    owes = run.evaluate is not None and planned.evaluates
+    if owes and (planned.last or not stop):
+        held_out_loss, owes = evaluate(run, progress), False
+    if planned.saves or stop:
+        run.mark("save", progress.step)
+        run.save(replace(progress, owes_evaluation=owes), held_out_loss)
+        stop = stop or run.ask()()
+    return stop
+
+
+def evaluate(run: Run, progress: Progress) -> float:
+    """eval/loss, after it is reported with the others."""
+    assert run.evaluate is not None, "something is held out"
+    run.mark("evaluate", progress.step)
+    record = run.evaluate(progress.step)
+    run.report(record | position(progress))
+    return record["eval/loss"]
 
 
 def loss_scale_record(result: StepResult) -> Record:

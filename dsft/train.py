@@ -24,11 +24,14 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dsft.errors import DsftError
+from dsft.errors import DsftError, StoppedError
 from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
+from dsft.launch.live import live
 from dsft.launch.promise import check_promise
+from dsft.launch.pulse import Pulse
+from dsft.launch.stopping import Stopping
 from dsft.launch.torchrun import flags, torchrun_argv
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
@@ -41,6 +44,8 @@ from dsft.plan.reference import check_precomputed
 
 RANK_0_SPEAKS = 3.0
 """Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
+RANK_0_ENDS = 0.5
+"""Seconds, where there is nothing to explain."""
 
 QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
@@ -48,19 +53,26 @@ QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 def main(arguments: Sequence[str]) -> int:
     """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone; on every
     process where ranks are not yet known, and on the rank that alone knows it."""
-    options, rank = parse(arguments), 0
+    options, rank, pulse = parse(arguments), 0, Pulse(0, 0, None)
     try:
         become_torchrun(arguments)
         launched = detect(os.environ)
         rank = launched.rank
-        train(options, launched, [sys.argv[0], *arguments])
+        pulse, stopping = live(launched, os.environ)
+        train(options, launched, [sys.argv[0], *arguments], stopping, pulse)
     except DsftError as error:
+        pulse.end(error.exit_code, str(error))
+        asked = isinstance(error, StoppedError)
         if rank == 0 or error.of_one_rank:
             who = f"rank {rank}: " if error.of_one_rank else ""
-            print(f"error: {who}{error}", file=sys.stderr, flush=True)
+            print(f"{'' if asked else 'error: '}{who}{error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(RANK_0_SPEAKS)
+            time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
+    except Exception as error:  # a fault of dsft's, or of what it calls: Python shows where
+        pulse.end(1, f"{type(error).__name__}: {error}")
+        raise
+    pulse.end(0)
     return 0
 
 
@@ -118,8 +130,11 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def train(options: argparse.Namespace, launched: Launched, command: Sequence[str]) -> None:
+def train(
+    options: argparse.Namespace, launched: Launched, command: Sequence[str], stopping: Stopping, pulse: Pulse
+) -> None:
     spec = load(options.spec, options.overrides)
+    stopping.limit(spec.cluster.time_limit if spec.cluster else None)
     if options.reference_only:
         check_precomputed(spec, "--reference_only")
     promise = check_promise(spec.cluster, launched)
@@ -147,7 +162,8 @@ def train(options: argparse.Namespace, launched: Launched, command: Sequence[str
         return
     from dsft.job import Job, run  # torch and deepspeed are imported from here on
 
-    run(Job(spec, batch, config, notes, launched, places, promise, command, kept, options.profile, share))
+    known = (spec, batch, config, notes, launched, places, promise, command, kept, options.profile, share)
+    run(Job(*known, stopping=stopping, pulse=pulse))
 
 
 if __name__ == "__main__":

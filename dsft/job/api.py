@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsft.launch.cores import Share
 from dsft.launch.environment import Launched
 from dsft.launch.promise import Promise
+from dsft.launch.pulse import Pulse
+from dsft.launch.stopping import Stopping
 from dsft.plan.batch import BatchSizes
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
@@ -24,7 +26,7 @@ class Job:
     promise: of hosts and slots, and the launcher's hostfile; command: argv; kept: the keys of
     zero_optimization that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of
     dsft's choice; cut: of the layers into stages, once the model is counted; cores: what this rank keeps to
-    once its rows are read."""
+    once its rows are read; stopping and pulse: what this process is asked, and tells, by default nothing."""
 
     spec: Spec
     batch: BatchSizes
@@ -38,6 +40,8 @@ class Job:
     profile: int | None = None
     cores: Share | None = None
     cut: Cut | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    pulse: Pulse = field(default_factory=lambda: Pulse(0, 0, None))
 
     @property
     def folder(self) -> Path:

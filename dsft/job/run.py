@@ -23,6 +23,7 @@ from dsft.errors import StorageError, WorldError
 from dsft.job.api import Job, Say
 from dsft.job.same import prove_same
 from dsft.job.swap import swap_folders
+from dsft.job.together import together
 from dsft.job.train import train
 from dsft.launch.places import RANKS, Place, check_places, here, rank_map, rank_map_json
 from dsft.loop import Progress
@@ -34,9 +35,10 @@ def run(job: Job) -> None:
     """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
+    job.pulse.mark("load")
     world = join(job.launched, job.layout, say)
     places = meet(job, world, say)
-    with ExitStack() as held:
+    with together(job, world) as ranks, ExitStack() as held:
         prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
@@ -54,6 +56,7 @@ def run(job: Job) -> None:
             with swap_folders(job, world, say) as swapping:
                 ready = replace(swapping, config=prepare_ops(spec, swapping.config, world, say))
                 saved = train(ready, world, start, progress, say)
+        job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"
             saved = start.path
@@ -61,7 +64,9 @@ def run(job: Job) -> None:
                 f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
                 "gives it more."
             )
+        ranks.leave()
         world.close()
+        job.pulse.mark("export")
         if world.rank == 0:  # alone, and for as long as a large model takes
             finish(spec, job.folder, saved, say)
 

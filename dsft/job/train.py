@@ -22,6 +22,7 @@ from dsft.job.host import on_hosts
 from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
 from dsft.job.same import prove_same
 from dsft.job.tell import describe, facts_of, open_report
+from dsft.job.together import ask_all
 from dsft.job.watch import watch_hosts
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.plan.batch import BatchSizes
@@ -105,6 +106,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         trace_of(job, traced, world, report.line),
         reference.now if reference else as_it_is,
         watch_hosts(world, report.line),
+        ask_all(job, world),
+        job.pulse.mark,
     )
     memory.enter("steady")
     try:

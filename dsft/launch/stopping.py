@@ -121,13 +121,13 @@ class Stopping:
         self.ask(asked.name)
         self._say(f"{asked.name}: {_PROMISE[self.stage]}; a second one ends it at once")
 
-    def now(self, code: int, message: str) -> NoReturn:
-        """End this process, whatever its other threads do."""
-        self._say(message)
+    def now(self, code: int, message: str, *, speaks: bool = False) -> NoReturn:
+        """End this process, whatever its other threads do. speaks: though it is not the one that does."""
+        self._say(message, speaks=speaks)
         self._told(code, message)
         os._exit(code)
 
-    def _say(self, text: str) -> None:
-        if self._speaks:
+    def _say(self, text: str, *, speaks: bool = False) -> None:
+        if self._speaks or speaks:
             with suppress(OSError):
                 os.write(2, text.encode() + b"\n")  # no buffer, whose lock the main thread may hold

@@ -485,10 +485,17 @@ class Cluster(Section):
         default="deepspeed", description="What starts the processes."
     )
     hang_timeout: int | None = Field(
-        default=None, ge=1, description="Seconds without a step after which the run is stopped."
+        default=None,
+        ge=1,
+        description="Seconds in which a rank begins nothing (a step, an evaluation, a save), after which "
+        "dsft launch names it and ends the run with 124; under another launcher nobody looks, and a "
+        "collective waits for 30 minutes.",
     )
     time_limit: int | None = Field(
-        default=None, ge=1, description="Seconds after which the run saves and ends."
+        default=None,
+        ge=1,
+        description="Seconds after a start at which the run finishes its step, saves and ends with 75; the "
+        "same command goes on. At least one step is trained; leave room for two steps and a save.",
     )
     min_hosts: int | None = Field(default=None, ge=1, description="Fewest hosts that the run may go on with.")
 

@@ -31,8 +31,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "use auto, which attends per segment when rows are packed",
     ),
     Unbuilt("model.trust_remote_code", (False,), "use a model whose class is in transformers"),
-    Unbuilt("cluster.hang_timeout", (None,), LEAVE_OUT),
-    Unbuilt("cluster.time_limit", (None,), LEAVE_OUT),
 )
 
 

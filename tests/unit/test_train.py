@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dsft.launch.environment import RENDEZVOUS
+from dsft.launch.pulse import Pulse
+from dsft.launch.stopping import Stopping
 from dsft.train import QUICKSTART, main, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in RENDEZVOUS})
     monkeypatch.setattr("dsft.launch.promise._deepspeed_commands", lambda: iter(()))
+    monkeypatch.setattr("dsft.train.live", lambda *_: (Pulse(0, 0, None), Stopping()))  # no signal's handler
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that `main` would run, each with the environment of its moment."""
     found: list[Any] = []
     module: Any = ModuleType("dsft.job")
-    module.Job = lambda *values: values
+    module.Job = lambda *values, **named: values
     module.run = lambda job: found.append(SimpleNamespace(spec=job[0], environ=dict(os.environ)))
     monkeypatch.setitem(sys.modules, "dsft.job", module)
     return found

@@ -1,0 +1,212 @@
+"""A rank ends soon after its launcher, however that ends: takes this process's parents and their command
+lines from /proc, watches them in a thread. Without torch.
+
+Watched are the processes above this one up to the outermost launcher that is known:
+
+    deepspeed, one host       rank ← launch.py ← deepspeed
+    deepspeed, several hosts  rank ← launch.py ← shell ← sshd's session; on the host where it was typed also
+                              pdsh, found by its command line, and above it deepspeed
+    torchrun                  rank ← torchrun, and what a ssh without a terminal has above it
+    srun, sbatch              rank ← slurmstepd
+    mpirun                    rank ← mpirun, or orted on other hosts
+    dsft launch               rank ← launcher ← dsft's agent, which has rules of its own for what is above it
+
+A shell, a terminal's session or init is never waited for: what was started in the background lives on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dsft.errors import WorldError
+from dsft.launch.parent import die_with
+from dsft.launch.stopping import Stopping
+
+EVERY = 0.5  # seconds between two looks
+SAVES = 3.0
+"""Seconds that a run has for its step and its checkpoint once its launcher is gone."""
+PATIENCE = 30.0
+"""Seconds that it has where it was asked to stop before: as long as deepspeed and torchrun wait for ranks."""
+
+_PROC = Path("/proc")
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
+_MPI = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"})
+_SSHD = frozenset({"sshd", "sshd-session"})
+_NODE, _RUNNER, _AGENT = "deepspeed's launch.py", "deepspeed", "dsft's agent"
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """started: in clock ticks since the host's start, which no two processes of one number share; what: as
+    a sentence names it."""
+
+    pid: int
+    started: int
+    what: str
+
+
+def watch(stopping: Stopping) -> tuple[Ancestor, ...]:
+    """Those that are watched from now on, the nearest first. Once one of them is gone the run is asked to
+    stop; this process ends with 69 where it has not saved and stopped within SAVES, or PATIENCE, seconds."""
+    above = ancestors(os.getpid())
+    if above and above[0].what in (_NODE, "torchrun"):
+        die_with(above[0].pid)  # even where Python gets no turn; their main thread starts the ranks
+    if above:
+        threading.Thread(target=_watch, args=(above, stopping), name="ancestors", daemon=True).start()
+    return above
+
+
+def _watch(above: Sequence[Ancestor], stopping: Stopping) -> None:
+    while (gone := next((each for each in above if not lives(each)), None)) is None:
+        time.sleep(EVERY)
+    was_asked = stopping.reason is not None
+    stopping.ask("the end of its launcher")
+    if stopping.stage != "load":
+        time.sleep(PATIENCE if was_asked else SAVES)
+    message = f"{gone.what} (process {gone.pid}), which started this run, is gone, and so the run ends"
+    stopping.now(WorldError.exit_code, message)
+
+
+def lives(ancestor: Ancestor) -> bool:
+    found = _stat(ancestor.pid)
+    return found is not None and found == (ancestor.started, False)
+
+
+def _stat(pid: int) -> tuple[int, bool] | None:
+    """When it started, and whether it has ended but for its entry; None: there is no such process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything; see proc(5)
+    return int(fields[19]), fields[0] in "ZX"
+
+
+def ancestors(pid: int) -> tuple[Ancestor, ...]:
+    """Of the process `pid`, the nearest first; none where no known launcher is above it."""
+    above = _parents(pid)
+    kinds = [_kind(each) for each in above]
+    if _AGENT in kinds:
+        return _named(above, kinds[: kinds.index(_AGENT) + 1])
+    if not any(kinds):
+        return ()
+    top = max(place for place, kind in enumerate(kinds) if kind)
+    found = _named(above, kinds[: top + 1])
+    if _RUNNER not in kinds:
+        session = _session_above(above, top)
+        if session is not None:
+            found += _named(above, kinds[: session + 1])[top + 1 :]
+        if _NODE in kinds:
+            found += _runner_beside(above[kinds.index(_NODE)])
+    return found
+
+
+def _parents(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).parents()
+    except psutil.Error:  # of another user, or ending just now
+        return []
+
+
+def _named(above: Sequence[psutil.Process], kinds: Sequence[str | None]) -> tuple[Ancestor, ...]:
+    found = []
+    for process, kind in zip(above, kinds, strict=False):
+        stat = _stat(process.pid)
+        if stat is not None:
+            found.append(Ancestor(process.pid, stat[0], kind or _name(process)))
+    return tuple(found)
+
+
+def _kind(process: psutil.Process) -> str | None:
+    """The launcher that it is."""
+    words = _words(process)
+    script = [Path(word).name for word in words[:2]]
+    modules = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"][:1]
+    if "deepspeed.launcher.launch" in modules:
+        return _NODE
+    if "deepspeed" in script or "deepspeed.launcher.runner" in modules:
+        return _RUNNER
+    if "torchrun" in script or modules in (["torch.distributed.run"], ["torch.distributed.launch"]):
+        return "torchrun"
+    if "dsft.supervise.agent" in modules:
+        return _AGENT
+    name = _name(process)
+    if name in _MPI:
+        return name
+    return "slurmstepd" if name == "slurmstepd" else None
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return "a process"
+
+
+def _session_above(above: Sequence[psutil.Process], top: int) -> int | None:
+    """The place of sshd's session, where nothing but shells stands between it and the launcher, nobody has
+    taken the launcher out of it (setsid, tmux, nohup), and it has no terminal, which would tell by itself."""
+    for place in range(top + 1, len(above)):
+        name = _name(above[place])
+        if name in _SSHD:
+            is_bound = place == top + 1 or _same_session(above[top].pid, above[place - 1].pid)
+            has_terminal = "@pts/" in " ".join(_words(above[place])) or "@tty" in " ".join(
+                _words(above[place])
+            )
+            return place if is_bound and not has_terminal and not _ignores_hangup(above[top].pid) else None
+        if name not in _SHELLS:
+            return None
+    return None
+
+
+def _same_session(one: int, other: int) -> bool:
+    try:
+        return os.getsid(one) == os.getsid(other)
+    except OSError:
+        return False
+
+
+def _ignores_hangup(pid: int) -> bool:
+    """As nohup makes it: bit 0 of the signals that it ignores (SigIgn in proc(5)) is SIGHUP's."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(int(line.split()[1], 16) & 1 for line in lines if line.startswith("SigIgn:"))
+
+
+def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
+    """pdsh and deepspeed, on the host where deepspeed was typed: ssh stands between them and the ranks, so
+    they are known by the world that they gave to launch.py."""
+    world = next((word for word in _words(node) if word.startswith("--world_info=")), None)
+    if world is None:
+        return ()
+    for process in psutil.process_iter():
+        if _name(process) == "pdsh" and world in _words(process) and _same_host(process.pid):
+            parents = _parents(process.pid)[:1]
+            runner = [each for each in parents if _kind(each) == _RUNNER]
+            return _named([process, *runner], ["pdsh", _RUNNER])
+    return ()
+
+
+def _same_host(pid: int) -> bool:
+    """Not one of another host that shares this one's kernel, as containers do."""
+    try:
+        own, other = (os.readlink(_PROC / str(each) / "ns" / "uts") for each in ("self", pid))
+    except OSError:
+        return False
+    return own == other
