@@ -20,6 +20,7 @@ from typing import IO
 
 from dsft.checkpoint.lock import hold
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError
+from dsft.launch.allocation import allocation
 from dsft.launch.remote import module_command
 from dsft.plan.hostfile import parse
 from dsft.plan.promised import load
@@ -28,12 +29,13 @@ from dsft.spec.schema import Spec
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Tell, Terms, facts
 from dsft.supervise.parts import TRAIN, World, forwarded, launcher_argv
 from dsft.supervise.status import EVERY, Status, now
-from dsft.supervise.sweep import sweep
+from dsft.supervise.sweep import absent, sweep
 from dsft.supervise.verdict import STOPPED, may_pass
 
 AGENT = "dsft.supervise.agent"
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")
 PAUSE = 3.0  # seconds before a new start: ports close, the kernel frees the devices' memory
+RETURN = 60.0  # seconds that a host which was lost may take to answer again
 SHOWN = 12  # lines of the failed rank's log
 DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 
@@ -76,6 +78,11 @@ def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
         return 0
     if options.doctor:
         examine(start)
+    return run(start)
+
+
+def run(start: Start) -> int:
+    """Its exit code. LockedError where another one supervises it already."""
     try:
         start.logs.mkdir(parents=True, exist_ok=True)
         log = (start.logs / "launch.log").open("a", encoding="utf-8")
@@ -95,7 +102,7 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
             "The command line cannot be used.",
             [Problem("--launcher", f"{launcher!r} is none of {', '.join(LAUNCHERS)}; give one of these")],
         )
-    hosts = hosts_of(spec, options)
+    hosts = hosts_of(spec, options, slurm=launcher == "slurm")
     program = (str(TRAIN), str(path), *overrides)
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
     world = World(launcher, hosts, program, str(Path.cwd()), str(logs), "")
@@ -103,8 +110,8 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
     return Start(spec, path, overrides, options, world, forwarded(os.environ, spec.cluster), again)
 
 
-def hosts_of(spec: Spec, options: Options) -> dict[str, int]:
-    """Host -> slots: of --hostfile, of the spec, else all devices of this machine."""
+def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
+    """Host -> slots: of --hostfile, of the Slurm job, of the spec, else all devices of this machine."""
     if options.hostfile is not None:
         try:
             text = options.hostfile.read_text(encoding="utf-8")
@@ -114,9 +121,28 @@ def hosts_of(spec: Spec, options: Options) -> dict[str, int]:
                 "leave it out."
             ) from None
         return parse(text, str(options.hostfile))
+    if slurm:
+        return of_slurm(spec, os.environ)
     if spec.cluster is not None:
         return dict(spec.cluster.hosts)
     return {"localhost": options.num_gpus or devices_here()}
+
+
+def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
+    """The hosts of this job. Their names are Slurm's to choose; how many there are, and the slots of each,
+    are the spec's, where it has a cluster. WorldError outside a job, and where the numbers differ."""
+    if spec.cluster is None:
+        return dict(allocation(environ, None).hosts)
+    promised = spec.cluster.hosts
+    given = list(allocation(environ, 1).hosts)
+    if len(given) != len(promised):
+        raise WorldError(
+            f"cluster.hosts has {len(promised)} host(s), but the Slurm job has {len(given)} "
+            f"({environ['SLURM_JOB_NODELIST']}); ask Slurm for as many, or change cluster.hosts."
+        )
+    if set(given) == set(promised):
+        return dict(promised)
+    return dict(zip(given, promised.values(), strict=True))
 
 
 def devices_here() -> int:
@@ -199,7 +225,7 @@ def supervised(start: Start, asked: Requests, wake: int, tell: Tell) -> int:
             outcome = one_attempt(start, world, asked, wake, tell, seen)
             again = wants_another(outcome, attempt, start, asked)
             if again:
-                found = reachable(start, hosts, outcome)
+                found = reachable(start, outcome)
                 again = found is not None
                 hosts = found or hosts
             if not again:
@@ -241,11 +267,23 @@ def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests)
     return failed and not asked.stops and attempt <= start.options.restarts
 
 
-def reachable(start: Start, hosts: Mapping[str, int], outcome: Outcome) -> dict[str, int] | None:
-    """The hosts of the next start: all that were promised, where they answer; else those that do, if the
-    spec's cluster.min_hosts allows so few. None where they are too few."""
-    del start, outcome
-    return dict(hosts)
+def reachable(start: Start, outcome: Outcome) -> dict[str, int] | None:
+    """The hosts of the next start: all that were promised, once they answer; those that do, where the spec's
+    cluster.min_hosts allows so few. None where they are too few for RETURN seconds."""
+    promised, cluster = start.world.hosts, start.spec.cluster
+    if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
+        return dict(promised)
+    fewest = (cluster.min_hosts if cluster else None) or len(promised)
+    commands = {host: agent_command(start.world.launcher, host) for host in promised}
+    until = time.monotonic() + RETURN
+    while True:
+        silent = absent(commands)
+        answering = {host: slots for host, slots in promised.items() if host not in silent}
+        if len(answering) >= fewest:
+            return answering
+        if time.monotonic() > until:
+            return None
+        time.sleep(PAUSE)
 
 
 def ending(start: Start, outcome: Outcome) -> Iterator[str]:
@@ -265,12 +303,10 @@ def ending(start: Start, outcome: Outcome) -> Iterator[str]:
             yield f"stacks: {', '.join(str(start.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
     if outcome.code == 0:
         return
-    saved = newest_checkpoint(folder)
-    kept = f"{saved} is the last checkpoint" if saved else "there is no checkpoint yet"
-    if outcome.code == STOPPED:
-        yield f"stopped; {kept}; the same command goes on from it: {start.again}"
-    elif failure is None or may_pass(failure, outcome.code):
-        yield f"{kept}; the same command goes on from there: {start.again}"
+    if outcome.code == STOPPED or failure is None or may_pass(failure, outcome.code):
+        saved = newest_checkpoint(folder)
+        kept = f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
+        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{kept} with {start.again}"
     yield f"exit code {outcome.code}"
 
 

@@ -17,26 +17,38 @@ PATIENCE = 12.0  # seconds, of which ssh may take 5 to connect
 
 
 def sweep(world: World, hosts: Iterable[str], commands: Mapping[str, list[str]]) -> list[str]:
-    numbers = {host: node for node, host in enumerate(world.hosts)}
-    asked = [(host, commands[host], f"{world.job}.{numbers[host]}") for host in hosts]
-    with ThreadPoolExecutor(max_workers=max(len(asked), 1)) as pool:
-        return [text for text in pool.map(lambda each: _swept(*each), asked) if text is not None]
-
-
-def _swept(host: str, argv: list[str], job: str) -> str | None:
+    """What may be left on the hosts."""
+    jobs = {host: f"{world.job}.{node}" for node, host in enumerate(world.hosts) if host in set(hosts)}
+    left = _swept({host: (commands[host], job) for host, job in jobs.items()})
     unknown = (
-        f"{host} cannot be asked whether processes are left; they end themselves {SILENCE:.0f} seconds after "
-        "they heard of us last"
+        "cannot be asked whether processes are left; they end themselves "
+        f"{SILENCE:.0f} seconds after they heard of us last"
     )
+    told = {None: unknown} | {
+        count: f"{count} process(es) could not be killed" for count in left.values() if count
+    }
+    return [f"{host}: {told[count]}" for host, count in left.items() if count != 0]
+
+
+def absent(commands: Mapping[str, list[str]]) -> list[str]:
+    """Hosts whose agent does not answer."""
+    left = _swept({host: (argv, "none") for host, argv in commands.items()})
+    return [host for host, count in left.items() if count is None]
+
+
+def _swept(asked: Mapping[str, tuple[list[str], str]]) -> dict[str, int | None]:
+    """Host -> processes that are left; None where nobody answers."""
+    with ThreadPoolExecutor(max_workers=max(len(asked), 1)) as pool:
+        return dict(zip(asked, pool.map(lambda each: _left(*each), asked.values()), strict=True))
+
+
+def _left(argv: list[str], job: str) -> int | None:
     try:
         done = subprocess.run(
             argv, cwd=ROOT, input=json.dumps({"sweep": job}) + "\n", timeout=PATIENCE,
             capture_output=True, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return unknown
+        return None
     ends = [line for line in done.stdout.splitlines() if line.startswith('{"end"')]
-    if not ends:
-        return unknown
-    left = int(json.loads(ends[-1])["end"])
-    return f"{host}: {left} process(es) could not be killed" if left else None
+    return int(json.loads(ends[-1])["end"]) if ends else None
