@@ -21,7 +21,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from dsft.report.memory import GIB, resident
+from dsft.plan.units import GIB
+from dsft.report.memory import resident
 
 LAGS, LAGS_NOT = 1.3, 1.15
 """A rank's own work ÷ the others', from which on it lags, and under which it no longer does."""
