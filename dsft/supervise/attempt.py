@@ -263,7 +263,7 @@ class Attempt:
         if code is not None and code < 0:
             return f"its agent, process {host.process.pid}, was killed by signal {-code}"
         what = "could not be reached" if host.hello is None else "was lost"
-        return f"{what} ({said[-1] if said else f'{host.process.args[0]} ended with exit code {code}'})"
+        return f"{what} ({said[-1] if said else f'its channel ended with exit code {code}'})"
 
     def _lose(self, host: _Host, why: str) -> None:
         host.over = host.lost = True

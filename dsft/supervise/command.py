@@ -37,6 +37,9 @@ LAUNCHERS = ("deepspeed", "torchrun", "slurm")
 PAUSE = 3.0  # seconds before a new start: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a host which was lost may take to answer again
 SHOWN = 12  # lines of the failed rank's log
+OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
+"""Checks of the doctor about pdsh, its file, and a fixed port: here rank 0's host finds a free one."""
+
 DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 
 
@@ -162,7 +165,9 @@ def examine(start: Start) -> None:
     from dsft.doctor.command import quick
     from dsft.doctor.finding import failures
 
-    found = quick(start.path, start.overrides, hosts=start.world.hosts)
+    every = quick(start.path, start.overrides, hosts=start.world.hosts, environ=start.environ)
+    passed_over = OF_OTHER_STARTS - ({"port"} if os.environ.get("MASTER_PORT") else set())
+    found = [finding for finding in every if finding.check not in passed_over]
     for finding in found:
         if finding.level == "warning":
             print(f"warning: {finding}", file=sys.stderr)

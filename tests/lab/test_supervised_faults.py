@@ -1,0 +1,152 @@
+"""`dsft launch` over two hosts, and what happens to them: killed ranks, agents and supervisors, a pulled cable, a
+stopped rank, signals. How long until nothing is left, with which exit code, and what is said.
+
+Hosts, ssh, agents and the supervisor are real throughout; where training is no part of the fault, ranks step
+without it (tests/unit/supervise/fake_rank.py). docs/reliability.md has the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.integration.runs import SPEC
+from tests.lab.hosts import Lab, Seen
+
+FAKE = Path(__file__).with_name("fake_launch.py")
+CLUSTER = "cluster: {hosts: {node1: 1, node2: 1}, interface: e0, hang_timeout: 4}\n"
+T = TypeVar("T")
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def until(look: Callable[[], T], seconds: float = 240) -> T:
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, "too late"
+        time.sleep(0.05)
+    return found
+
+
+@dataclass
+class Run:
+    """A supervised run in the lab. `command`: its process, on node1."""
+
+    lab: Lab
+    folder: Path
+    command: subprocess.Popen[str]
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "runs" / "small" / "logs"
+
+    def status(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.logs / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def stepping(self, past: int, attempt: int = 1) -> bool:
+        """Whether all ranks of an attempt have gone further than a step."""
+        status = self.status()
+        ranks = status.get("ranks", {}).values() if status.get("attempt") == attempt else ()
+        return bool(ranks) and all((rank["step"] or 0) > past for rank in ranks)
+
+    def signal_rank(self, number: int, what: int) -> None:
+        rank = self.status()["ranks"][str(number)]
+        os.kill(self.lab.outside(rank["host"], rank["pid"]), what)
+
+    def agent(self, host: str) -> Seen:
+        found = [seen for seen in self.lab.processes("dsft.supervise.agent", host) if "-m" in seen.argv[1:2]]
+        (agent,) = found
+        return agent
+
+    def ended(self, began: float, within: float) -> tuple[int, str]:
+        """Its exit code and what it said; every process of the job is gone `within` seconds after `began`."""
+        code = self.command.wait(120)
+        until(lambda: not self.lab.processes("DSFT_JOB="), 60)
+        took = time.monotonic() - began
+        said = (self.folder / "out").read_text()
+        assert took < within, f"{took:.1f} s\n{said}"
+        return code, said
+
+
+@contextmanager
+def running(lab: Lab, folder: Path, argv: list[str], spec: str = "") -> Iterator[Run]:
+    (folder / "small.yaml").write_text(f"{SPEC}{CLUSTER}{spec}output_dir: {folder / 'runs'}\n")
+    with (folder / "out").open("w") as out:
+        process = lab.start("node1", [sys.executable, *argv], cwd=folder, stdout=out, stderr=out)
+    try:
+        yield Run(lab, folder, process)
+    finally:
+        lab.reset()
+
+
+@pytest.fixture
+def stepping(lab: Lab, tmp_path: Path) -> Iterator[Run]:
+    with running(lab, tmp_path, [str(FAKE), "small.yaml"]) as run:
+        until(lambda: run.stepping(5))
+        yield run
+
+
+def test_a_killed_rank_ends_all(stepping: Run) -> None:
+    began = time.monotonic()
+    stepping.signal_rank(1, signal.SIGKILL)
+    code, said = stepping.ended(began, 5)
+    assert code == 137
+    assert re.search(r"^failed .* rank 1 on node2, step \d+: was killed by signal 9$", said, re.MULTILINE)
+    status = stepping.status()
+    assert (status["state"], status["exit_code"]) == ("ended", 137)
+
+
+def test_a_killed_agent_ends_all(stepping: Run) -> None:
+    began = time.monotonic()
+    os.kill(stepping.agent("node2").pid, signal.SIGKILL)
+    code, said = stepping.ended(began, 10)
+    assert code == 69 and "node2: was lost" in said
+
+
+def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
+    began = time.monotonic()
+    stepping.command.kill()
+    code, _ = stepping.ended(began, 5)
+    assert code == -signal.SIGKILL
+    until(lambda: not stepping.lab.processes("dsft.supervise"), 10)
+
+
+def test_a_host_whose_cable_is_pulled_ends_all(stepping: Run) -> None:
+    began = time.monotonic()
+    stepping.lab.cut("node2")
+    code, said = stepping.ended(began, 35)  # 15 seconds of silence, then both sides act alone
+    assert code == 69 and "node2: has given no sign of life for 15 seconds" in said
+
+
+def test_a_stopped_rank_is_named_and_its_stack_kept(stepping: Run) -> None:
+    began = time.monotonic()
+    stepping.signal_rank(1, signal.SIGSTOP)
+    code, said = stepping.ended(began, 15)
+    assert code == 124
+    assert re.search(r"rank 1 on node2, step \d+: has given no sign of life for 4 seconds", said)
+    assert "fake_rank.py" in (stepping.logs / "rank-1.stack").read_text()
+
+
+def test_asked_to_stop_all_save_and_end(stepping: Run) -> None:
+    began = time.monotonic()
+    stepping.command.send_signal(signal.SIGTERM)
+    code, said = stepping.ended(began, 5)
+    assert code == 75 and "saving at the end of this step" in said
+    for rank in (0, 1):
+        assert (stepping.logs / f"rank-{rank}.log").read_text().rstrip().endswith("saved")
