@@ -27,6 +27,7 @@ ANSWER = 30.0  # seconds that an agent may take to say hello
 GRACE = 2.0  # seconds for ranks to say what they have to say, once one has failed
 END = 4.0  # seconds after it in which an agent ends its part
 LINGER = 10.0  # seconds for what a rank has started (W&B's service) after a part that ended well
+UNHEARD = 3.0  # seconds without a word of an agent in which no rank is called silent
 STACKS = 2.0  # seconds for hung ranks to write their stacks
 TOGETHER = 60.0  # seconds between the first and the last part of a run that was stopped
 SILENT_FOR = 60.0  # seconds without a pulse after which it is told, where no hang_timeout ends the run
@@ -156,16 +157,15 @@ class Attempt:
         return self._outcome()
 
     def silence(self) -> list[Seen]:
-        """Of the ranks that have pulsed and live."""
-        now = time.monotonic()
+        """Of the ranks that have pulsed and live, as their agents told it last."""
         found = []
         for number, rank in self.ranks.items():
             if rank.pulse is None or rank.died or rank.told is not None:
                 continue
-            pulse, since = rank.pulse, now - rank.heard
+            pulse = rank.pulse
             found.append(
                 Seen(number, rank.host, int(pulse["pid"]), pulse["step"], str(pulse["phase"]),
-                     pulse["silent"] + since, pulse["idle"] + since)
+                     pulse["silent"], pulse["idle"])
             )  # fmt: skip
         return found
 
@@ -329,7 +329,8 @@ class Attempt:
             self._end(0)
 
     def _look_for_hangs(self, now: float) -> None:
-        if self._stacks_until is not None:
+        unheard = any(now > host.heard + UNHEARD for host in self._hosts.values() if not host.over)
+        if self._stacks_until is not None or unheard:  # the host may be lost, and its ranks with it
             return
         limit = self._terms.hang_timeout
         if limit is None:

@@ -1,5 +1,5 @@
-"""`dsft launch` over two hosts, and what happens to them: killed ranks, agents and supervisors, a pulled cable, a
-stopped rank, signals. How long until nothing is left, with which exit code, and what is said.
+"""`dsft launch` over two hosts, and what happens to them: killed ranks, agents and supervisors, a pulled
+cable, a stopped rank, signals. How long until nothing is left, with which exit code, and what is said.
 
 Hosts, ssh, agents and the supervisor are real throughout; where training is no part of the fault, ranks step
 without it (tests/unit/supervise/fake_rank.py). docs/reliability.md has the figures.
