@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-AT_WORK = frozenset({"step"})
-"""Phases in which every rank marks progress again and again; in others (a load, a save, an export) one call
-may take as long as it takes, and the pulse alone shows life.
-"""
+AT_WORK = frozenset({"data", "step", "evaluate", "save"})
+"""Phases of the loop, each of which a rank begins again and again; in others (a load, an export) one may take as
+long as it takes, and the pulse alone shows life."""
 
 
 @dataclass(frozen=True)
