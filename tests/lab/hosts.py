@@ -236,9 +236,10 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def two_hosts(names: Sequence[str] = NAMES) -> Iterator[Lab]:
-    """node1 (10.77.0.1) and node2 (10.77.0.2) on one switch, an sshd in each. Every process of theirs is
-    killed at the end. Raises RuntimeError, with the reason, where the machine can have none."""
+def two_hosts(names: Sequence[str] = NAMES, environ: Mapping[str, str] | None = None) -> Iterator[Lab]:
+    """node1 (10.77.0.1) and node2 (10.77.0.2) on one switch, an sshd in each. `environ`: further variables
+    of every host, in each session of its sshd too. Every process of theirs is killed at the end. Raises
+    RuntimeError, with the reason, where the machine can have none."""
     if reason := why_not():
         raise RuntimeError(reason)
     _remove_left_behind()
@@ -246,11 +247,11 @@ def two_hosts(names: Sequence[str] = NAMES) -> Iterator[Lab]:
     hosts = {name: Host(name, f"10.77.0.{number}") for number, name in enumerate(names, 1)}
     switch = Host("switch", "")
     try:
-        _write_files(folder, hosts)
+        _write_files(folder, hosts, environ or {})
         for host in (switch, *hosts.values()):
             host.call(functools.partial(_make, host, folder))
         _join(switch, hosts)
-        lab = Lab(folder, hosts, switch, _environ(folder))
+        lab = Lab(folder, hosts, switch, _environ(folder) | dict(environ or {}))
         for name in names:
             lab.start_sshd(name)
         for name in names:
@@ -316,7 +317,7 @@ def _join(switch: Host, hosts: Mapping[str, Host]) -> None:
         host.call(functools.partial(_must, "sh", "-c", wire))
 
 
-def _write_files(folder: Path, hosts: Mapping[str, Host]) -> None:
+def _write_files(folder: Path, hosts: Mapping[str, Host], environ: Mapping[str, str]) -> None:
     folder.chmod(0o755)
     ssh = folder / "ssh"
     for each in (ssh, folder / "home", *(folder / name for name in ("switch", *hosts))):
@@ -336,7 +337,7 @@ def _write_files(folder: Path, hosts: Mapping[str, Host]) -> None:
         "    UserKnownHostsFile /dev/null\n    LogLevel ERROR\n"
     )
     # What /etc/environment would set on a host: nothing of one run's.
-    named = " ".join(f'"{name}={value}"' for name, value in _of_every_host().items())
+    named = " ".join(f'"{name}={value}"' for name, value in (_of_every_host() | dict(environ)).items())
     (ssh / "sshd_config").write_text(
         "HostKey /etc/ssh/host_key\nAuthorizedKeysFile /etc/ssh/authorized_keys\nPasswordAuthentication no\n"
         "PermitRootLogin prohibit-password\nStrictModes no\nUsePAM no\nUseDNS no\nPidFile none\n"

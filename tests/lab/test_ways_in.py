@@ -1,0 +1,205 @@
+"""One small run over two hosts, one process each, started in every way that dsft knows: the same rank map,
+the same first rows, the same losses to the last digit, and those of two processes on one host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.runs import records, trained
+from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
+from tests.lab.observed import Rank, install, ranks
+from tests.unit.reference.small import model, rows
+
+pytestmark = pytest.mark.timeout(900)
+
+LATE = 400.0  # seconds, for one run on a busy machine; ten on a quiet one
+TRAIN = "dsft/train.py"
+METRICS = ("train/loss", "train/grad_norm", "eval/loss")
+STEPS = 3
+
+SPEC = """
+name: small
+task: sft
+model:
+  from_config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4,
+    num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}}
+data:
+  train: [{{path: "builtin:quickstart"}}]
+  eval: [{{path: "builtin:quickstart-heldout"}}]
+  max_length: 256
+  packing: true
+parallel: {{zero_stage: 1}}
+train: {{global_batch_size: 12, micro_batch_size: 3, max_steps: {steps}, eval_every: {steps},
+  precision: fp32}}
+optim: {{learning_rate: 3.0e-3, warmup_steps: 1, weight_decay: 0.01, eps: 1.0e-4}}
+checkpoint: {{every: {steps}}}
+wandb: {{mode: disabled}}
+cluster: {{hosts: {hosts}}}
+output_dir: {folder}/runs
+"""
+DPO = """
+name: small
+task: dpo
+model: {{name_or_path: {folder}/model}}
+data: {{train: [{{path: {folder}/pairs.jsonl}}], eval_fraction: 0.2, max_length: 256}}
+train: {{global_batch_size: 8, micro_batch_size: 2, max_steps: {steps}, eval_every: {steps}, precision: fp32}}
+optim: {{learning_rate: 1.0e-2, weight_decay: 0.0, eps: 1.0e-4}}
+checkpoint: {{every: {steps}}}
+wandb: {{mode: disabled}}
+cluster: {{hosts: {hosts}}}
+output_dir: {folder}/runs
+"""
+TWO, ONE = "{node1: 1, node2: 1}", "{node1: 2}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`seen`: where the ranks write what they are."""
+
+    lab: Lab
+    folder: Path
+    seen: Path
+    spec: Path
+    hostfile: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("ways_in")
+    seen = tmp_path_factory.mktemp("seen")
+    install(seen)
+    spec = folder / "small.yaml"
+    spec.write_text(SPEC.format(hosts=TWO, folder=folder, steps=STEPS))
+    hostfile = folder / "hostfile"
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
+    with two_hosts(environ={"PYTHONPATH": f"{seen}:{ROOT}"}) as lab:
+        yield Place(lab, folder, seen, spec, hostfile)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(place: Place) -> Path:
+    """The run's folder: two processes on node1."""
+    words = ["torchrun", "--nproc_per_node", "2", TRAIN, str(place.spec), "name=one", f"cluster.hosts={ONE}"]
+    _well(place.lab.run("node1", words, timeout=LATE))
+    assert _map(ranks(place.seen, "one")) == {0: ("node1", 0), 1: ("node1", 1)}
+    return place.folder / "runs" / "one"
+
+
+def deepspeed(place: Place, name: str) -> str:
+    words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(place.spec), f"name={name}"]
+    return _well(place.lab.run("node1", words, timeout=LATE))
+
+
+def torchrun(place: Place, name: str) -> str:
+    def argv(number: int) -> list[str]:
+        ends = ["--node_rank", str(number), "--master_addr", "node1", "--master_port", "29511"]
+        return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", *ends, TRAIN]
+
+    return _on_both(place, name, argv)
+
+
+def rendezvous(place: Place, name: str) -> str:
+    def argv(number: int) -> list[str]:
+        meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "node1:29512", "--rdzv_id", "lab"]
+        return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", *meet, TRAIN]
+
+    return _on_both(place, name, argv)
+
+
+def variables(place: Place, name: str) -> str:
+    def environ(number: int) -> dict[str, str]:
+        world = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        return world | {"MASTER_ADDR": "node1", "MASTER_PORT": "29513"}
+
+    return _on_both(place, name, lambda number: [sys.executable, TRAIN], environ)
+
+
+WAYS = {"deepspeed": deepspeed, "torchrun": torchrun, "rendezvous": rendezvous, "variables": variables}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_in_trains_the_same(place: Place, on_one_host: Path, name: str) -> None:
+    place.lab.reset()
+    WAYS[name](place, name)
+    found, alone = ranks(place.seen, name), ranks(place.seen, "one")
+    assert _map(found) == {0: ("node1", 0), 1: ("node2", 0)}
+    for rank in (0, 1):
+        assert (found[rank].examples, found[rank].rows) == (alone[rank].examples, alone[rank].rows)
+    _equal(place.folder / "runs" / name, on_one_host)
+    assert place.lab.processes() == [], "nothing outlives the run"
+
+
+CASES = {
+    "zero3": (SPEC, ["parallel.zero_stage=3"]),
+    "dpo": (DPO, []),
+    "stages": (SPEC, ["parallel.pipeline_stages=2"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_zero_3_dpo_and_stages_over_two_hosts_equal_one(place: Place, name: str) -> None:
+    text, overrides = CASES[name]
+    place.lab.reset()
+    spec, folder = place.folder / f"{name}.yaml", place.folder
+    if name == "dpo":
+        model(folder / "model")
+        rows(folder / "pairs.jsonl", 40)
+    spec.write_text(text.format(hosts=TWO, folder=folder, steps=STEPS))
+    words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(spec), *overrides, f"name={name}"]
+    _well(place.lab.run("node1", words, timeout=LATE))
+    assert _map(ranks(place.seen, name)) == {0: ("node1", 0), 1: ("node2", 0)}
+    spec.write_text(text.format(hosts="{localhost: 2}", folder=folder, steps=STEPS))
+    trained(spec, *overrides, f"name={name}-one")
+    _equal(folder / "runs" / name, folder / "runs" / f"{name}-one")
+
+
+def _on_both(
+    place: Place,
+    name: str,
+    argv: Callable[[int], list[str]],
+    environ: Callable[[int], Mapping[str, str]] = lambda number: {},
+) -> str:
+    """The same command by hand on each host; rank 0's output."""
+    words = [str(place.spec), f"name={name}"]
+    started = [
+        place.lab.start(
+            f"node{number + 1}", [*argv(number), *words], env=environ(number),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=LATE)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    return said[0]
+
+
+def _well(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def _map(found: Mapping[int, Rank]) -> dict[int, tuple[str, int]]:
+    assert {rank.world_size for rank in found.values()} == {2}
+    return {number: (rank.host, rank.local_rank) for number, rank in sorted(found.items())}
+
+
+def _equal(run: Path, other: Path) -> None:
+    """Losses and norms to the last digit, the exported weights bit for bit."""
+    for key in METRICS:
+        given, wanted = records(run, key), records(other, key)
+        assert len(wanted) >= 1 and given == wanted, key
+    assert len(records(run, "train/loss")) == STEPS
+    weights, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run, other))
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(weights[key], tensor), key
