@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 AT_WORK = frozenset({"data", "step", "evaluate", "save"})
-"""Phases of the loop, each of which a rank begins again and again; in others (a load, an export) one may take as
-long as it takes, and the pulse alone shows life."""
+"""Phases of the loop, each of which a rank begins again and again; in others (a load, an export) one may
+take as long as it takes, and the pulse alone shows life."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ CONSEQUENCES = (
     r"[Tt]imed out (?:waiting|after)",
     r"[Ss]ocket [Tt]imeout",
     r"Application timeout caused pair closure",
-    r"no longer listens|TCPStore",
-    r"its launcher .*(?:gone|ended)",
+    r"TCPStore",
+    r"has ended before its time",  # dsft/job/together.py
+    r"which started this run, is gone",  # dsft/launch/ancestors.py
 )
 """What a rank says when another one, or its host, is gone: by gloo, NCCL, torch's store, and dsft's own."""
 
