@@ -1,0 +1,31 @@
+"""A rank of real engines that is stopped and continued from outside is named, in every layout, and none is
+before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import forked
+
+pytest.importorskip("deepspeed")
+
+HEALTHY, SLOWED = 40, 60
+
+
+@pytest.mark.timeout(300)
+def test_the_slowed_rank_is_named() -> None:
+    done = forked(Path(__file__).with_name("lagging_worker.py"), 2, [str(HEALTHY), str(SLOWED)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    assert [case["case"] for case in cases] == ["ZeRO 2", "ZeRO 3", "pipeline", "data"]
+    for case in cases:
+        (step, line), *_ = case["said"]
+        assert step > HEALTHY, case
+        assert line.startswith("warning: rank 1 (") and " lags: over " in line, case
+        assert ("its wait for data" in line) == (case["case"] == "data"), case
+        assert ("its part of the pipeline" in line) == (case["case"] == "pipeline"), case
+        hosts = {name.split("/")[1] for name in case["last"] if name.startswith("host/")}
+        assert len(hosts) == 1, hosts
