@@ -393,11 +393,18 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="Remove locks that builds which were killed have left.")
     ] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="Measure every link between the hosts, and an all-reduce.")
+    ] = False,
+    expect_gbit: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --network: warn of a link slower than this, in Gbit/s."),
+    ] = None,
 ) -> None:
     """Look at all hosts of a spec, and say what a run could not start with; exit code 69 then."""
     from dsft.doctor.command import doctor as look
 
-    look(spec, overrides or (), as_json_text=as_json, fix=fix)
+    look(spec, overrides or (), as_json_text=as_json, fix=fix, network=network, expect_gbit=expect_gbit)
 
 
 @app.command()

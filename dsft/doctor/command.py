@@ -21,10 +21,12 @@ from dsft.doctor.checks.software import software
 from dsft.doctor.checks.storage import shared, shared_memory, space
 from dsft.doctor.finding import Finding, failures
 from dsft.doctor.needs import Needs, needs_of
+from dsft.doctor.network import Network, measure
 from dsft.doctor.seen import Seen
 from dsft.doctor.show import Progress, as_json, print_findings
 from dsft.doctor.visit import Command, Visits, commands, slurm_command, visit
 from dsft.errors import WorldError
+from dsft.launch.remote import module_command
 from dsft.plan.promised import load
 
 PORT = 29500
@@ -56,19 +58,27 @@ def quick(
 
 
 def doctor(
-    spec: Path, overrides: Sequence[str], *, as_json_text: bool = False, fix: bool = False
+    spec: Path,
+    overrides: Sequence[str],
+    *,
+    as_json_text: bool = False,
+    fix: bool = False,
+    network: bool = False,
+    expect_gbit: float | None = None,
 ) -> Sequence[Finding]:
-    """Print what was found. WorldError where a run could not start."""
+    """Print what was found. network: measure the links too; expect_gbit: of each, in place of what it is
+    compared with. WorldError where a run could not start."""
     began = time.monotonic()
     needs = _needs(spec, overrides, None, None, None)
     with Progress(list(needs.hosts), quiet=as_json_text) as progress:
         seen = look(needs, fix=fix, answered=progress.answered)
-    found = findings_of(seen)
+        measured = _measured(needs, expect_gbit, progress.doing) if network else None
+    found = in_order([*findings_of(seen), *(measured.findings if measured else ())])
     seconds = time.monotonic() - began
     if as_json_text:
-        print(as_json(seen, found, seconds))
+        print(as_json(seen, found, seconds, measured))
     else:
-        print_findings(seen, found, seconds)
+        print_findings(seen, found, seconds, measured)
     bad = failures(found)
     if bad:
         checks = ", ".join(dict.fromkeys(finding.check for finding in bad))
@@ -94,10 +104,24 @@ def look(needs: Needs, *, fix: bool = False, answered: Callable[[str], None] = l
 
 
 def findings_of(seen: Seen) -> list[Finding]:
-    """Failures first, then warnings; in the order of the checks."""
+    """As `in_order`, of the checks in theirs."""
+    return in_order([*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)])
+
+
+def in_order(found: Sequence[Finding]) -> list[Finding]:
+    """Failures first, then warnings."""
     order = {"failure": 0, "warning": 1, "pass": 2}
-    found = [*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)]
     return sorted(found, key=lambda finding: order[finding.level])
+
+
+def _measured(needs: Needs, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
+    cluster = needs.spec.cluster
+    hosts = {host: slots or 1 for host, slots in needs.hosts.items()}
+    interface = cluster.interface if cluster else None
+    through = slurm_command if _command(needs) is slurm_command else module_command
+    return measure(
+        hosts, interface=interface, environ=needs.environ, expect_gbit=expect_gbit, command=through, told=told
+    )
 
 
 def _untold(visits: Visits) -> Iterator[Finding]:

@@ -13,7 +13,9 @@ from types import TracebackType
 
 from dsft.doctor.checks.software import differing, table
 from dsft.doctor.finding import Finding, failures
+from dsft.doctor.network import Network
 from dsft.doctor.seen import Seen, listed
+from dsft.doctor.show_network import lines as network_lines
 from dsft.errors import WorldError
 
 
@@ -39,6 +41,10 @@ class Progress:
         self._waiting.remove(host)
         self._show()
 
+    def doing(self, text: str) -> None:
+        if self._shows:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
     def _show(self) -> None:
         if self._shows:
             text = f"waiting for {listed(self._waiting)} …" if self._waiting else "do they see each other? …"
@@ -46,7 +52,9 @@ class Progress:
             print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
 
-def print_findings(seen: Seen, found: Sequence[Finding], seconds: float) -> None:
+def print_findings(
+    seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None
+) -> None:
     for finding in found:
         place = f"{finding.check} on {finding.host}" if finding.host else finding.check
         _wrapped(f"{finding.level:<8} ", f"{place}: {finding.value}")
@@ -57,6 +65,8 @@ def print_findings(seen: Seen, found: Sequence[Finding], seconds: float) -> None
     if different:
         print()
         _print_table(different)
+    for line in ["", *network_lines(network)] if network else ():
+        print(line)
     counts = Counter(finding.level for finding in found)
     hosts = f"{len(seen.slots)} host{'s' if len(seen.slots) > 1 else ''}"
     print(
@@ -86,8 +96,9 @@ def _print_table(different: Mapping[str, Mapping[str, str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def as_json(seen: Seen, found: Sequence[Finding], seconds: float) -> str:
-    """versions: what -> host -> version; differing: those of them that are not the same everywhere."""
+def as_json(seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None) -> str:
+    """versions: what -> host -> version; differing: those of them that are not the same everywhere; network:
+    None where it was not measured."""
     versions = table(seen)
     return json.dumps(
         {
@@ -98,6 +109,7 @@ def as_json(seen: Seen, found: Sequence[Finding], seconds: float) -> str:
             "findings": [finding.as_json() for finding in found],
             "versions": versions,
             "differing": list(differing(versions)),
+            "network": network.as_json() if network else None,
         },
         indent=2,
         ensure_ascii=False,

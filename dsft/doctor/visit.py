@@ -50,9 +50,9 @@ def commands(host: str, environ: Mapping[str, str] = os.environ) -> Sequence[str
     return module_command(host, PROBE, environ)
 
 
-def slurm_command(host: str) -> Sequence[str]:
+def slurm_command(host: str, module: str = PROBE) -> Sequence[str]:
     """One task on the host, beside what else runs in this allocation."""
-    python = module_command("localhost", PROBE)
+    python = module_command("localhost", module)
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--quiet", f"--chdir={ROOT}", f"--nodelist={host}")
     return [shutil.which("srun") or "srun", *options, *python]
 
