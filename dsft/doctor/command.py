@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dsft.doctor.checks.build import compiler, left_over, locks
@@ -21,7 +22,7 @@ from dsft.doctor.checks.software import software
 from dsft.doctor.checks.storage import shared, shared_memory, space
 from dsft.doctor.finding import Finding, failures
 from dsft.doctor.needs import Needs, needs_of
-from dsft.doctor.network import Network, measure
+from dsft.doctor.network import Network, measure, unreached
 from dsft.doctor.seen import Seen
 from dsft.doctor.show import Progress, as_json, print_findings
 from dsft.doctor.visit import Command, Visits, commands, slurm_command, visit
@@ -72,7 +73,7 @@ def doctor(
     needs = _needs(spec, overrides, None, None, None)
     with Progress(list(needs.hosts), quiet=as_json_text) as progress:
         seen = look(needs, fix=fix, answered=progress.answered)
-        measured = _measured(needs, expect_gbit, progress.doing) if network else None
+        measured = _measured(seen, expect_gbit, progress.doing) if network else None
     found = in_order([*findings_of(seen), *(measured.findings if measured else ())])
     seconds = time.monotonic() - began
     if as_json_text:
@@ -114,14 +115,21 @@ def in_order(found: Sequence[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: order[finding.level])
 
 
-def _measured(needs: Needs, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
+def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
+    """Of the hosts that answer; the others' links are dead."""
+    needs = seen.needs
     cluster = needs.spec.cluster
-    hosts = {host: slots or 1 for host, slots in needs.hosts.items()}
-    interface = cluster.interface if cluster else None
-    through = slurm_command if _command(needs) is slurm_command else module_command
-    return measure(
-        hosts, interface=interface, environ=needs.environ, expect_gbit=expect_gbit, command=through, told=told
+    found = measure(
+        {host: slots or 1 for host, slots in needs.hosts.items() if host in seen.visits.first},
+        interface=cluster.interface if cluster else None,
+        environ=needs.environ,
+        expect_gbit=expect_gbit,
+        command=slurm_command if _command(needs) is slurm_command else module_command,
+        told=told,
     )
+    silent = {host: why for host, why in seen.visits.silent.items() if host not in seen.visits.first}
+    dead = [unreached(host, why.said.strip().rpartition("\n")[2]) for host, why in silent.items()]
+    return replace(found, findings=(*found.findings, *dead))
 
 
 def _untold(visits: Visits) -> Iterator[Finding]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import queue
 import random
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -23,6 +25,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from dsft.doctor.finding import Finding, passed
 from dsft.launch.remote import ROOT, module_command
@@ -123,8 +127,9 @@ def measure(
 
         links = [_best(link, again, links, expected, expect_gbit is not None) for link in links]
         findings += judged(links, expected, given=expect_gbit is not None)
-        port = remotes[names[0]].ask({"do": "free_port"}, START).get("port", 0) if names[0] in there else 0
-    whole = len(there) == len(names) and not any(link.error for link in links)
+        first = names[0] if names and names[0] in there else None
+        port = remotes[first].ask({"do": "free_port"}, START).get("port", 0) if first else 0
+    whole = bool(names) and len(there) == len(names) and not any(link.error for link in links)
     reduces: list[AllReduce] = []
     backend, processes = None, 0
     if whole and (len(names) > 1 or max(hosts.values()) > 1):
@@ -132,7 +137,8 @@ def measure(
         processes = sum(map(len, ranks.values()))
         told(f"all-reduce over {backend}, {processes} processes")
         address = _address(there[names[0]], interface) or (names[0] if len(names) > 1 else "127.0.0.1")
-        reduces, finding = _all_reduce(ranks, backend, (address, port), variables, command)
+        sizes = sizes_for(backend, links)
+        reduces, finding = _all_reduce(ranks, backend, sizes, (address, port), variables, command)
         findings.append(finding)
     return Network(
         tuple(names), tuple(links), tuple(reduces), backend, processes, tuple(findings),
@@ -161,8 +167,41 @@ def ranks_of(
     return "nccl" if on_gpu else "gloo", {h: list(itertools.islice(numbers, n)) for h, n in each.items()}
 
 
+def sizes_for(backend: str, links: Sequence[Link]) -> list[int]:
+    """Bytes of the all-reduces: those that the slowest link lets through in a second."""
+    slowest = min((link.gbit for link in links if link.gbit), default=math.inf)
+    return [size for number, size in enumerate(SIZES[backend]) if not number or size * 16e-9 < slowest]
+
+
+def unreached(host: str, reason: str) -> Finding:
+    """A host on which nothing could be started from here."""
+    here = socket.gethostname()
+    return Finding(
+        "links", host, "failure",
+        f"{here}{_way_to(host)} → {host}: no program could be started there ({reason})",
+        "no rank could be started there either, and none of its links was measured",
+        "see whether it is up, whether the way from here to there is, and what `reach` says of it",
+    )  # fmt: skip
+
+
+def _way_to(host: str) -> str:
+    """` (interface)` through which this machine would send to the host; nothing where it cannot be told. No
+    packet is sent: a datagram socket that is connected knows its own address."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address.partition("%")[0] == own for address in addresses):
+                return f" ({name})"
+    return ""
+
+
 def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[Finding]:
     """A finding for each dead or slow direction; one for all where there is none."""
+    if not links:
+        yield passed("links", None, "no two hosts that answer, so no link to measure")
     bad = False
     for link in links:
         found = _dead(link) if link.error else _slow(link, links, expected, given) or _far(link, links)
@@ -283,12 +322,7 @@ def _listening(remotes: Mapping[str, Remote]) -> dict[str, dict[str, Any]]:
 def _silent(remotes: Mapping[str, Remote], there: Mapping[str, Any]) -> Iterator[Finding]:
     for host, remote in remotes.items():
         if host not in there:
-            yield Finding(
-                "links", host, "failure",
-                f"no program could be started there: {remote.reason()}",
-                "no rank could be started there either, and none of its links was measured",
-                "run `dsft doctor` without --network, which looks for the cause",
-            )  # fmt: skip
+            yield unreached(host, remote.reason())
 
 
 def _transfer(
@@ -316,16 +350,16 @@ def _address(there: Mapping[str, Any], interface: str | None) -> str | None:
 
 
 def _all_reduce(
-    ranks: Mapping[str, Sequence[int]], backend: str, rendezvous: tuple[str, int],
+    ranks: Mapping[str, Sequence[int]], backend: str, sizes: Sequence[int], rendezvous: tuple[str, int],
     environ: Mapping[str, str], command: Command,
 ) -> tuple[list[AllReduce], Finding]:  # fmt: skip
     size = sum(map(len, ranks.values()))
     order = {
         "world_size": size, "address": rendezvous[0], "port": rendezvous[1], "backend": backend,
-        "environ": environ, "sizes": SIZES[backend], "seconds": SECONDS,
+        "environ": environ, "sizes": sizes, "seconds": SECONDS,
     }  # fmt: skip
     found: list[AllReduce] = []
-    wanted = len(SIZES[backend])
+    wanted = len(sizes)
     with ExitStack() as started:
         remotes = [started.enter_context(Remote(command(host, BACKEND))) for host in ranks]
         for remote, own in zip(remotes, ranks.values(), strict=True):
@@ -370,7 +404,8 @@ class Remote:
             self._words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             text=True, start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
         return self
 
     def __exit__(
@@ -384,6 +419,9 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._listening.join(1.0)
+        self._process.stdout.close()
         self._errors.close()
 
     def tell(self, order: Mapping[str, Any]) -> None:

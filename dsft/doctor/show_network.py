@@ -24,8 +24,8 @@ def _links(network: Network) -> Iterator[str]:
         return
     if network.sampled:
         yield (
-            f"{len(network.links)} directions of {len(network.hosts)} hosts: each with two neighbours and one "
-            f"that was drawn; the {SLOWEST} slowest"
+            f"{len(network.links)} directions of {len(network.hosts)} hosts: each with two neighbours and "
+            f"one drawn; the {SLOWEST} slowest"
         )
         for link in sorted(network.links, key=lambda each: each.gbit or 0.0)[:SLOWEST]:
             yield f"{link.sender} → {link.receiver}: {_cell(link)}"

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
@@ -31,6 +30,7 @@ LOST = 0.1
 RECORDS, STEPS, SECONDS = 5, 20, 10.0
 """The fewest that a verdict rests on. One slow step, or rows of unequal length, are no lagging rank, and a
 moment of another program's is none."""
+JUDGED_EVERY = 1.0  # seconds: runs with quicker records are looked at after several
 MOSTLY = 0.75
 """In so many of these records, at least, the rank is the slowest, and by more than LAGS_NOT."""
 
@@ -44,8 +44,7 @@ class Place:
     stage: int = 0
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(NamedTuple):
     """One rank's part of a window of steps. seconds: from its first step's begin to its last one's end,
     evaluations and checkpoints left out; waiting: of these, for other ranks; data: for the next batch;
     tokens: positions that went through the model; bytes: of this process, of the host's memory in use, and
@@ -66,7 +65,7 @@ class Spent:
         return max(self.seconds - self.waiting, 0.0)
 
 
-WIDTH = len(fields(Spent))
+WIDTH = len(Spent._fields)
 
 
 class Waits(Protocol):
@@ -105,7 +104,7 @@ class HostWatch:
         used = psutil.virtual_memory().used if self._places[self._rank].local_rank == 0 else 0
         spent = Spent(steps, seconds, waiting, data, tokens, resident(), used, allocated)
         rows = torch.zeros(len(self._places), WIDTH, dtype=torch.float64)
-        rows[self._rank] = torch.tensor(astuple(spent), dtype=torch.float64)
+        rows[self._rank] = torch.tensor(spent, dtype=torch.float64)
         return rows.flatten().to(self._device)
 
     def record(self, everyones: Tensor) -> dict[str, float]:
@@ -113,9 +112,10 @@ class HostWatch:
         if self._rank != 0:
             return {}
         ranks = [Spent(*row) for row in everyones.view(-1, WIDTH).tolist()]
+        record = host_record(self._names, ranks) | self._lag.record(ranks)
         for line in self._lag.add(ranks):
             self._say(line)
-        return host_record(self._names, ranks) | self._lag.record(ranks)
+        return record
 
 
 def host_names(places: Sequence[Place]) -> list[str]:
@@ -171,12 +171,14 @@ class Lag:
         stages = {place.stage for place in places}
         self._by_itself = len(stages) == len(places)  # nobody does the same work
         everyone = range(len(places))
-        self._peers = [
-            [r for r in everyone if r != rank and (self._by_itself or places[r].stage == places[rank].stage)]
-            for rank in everyone
-        ]
+        self._groups = (
+            [list(everyone)]
+            if self._by_itself
+            else [[rank for rank in everyone if places[rank].stage == stage] for stage in sorted(stages)]
+        )
         self._usual: list[float] | None = None if self._by_itself else [1.0] * len(places)
-        self._recent: deque[list[Spent]] = deque()
+        self._recent: deque[_Window] = deque()
+        self._unjudged = 0.0  # seconds
         self._named: int | None = None
 
     def record(self, ranks: Sequence[Spent]) -> dict[str, float]:
@@ -190,32 +192,35 @@ class Lag:
     def add(self, ranks: Sequence[Spent]) -> list[str]:
         """What there is to say after this window."""
         recent = self._recent
-        recent.append(list(ranks))
+        recent.append(_Window(ranks, self._slowest(ranks)))
         while self._suffices(list(recent)[1:]):
             recent.popleft()
-        if not self._suffices(recent):
+        self._unjudged += ranks[0].seconds
+        if self._unjudged < JUDGED_EVERY or not self._suffices(recent):
             return []
-        total = [_summed(windows) for windows in zip(*recent, strict=True)]
+        self._unjudged = 0.0
+        total = [_summed(windows) for windows in zip(*(window.ranks for window in recent), strict=True)]
         if self._usual is None:
             self._usual = [max(spent.own, 1e-9) for spent in total]
             recent.clear()
             return []
+        behind = self._behind(total)
         lines = []
-        if self._named is not None and (old := self._behind(self._named, total)).ratio < LAGS_NOT:
-            lines.append(f"{self._who(old.rank)} no longer lags.")
+        if self._named is not None and behind[self._named].ratio < LAGS_NOT:
+            lines.append(f"{self._who(self._named)} no longer lags.")
             self._named = None
-        found = self._slowest(total)
-        if found is None or found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
+        found = max(behind, key=lambda each: each.ratio)
+        if found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
             return lines
-        slowest = [each for each in map(self._slowest, recent) if each is not None and each.ratio > LAGS_NOT]
+        slowest = [window.slowest for window in recent if window.slowest and window.slowest.ratio > LAGS_NOT]
         times = sum(each.rank == found.rank for each in slowest)
         if times < MOSTLY * len(recent):
             return lines
         self._named = found.rank
         return [*lines, self._told(found, total[found.rank])]
 
-    def _suffices(self, recent: Collection[Sequence[Spent]]) -> bool:
-        first = [each[0] for each in recent]
+    def _suffices(self, recent: Collection[_Window]) -> bool:
+        first = [window.ranks[0] for window in recent]
         return (
             len(first) >= RECORDS
             and sum(spent.steps for spent in first) >= STEPS
@@ -223,31 +228,37 @@ class Lag:
         )
 
     def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
+        """None where there is nobody to compare with."""
         if len(ranks) < 2 or self._usual is None:
             return None
-        return max((self._behind(rank, ranks) for rank in range(len(ranks))), key=lambda each: each.ratio)
+        return max(self._behind(ranks), key=lambda each: each.ratio)
 
-    def _behind(self, rank: int, ranks: Sequence[Spent]) -> Behind:
-        """By its time, or by its time per token where that says less: rows of unequal length are not its
+    def _behind(self, ranks: Sequence[Spent]) -> list[Behind]:
+        """By a rank's time, or by its time per token where that says less: rows of unequal length are not its
         fault, and work that no token causes is not either."""
-        assert self._usual is not None
-        peers, mine = self._peers[rank], ranks[rank]
-        expected = self._usual[rank] * statistics.median(ranks[p].own / self._usual[p] for p in peers)
-        if all(ranks[r].tokens for r in (rank, *peers)):
-            per_token = statistics.median(ranks[p].own / self._usual[p] / ranks[p].tokens for p in peers)
-            expected = max(expected, self._usual[rank] * mine.tokens * per_token)
-        expected = max(expected, 0.01 * mine.seconds)
-        return Behind(rank, mine.own / expected, (mine.own - expected) / mine.seconds, expected / mine.steps)
+        usual = self._usual
+        assert usual is not None
+        found: dict[int, Behind] = {}
+        for group in self._groups:
+            times = [ranks[rank].own / usual[rank] for rank in group]
+            expected = others_medians(times)
+            tokens = [ranks[rank].tokens for rank in group]
+            if all(tokens):
+                per_token = others_medians([time / n for time, n in zip(times, tokens, strict=True)])
+                by_tokens = [median * n for median, n in zip(per_token, tokens, strict=True)]
+                expected = list(map(max, expected, by_tokens))
+            for rank, others in zip(group, expected, strict=True):
+                mine = ranks[rank]
+                wanted = max(others * usual[rank], 0.01 * mine.seconds)
+                lost = (mine.own - wanted) / mine.seconds
+                found[rank] = Behind(rank, mine.own / wanted, lost, wanted / mine.steps)
+        return [found[rank] for rank in range(len(ranks))]
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} ({self._names[rank]}, local rank {self._places[rank].local_rank})"
 
     def _told(self, found: Behind, mine: Spent) -> str:
-        among = (
-            "the other ranks"
-            if len(self._peers[found.rank]) == len(self._places) - 1
-            else "its stage's other ranks"
-        )
+        among = "the other ranks" if len(self._groups) == 1 else "its stage's other ranks"
         usual = "what its part of the pipeline took at first" if self._by_itself else f"that of {among}"
         line = (
             f"warning: {self._who(found.rank)} lags: over {mine.steps:.0f} steps its own work took "
@@ -270,5 +281,22 @@ class Behind:
     expected: float
 
 
+@dataclass(frozen=True)
+class _Window:
+    ranks: Sequence[Spent]
+    slowest: Behind | None
+
+
+def others_medians(values: Sequence[float]) -> list[float]:
+    """For each value the median of the others; of two or more."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranked, others = [values[index] for index in order], len(values) - 1
+    found = [0.0] * len(values)
+    for position, index in enumerate(order):
+        low, high = (k + (k >= position) for k in ((others - 1) // 2, others // 2))
+        found[index] = (ranked[low] + ranked[high]) / 2
+    return found
+
+
 def _summed(windows: Sequence[Spent]) -> Spent:
-    return Spent(*(math.fsum(values) for values in zip(*map(astuple, windows), strict=True)))
+    return Spent(*(math.fsum(values) for values in zip(*windows, strict=True)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from dsft.report.hosts import HostWatch, Lag, Place, Spent, host_names, host_record
-from dsft.report.memory import GIB
+from dsft.plan.units import GIB
+from dsft.report.hosts import HostWatch, Lag, Place, Spent, host_names, host_record, others_medians
 
 
 def spent(
@@ -77,14 +78,14 @@ def test_a_moment_is_no_lag() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_false_alarm(ranks: int) -> None:
-    """2,000 records of one step each, whose work is uneven by 20 % (standard deviation), with hiccups."""
+    """1,000 records of one step each, whose work is uneven by 20 % (standard deviation), with hiccups."""
     draw, places = random.Random(ranks), [Place("node1", rank) for rank in range(ranks)]
 
     def window() -> list[Spent]:
         own = [max(draw.gauss(1.0, 0.2), 0.3) * (5 if draw.random() < 0.01 else 1) for _ in places]
         return [spent(each, max(own) + 0.1, steps=1) for each in own]
 
-    assert said(places, [window() for _ in range(2000)]) == []
+    assert said(places, [window() for _ in range(1000)]) == []
 
 
 def test_stages_differ_by_nature_and_are_compared_with_their_peers() -> None:
@@ -169,3 +170,11 @@ def test_every_rank_fills_its_own_row_and_rank_0_reads_them(monkeypatch: pytest.
     assert 0 < record["host/node1/rss_gib"] < record["host/node1/memory_used_gib"]
     assert record["rel/straggler_rank"] == 0
     assert watches[1].record(total) == {}
+
+
+def test_the_medians_of_the_others() -> None:
+    draw = random.Random(1)
+    for number in (2, 3, 4, 7, 8):
+        values = [draw.choice((1.0, 2.0, draw.random())) for _ in range(number)]
+        others = [values[:i] + values[i + 1 :] for i in range(number)]
+        assert others_medians(values) == pytest.approx([statistics.median(each) for each in others])
