@@ -32,7 +32,8 @@ TICK = 0.2  # seconds between looks at what tells nothing by itself
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's, a scheduler's: the supervisor tells what to do
+        # A terminal's, a scheduler's: the supervisor tells what to do. Not ignored: ranks would inherit it.
+        signal.signal(number, lambda number, frame: None)
     inbox, outbox = Inbox(0), Outbox(1)
     outbox.put({"hello": hello()})
     order = first_order(inbox, outbox)

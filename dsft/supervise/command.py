@@ -342,7 +342,8 @@ def requests() -> Iterator[tuple[Requests, int]]:
     readable, writable = os.pipe()
     for end in (readable, writable):
         os.set_blocking(end, False)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    numbers = [number for number in every if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
     before = [signal.signal(number, lambda found, _: asked.take(found)) for number in numbers]
     old = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     try:

@@ -15,7 +15,8 @@ from dsft.launch.pulse import Pulse, keep_log
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
 asked: list[int] = []
-signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # as `dsft.launch.stopping`
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
 keep_log(os.environ.get("DSFT_LOGS"), rank, world)
 pulse = Pulse(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
 pulse.start()

@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from dsft.supervise.attempt import Attempt
+from dsft.supervise.processes import environment_of
 from tests.unit.supervise.conftest import Start
 
 
@@ -52,6 +54,26 @@ def test_the_first_real_error_is_told_and_not_what_follows(start: Start) -> None
 
 def test_the_ranks_own_code(start: Start) -> None:
     assert start("600", "1:2:66").outcome().code == 66
+
+
+def test_a_secret_reaches_the_ranks_and_nothing_else(start: Start) -> None:
+    job = start("600")
+    until(lambda: pulsing(job.attempt))
+    ranks = [rank.pid for rank in job.attempt.ranks.values()]
+    assert all(pid is not None and b"CANARY_TOKEN=s3cr3t-s3cr3t" in environment_of(pid) for pid in ranks)
+    lines = [text(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert len(lines) > 5 and not any(b"s3cr3t-s3cr3t" in line for line in lines)
+    job.requests.take(signal.SIGTERM)
+    job.outcome()
+    kept = [path.read_bytes() for path in Path(job.world.logs).rglob("*") if path.is_file()]
+    assert kept and not any(b"s3cr3t" in said for said in (*kept, *map(str.encode, job.lines)))
+
+
+def text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def test_asked_to_stop_all_save_and_end(start: Start) -> None:
