@@ -153,11 +153,12 @@ def test_asked_to_stop_all_save_and_end(stepping: Run) -> None:
 
 
 def test_a_run_goes_on_through_faults_and_stops_on_request(lab: Lab, tmp_path: Path) -> None:
-    """Real training: a rank killed, another one stopped for good, then SIGTERM; each start goes on from the last
-    checkpoint of the one before."""
+    """Real training: a rank killed, another one stopped for good, then SIGTERM; each start goes on from the
+    last checkpoint of the one before."""
     command = "from dsft.cli import main; main()"
     words = ["launch", "small.yaml", "train.max_steps=2000", "train.eval_every=null", "checkpoint.every=3"]
-    with running(lab, tmp_path, ["-c", command, *words, "--restarts", "2"]) as run:
+    words += ["cluster.hang_timeout=10", "--restarts", "2"]
+    with running(lab, tmp_path, ["-c", command, *words]) as run:
         until(lambda: run.stepping(4))
         run.signal_rank(1, signal.SIGKILL)
         until(lambda: run.stepping(8, attempt=2))
