@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from dsft.doctor.needs import Needs, needs_of
 from dsft.doctor.network import Network, measure, unreached
 from dsft.doctor.seen import Seen
 from dsft.doctor.show import Progress, as_json, print_findings
-from dsft.doctor.visit import Command, Visits, commands, slurm_command, visit
+from dsft.doctor.visit import Visits, commands, slurm_command, visit
 from dsft.errors import WorldError
 from dsft.launch.remote import module_command
 from dsft.plan.promised import load
@@ -101,7 +100,8 @@ def look(needs: Needs, *, fix: bool = False, answered: Callable[[str], None] = l
             for host in first
         }
 
-    return Seen(needs, visit(orders, wanted, _command(needs), answered))
+    command = slurm_command if needs.through == "srun" else commands
+    return Seen(needs, visit(orders, wanted, command, answered))
 
 
 def findings_of(seen: Seen) -> list[Finding]:
@@ -159,11 +159,3 @@ def _port() -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise WorldError(f"MASTER_PORT={text!r} is no port, 1 to 65535; correct it or unset it.")
     return int(text)
-
-
-def _command(needs: Needs) -> Command:
-    cluster = needs.spec.cluster
-    is_slurms = cluster is not None and cluster.launcher == "slurm"
-    return (
-        slurm_command if is_slurms and os.environ.get("SLURM_JOB_ID") and shutil.which("srun") else commands
-    )

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsft.errors import SpecError
 from dsft.plan.census import Census, known_census
@@ -41,7 +41,8 @@ class Place:
 @dataclass(frozen=True)
 class Needs:
     """hosts: host -> slots, None where the spec has no cluster; port: of rank 0; places: key -> folder;
-    locked: bytes that a process locks, None where nothing is known; inputs: as `look.inputs` wants them."""
+    locked: bytes that a process locks, None where nothing is known; inputs: as `look.inputs` wants them;
+    through: what reaches the hosts: srun inside of an allocation of Slurm's, where that is the launcher."""
 
     spec: Spec
     hosts: Mapping[str, int | None]
@@ -51,6 +52,7 @@ class Needs:
     inputs: tuple[Mapping[str, str], ...]
     ops: tuple[str, ...]
     environ: Mapping[str, str]
+    through: Literal["ssh", "srun"] = "ssh"
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -93,7 +95,13 @@ def needs_of(
         tuple(_inputs(spec, spec_path)),
         tuple(_ops(spec)),
         {**given, **environment(spec.cluster)},
+        _through(spec),
     )
+
+
+def _through(spec: Spec) -> Literal["ssh", "srun"]:
+    is_slurms = spec.cluster is not None and spec.cluster.launcher == "slurm"
+    return "srun" if is_slurms and os.environ.get("SLURM_JOB_ID") else "ssh"
 
 
 def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:

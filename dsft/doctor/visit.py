@@ -46,7 +46,7 @@ class Visits:
 
 
 def commands(host: str, environ: Mapping[str, str] = os.environ) -> Sequence[str]:
-    """Through Slurm inside of an allocation of its, where the job's launcher is Slurm: `slurm_command`."""
+    """Here, or through ssh."""
     return module_command(host, PROBE, environ)
 
 

@@ -223,3 +223,30 @@ def test_a_lock_that_is_left_over_and_one_that_is_held(lab: Lab, spec: Path) -> 
     findings, code, _ = examine(lab, spec, "--fix")
     assert not lock.exists() and faults(findings) == {} and code == 0
     assert any(each["value"].startswith(f"removed {lock}") for each in findings)
+
+
+def test_through_srun(lab: Lab, spec: Path) -> None:
+    """Inside of an allocation, without ssh; a host that is not of it is named."""
+    from tests.lab.slurm import why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    lab.stop_sshd("node2")
+    with lab.slurm():
+        for hosts, expected in ((2, 0), (1, 69)):
+            words = [
+                "salloc",
+                "--quiet",
+                f"-N{hosts}",
+                sys.executable,
+                "-c",
+                COMMAND,
+                "doctor",
+                str(spec),
+                "--json",
+            ]
+            done = lab.run("node1", [*words, "cluster.launcher=slurm"], cwd=spec.parent)
+            found = faults(json.loads(done.stdout)["findings"])
+            assert done.returncode == expected, done.stderr
+            assert [key for key in found] == ([] if hosts == 2 else [("reach", "node2")])
+    assert "not among the hosts of this Slurm allocation" in found["reach", "node2"]

@@ -26,7 +26,7 @@ def folders(seen: Seen) -> Iterator[Finding]:
 def hostfile(seen: Seen) -> Iterator[Finding]:
     """`hostfiles/NAME`, where it is there, says what the spec says."""
     cluster, file = seen.needs.spec.cluster, Path("hostfiles", seen.needs.spec.name)
-    if cluster is None or not file.is_file():
+    if cluster is None or cluster.launcher != "deepspeed" or not file.is_file():
         return
     try:
         hosts = parse(file.read_text(encoding="utf-8"), str(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dsft.doctor.finding import Finding, passed
 from dsft.doctor.seen import Seen
@@ -59,7 +60,16 @@ def reach(seen: Seen) -> Iterator[Finding]:
                 "see whether it is overloaded",
             )
         else:
-            yield fault(host, silence)
+            yield _from_outside(seen, fault(host, silence))
+
+
+def _from_outside(seen: Seen, finding: Finding) -> Finding:
+    """Slurm may let nobody onto a host who has no allocation there."""
+    cluster = seen.needs.spec.cluster
+    if cluster is None or cluster.launcher != "slurm" or seen.needs.through == "srun":
+        return finding
+    do = "look from inside of an allocation, where srun reaches it: salloc --nodes=2 dsft doctor SPEC"
+    return replace(finding, level="warning", why="nothing is known of this host", do=do)
 
 
 def fault(host: str, silence: Silence) -> Finding:
