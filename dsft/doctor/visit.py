@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import IO, Any
@@ -135,8 +136,11 @@ def _talk(talk: _Talk, first: Facts, command: Command) -> None:
             return
         _exchange(talk, talk.process, first, said)
         if talk.process.stdin is not None:
-            _close(talk.process.stdin)
+            with suppress(OSError):
+                talk.process.stdin.close()
         talk.process.wait()
+        if talk.process.stdout is not None:
+            talk.process.stdout.close()
         errors.seek(0)
         told = errors.read(KEPT).decode(errors="replace")
     talk.silence = Silence(talk.process.returncode, "\n".join([told.strip(), *said]).strip())
@@ -147,11 +151,9 @@ def _exchange(talk: _Talk, process: subprocess.Popen[bytes], first: Facts, said:
     assert process.stdin is not None and process.stdout is not None
     orders: Facts | None = first
     while orders is not None:
-        try:
+        with suppress(OSError):  # it has ended, and has said why
             process.stdin.write(json.dumps(orders).encode() + b"\n")
             process.stdin.flush()
-        except OSError:  # it has ended, and says why on its standard error
-            return
         answer = _answer(process.stdout, said)
         if answer is None:
             return
@@ -168,10 +170,3 @@ def _answer(stdout: IO[bytes], said: list[str]) -> Facts | None:
         if before.strip() and len(said) < 5:
             said.append(before.strip()[:200])
     return None
-
-
-def _close(stream: IO[bytes]) -> None:
-    try:
-        stream.close()
-    except OSError:
-        pass

@@ -26,7 +26,8 @@ def devices(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**facts, "fault": str(error)}
     if told.returncode:
-        return {**facts, "fault": (told.stdout + told.stderr).strip().splitlines()[-1:] or ["it failed"]}
+        said = (told.stdout + told.stderr).strip().splitlines()
+        return {**facts, "fault": said[-1] if said else f"exit code {told.returncode}"}
     return {**facts, "gpus": _visible(_parsed(told.stdout), environ.get("CUDA_VISIBLE_DEVICES"))}
 
 

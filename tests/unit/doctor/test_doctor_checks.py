@@ -1,0 +1,264 @@
+"""The doctor's checks: facts of two hosts that are in order give no warning; each fault in them is told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.doctor.checks.build import left_over
+from dsft.doctor.checks.network import address_of, chosen, targets
+from dsft.doctor.checks.reach import fault
+from dsft.doctor.command import findings_of
+from dsft.doctor.needs import Place, needs_of
+from dsft.doctor.seen import Seen
+from dsft.doctor.visit import Silence, Visits
+from dsft.plan.promised import load
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 2**30
+Facts = dict[str, dict[str, Any]]
+
+
+def host(name: str, address: str) -> dict[str, Any]:
+    """What a host without a fault says of itself."""
+    link = {"up": True, "addresses": [address], "speed": 10_000}
+    interfaces = {"lo": {"up": True, "addresses": ["127.0.0.1"], "speed": 0}, "e0": link}
+    resolved = {"node1": ["10.77.0.1"], "node2": ["10.77.0.2"]}
+    folder = {"path": "/x", "refused": None, "free": 100 * GIB}
+    return {
+        "folder": None,
+        "on_cpu": False,
+        "devices": {"gpus": gpus(8), "fault": None, "cores": 64, "forced": None},
+        "software": {"versions": {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8",
+                                  "transformers": "5.23.0", "NCCL": "2.28.9", "peft": "0.21.2"}},
+        "listening": {"free": 40000, **({"port": None} if name == "node1" else {})},
+        "network": {"interfaces": interfaces, "named": None, "hostname": name, "resolved": resolved},
+        "storage": {"folders": {"output_dir": folder, "TORCH_EXTENSIONS_DIR": folder}, "shm": shm(64)},
+        "inputs": {"the spec": {"files": {"/spec.yaml": [100, "abc"]}}},
+        "build": {"root": "/ext", "ops": [], "lacking": [], "fault": None, "locks": []},
+        "limits": {"files": [65536, 65536], "locked": None, "infiniband": []},
+        "shared": "/runs/.dsft-doctor-1",
+    }  # fmt: skip
+
+
+def gpus(count: int, name: str = "H100", used: int = 4) -> list[dict[str, Any]]:
+    return [
+        {"index": str(n), "name": name, "total": 81559, "used": used, "driver": "550.54"}
+        for n in range(count)
+    ]
+
+
+def shm(gib: float) -> dict[str, int]:
+    return {"total": int(gib * GIB), "free": int(gib * GIB)}
+
+
+@pytest.fixture
+def facts() -> Facts:
+    return {"node1": host("node1", "10.77.0.1"), "node2": host("node2", "10.77.0.2")}
+
+
+def seen(facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any] | None = None) -> Seen:
+    path = ROOT / "specs" / "two_nodes.yaml"
+    needs = needs_of(load(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
+    reached = {"node1": 0.001, "node2": 0.001, "node1 (port 29500)": 0.001}
+    said = {name: {"sees": "yes", "reached": reached, "cleared": {}} for name in facts}
+    silent = {name: Silence(255, "Connection refused") for name in needs.hosts if name not in facts}
+    return Seen(needs, Visits(facts, {**said, **(second or {})}, silent))
+
+
+def told(found: Seen) -> list[str]:
+    """What is not in order: each says why, and what to do."""
+    bad = [finding for finding in findings_of(found) if finding.level != "pass"]
+    assert all(finding.why and finding.do for finding in bad)
+    return [f"{finding.level} {finding.check} {finding.host}: {finding.value}" for finding in bad]
+
+
+def test_two_hosts_in_order(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert told(seen(facts)) == []
+    assert {finding.check for finding in findings_of(seen(facts))} == {
+        "reach", "versions", "devices", "hostfile", "programs", "names", "interface", "connection", "port",
+        "shared", "space", "shm", "files", "compiler", "lock", "open files", "locked memory",
+    }  # fmt: skip
+
+
+def put(*path: str, to: Any) -> Callable[[Facts], None]:
+    """Plants a value in node2's facts."""
+
+    def change(facts: Facts) -> None:
+        place: Any = facts["node2"]
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = to
+
+    return change
+
+
+FAULTS: list[tuple[Callable[[Facts], None], str]] = [
+    (put("folder", to="No such file or directory"), "failure folder node2: "),
+    (put("software", "versions", "torch", to="2.12.0"),
+     "failure versions None: torch differs: node1 2.13.0, node2 2.12.0"),
+    (put("software", "versions", "NCCL", to=None),
+     "failure versions None: NCCL differs: node1 2.28.9, node2 none"),
+    (put("software", "versions", "python", to="3.11.9"), "warning versions None: python differs"),
+    (put("software", "versions", "python", to="3.12.7"), "failure versions None: python differs"),
+    (put("software", "versions", "peft", to="0.20.0"), "warning versions None: peft differs"),
+    (put("devices", "gpus", to=gpus(4)), "failure devices node2: 8 slots and 4 GPU(s) (H100)"),
+    (put("devices", "gpus", to=gpus(10)), "warning devices node2: 8 slots and 10 GPU(s) (H100)"),
+    (put("devices", "gpus", to=gpus(8, "A100")), "warning devices None: several kinds of GPU"),
+    (put("devices", "gpus", to=gpus(8, used=70_000)), "warning devices node2: memory in use: GPU 0 70,000"),
+    (put("devices", "fault", to="NVML: Driver/library version mismatch"),
+     "failure devices node2: nvidia-smi failed"),
+    (put("network", "resolved", "node1", to=[]), "failure names node2: does not know node1"),
+    (put("network", "resolved", "node1", to=["127.0.1.1"]), "failure names node2: takes node1 for itself"),
+    (put("network", "resolved", "node2", to=["127.0.1.1"]),
+     "warning interface node2: its own name node2 stands for 127.0.1.1 there; NCCL would take e0"),
+    (put("network", "named", to="ib0"), "failure interface node2: ib0 is not there; up are: e0"),
+    (put("storage", "folders", "output_dir", to={"path": "/x", "refused": None, "free": 2**20}),
+     "failure space node2: output_dir /x has 0.00 GiB free"),
+    (put("storage", "folders", "output_dir", to={"path": "/x", "refused": "Read-only", "free": 0}),
+     "failure space node2: output_dir /x cannot be written (Read-only)"),
+    (put("storage", "shm", to=shm(0.0625)), "warning shm node2: /dev/shm has 0.06 GiB free"),
+    (put("storage", "shm", to=None), "failure shm node2: there is no /dev/shm"),
+    (put("inputs", "the spec", to={"missing": "is not there"}), "failure files node2: the spec "),
+    (put("inputs", "the spec", to={"files": {"/spec.yaml": [100, "abd"]}}), "failure files None: the spec "),
+    (put("inputs", "the spec", to={"files": {"/spec.yaml": [101, None]}}), "failure files None: the spec "),
+    (put("build", to={"root": "/ext", "ops": ["cpu_adam"], "lacking": ["cpu_adam"], "locks": [],
+                      "compiler": "c++", "fault": "c++ is not on PATH; install one"}),
+     "failure compiler node2: cpu_adam cannot be compiled: c++ is not on PATH"),
+    (put("build", "locks", to=[{"path": "/ext/a/lock", "holders": [], "over": True, "age": 600.0}]),
+     "warning lock node2: /ext/a/lock, for 10 min, is left of a build that was killed"),
+    (put("build", "locks", to=[{"path": "/ext/a/lock", "holders": [], "over": False, "age": 600.0}]),
+     "warning lock node2: /ext/a/lock, for 10 min; its holder cannot be seen"),
+    (put("limits", "files", to=[512, 4096]), "warning open files node2: 512 of 640 that 16 ranks may take"),
+    (put("limits", "files", to=[128, 4096]), "failure open files node2: 128 of"),
+    (put("limits", to={"files": [65536, 65536], "locked": 2**16, "infiniband": ["mlx5_0"]}),
+     "warning locked memory node2: 0.00 GiB, and there is InfiniBand (mlx5_0)"),
+    (put("storage", to={"fault": "OSError: it broke"}), "warning storage node2: could not be looked at"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "expected"), FAULTS, ids=[expected[:60] for _, expected in FAULTS])
+def test_a_fault_is_told_and_nothing_else(
+    facts: Facts, plant: Callable[[Facts], None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    plant(facts)
+    found = told(seen(facts))
+    assert len(found) == 1 and found[0].startswith(expected), found
+
+
+def test_a_digest_that_one_host_had_no_time_for_is_no_difference(facts: Facts) -> None:
+    facts["node2"]["inputs"]["the spec"]["files"]["/spec.yaml"] = [100, None]
+    assert not [line for line in told(seen(facts)) if "files" in line]
+    good = [finding.value for finding in findings_of(seen(facts)) if finding.check == "files"]
+    assert good == ["spec, data and model are the same everywhere; 1 by size alone, as time was short"]
+
+
+def test_what_is_seen_from_one_host_of_another(facts: Facts) -> None:
+    lost = {"sees": "No such file or directory", "reached": {"node1": "Connection refused", "node2": 0.1}}
+    found = [line for line in told(seen(facts, second={"node2": lost})) if "hostfile" not in line]
+    assert "failure connection node2: does not reach node1: Connection refused" in found
+    assert any(line.startswith("failure shared node2: output_dir /runs is another folder") for line in found)
+
+
+def test_a_host_that_does_not_answer_leaves_the_others_looked_at(facts: Facts) -> None:
+    del facts["node2"]
+    found = findings_of(seen(facts))
+    assert [f.value for f in found if f.level == "failure"] == ["no sshd listens there (Connection refused)"]
+    assert not [finding for finding in found if finding.check in ("names", "connection", "shared")]
+    assert {f.host for f in found if f.check == "shm"} == {"node1"}
+
+
+def test_slurm_from_outside_of_an_allocation_is_a_warning(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    del facts["node2"]
+    found = told(seen(facts, ("cluster.launcher=slurm",)))
+    assert any(line.startswith("warning reach node2") for line in found)
+
+
+def test_room_for_what_is_kept(facts: Facts) -> None:
+    """The model of specs/two_nodes.yaml where it was counted; bytes that are known decide."""
+    found = seen(facts)
+    place = found.needs.places["output_dir"]
+    needs = {**found.needs.places, "output_dir": Place("/runs", 3 * GIB, 9 * GIB)}
+    object.__setattr__(found.needs, "places", needs)  # frozen: a test's own value
+    for free, expected in ((2, "failure"), (5, "warning"), (10, "pass")):
+        facts["node2"]["storage"]["folders"]["output_dir"] = {
+            "path": "/x",
+            "refused": None,
+            "free": free * GIB,
+        }
+        level = [f.level for f in findings_of(found) if (f.check, f.host) == ("space", "node2")]
+        assert expected in level
+    assert place.least is None or place.wanted is not None
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("e0", "e0"),
+        ("e", "e0"),
+        ("=e0", "e0"),
+        ("=e", "e"),
+        ("ib,e", "ib"),
+        ("^lo", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_interface_that_is_meant(facts: Facts, named: str | None, expected: str | None) -> None:
+    part = {**facts["node1"]["network"], "named": named}
+    assert chosen(part) == expected
+
+
+def test_addresses_that_others_try(facts: Facts) -> None:
+    assert address_of("node1", facts["node1"]["network"]) == "10.77.0.1"
+    assert targets(facts, "node1", 29500) == {
+        "node1 (port 29500)": ("node1", 29500), "node1": ("10.77.0.1", 40000), "node2": ("10.77.0.2", 40000),
+    }  # fmt: skip
+    facts["node1"]["listening"]["port"] = "process 7 (python)"
+    assert "node1 (port 29500)" not in targets(facts, "node1", 29500), "another's port says nothing"
+
+
+def test_a_lock_that_any_host_holds_is_removed_on_none(facts: Facts) -> None:
+    lock = {"path": "/ext/a/lock", "holders": [], "over": True, "age": 1.0}
+    facts["node1"]["build"]["locks"] = [lock]
+    facts["node2"]["build"]["locks"] = [copy.copy(lock)]
+    assert left_over(facts) == {"node1": ["/ext/a/lock"], "node2": ["/ext/a/lock"]}
+    facts["node2"]["build"]["locks"][0]["holders"] = [7]
+    assert left_over(facts) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (255, "ssh: Could not resolve hostname n9: Name or service not known", "its name is not known here"),
+        (255, "ssh: connect to host node2 port 22: Connection refused", "no sshd listens there"),
+        (255, "ssh: connect to host node2 port 22: Connection timed out", "it does not answer"),
+        (255, "ssh: connect to host node2 port 22: No route to host", "it does not answer"),
+        (255, "root@node2: Permission denied (publickey).", "ssh may not log in without a password"),
+        (255, "Host key verification failed.", "its host key is not known"),
+        (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment is not there"),
+        (1, "bash: line 1: cd: /work/dsft: No such file or directory", "dsft's folder is not there"),
+        (1, "/usr/bin/python: No module named dsft.doctor", "its dsft is missing or is another version"),
+        (1, "ModuleNotFoundError: No module named 'psutil'", "its Python lacks a package (psutil)"),
+        (1, "  File x\nSyntaxError: invalid syntax", "its Python or its packages are other versions"),
+        (126, "bash: /venv/bin/python: Permission denied", "its Python cannot be started"),
+        (-9, "", "gave no answer in time"),
+        (None, "", "gave no answer in time"),
+        (3, "what else", "the doctor's program ended with exit code 3 (what else)"),
+    ],
+)  # fmt: skip
+def test_words_of_a_host_that_did_not_answer(code: int | None, said: str, expected: str) -> None:
+    finding = fault("node2", Silence(code, said))
+    assert finding.value.startswith(expected), finding.value
+    assert finding.level == "failure" and finding.do

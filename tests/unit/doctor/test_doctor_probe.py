@@ -1,0 +1,229 @@
+"""The doctor's program and what it looks at, for real on this machine: processes, sockets, a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.doctor.command import quick
+from dsft.doctor.look.build import build, extensions_root
+from dsft.doctor.look.devices import devices
+from dsft.doctor.look.inputs import WHOLE, inputs
+from dsft.doctor.look.network import listening, reach
+from dsft.doctor.look.software import cuda_of_torch, version_of
+from dsft.doctor.look.storage import nonce_file, sees, storage
+from dsft.doctor.visit import PROBE, visit
+from dsft.engine.op_turn import clear
+from dsft.launch.ninja import has_ninja
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def orders(folder: Path, **further: Any) -> dict[str, Any]:
+    return {
+        "folder": str(folder), "environ": {}, "names": [], "port": None, "folders": {}, "shared": None,
+        "nonce": "n", "inputs": [], "ops": [], "ops_on_cpu": [], **further,
+    }  # fmt: skip
+
+
+def nothing(first: Any) -> dict[str, Any]:
+    return {host: {"file": None, "nonce": "n", "targets": {}, "locks": []} for host in first}
+
+
+def test_the_probe_imports_nothing_heavy() -> None:
+    heavy = {"torch", "numpy", "pydantic", "deepspeed"}
+    code = f"import sys, {PROBE}; print(*sorted(set(sys.modules) & {heavy!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_hosts_that_answer_and_hosts_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, whatever a shell prints before; what gives no answer is ended, and told by its own words."""
+    monkeypatch.setattr("dsft.doctor.visit.ANSWER", 6.0)
+    marker = f"sleep {time.time_ns() % 10**6 + 10**6}"
+    noise = f"printf 'news {{: '; {sys.executable} -m {PROBE}"
+    argv: dict[str, Sequence[str]] = {
+        "good": [sys.executable, "-m", PROBE],
+        "noisy": ["sh", "-c", noise],
+        "absent": ["/no/such/program"],
+        "failing": ["sh", "-c", "echo out; echo why >&2; exit 3"],
+        "hanging": marker.split(),
+    }
+    answered: list[str] = []
+    begin = time.monotonic()
+    found = visit({host: orders(tmp_path) for host in argv}, nothing, argv.__getitem__, answered.append)
+    assert time.monotonic() - begin < 12
+    assert set(found.first) == set(found.second) == set(answered) == {"good", "noisy"}
+    assert found.first["noisy"]["folder"] is None
+    assert (found.silent["failing"].code, found.silent["failing"].said) == (3, "why\nout")
+    assert found.silent["absent"].code == 127
+    ended = subprocess.run(["pgrep", "-f", marker], capture_output=True)
+    assert ended.stdout == b""
+
+
+def test_the_quickstart_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec without a cluster: this machine alone, and nothing is left of it."""
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = quick(ROOT / "specs" / "quickstart.yaml", port=port)
+    bad = {finding.check: finding.value for finding in found if finding.level == "failure"}
+    assert bad == {"port": f"{port} is taken by process {os.getpid()} ({Path(sys.executable).name})"} or (
+        list(bad) == ["port"] and f"{port} is taken by " in bad["port"]
+    )
+    assert {finding.host for finding in found} <= {"localhost", None}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ports_and_who_has_them() -> None:
+    with listening(None) as first, listening(first["free"]) as second:
+        assert "process " in second["port"] or "cannot be seen" in second["port"]
+        found = reach({"near": ("127.0.0.1", first["free"]), "no": ("127.0.0.1", 1)})
+    assert isinstance(found["near"], float) and found["no"] == "Connection refused"
+
+
+def test_a_shared_folder_by_its_nonce(tmp_path: Path) -> None:
+    shared = tmp_path / "a" / "b"
+    with nonce_file(str(shared), "xyz") as file:
+        assert file is not None
+        assert sees(file, "xyz") == "yes" and sees(file, "abc") == "it holds something else"
+        assert sees(str(tmp_path / "c" / "d"), "xyz") == "No such file or directory"
+    assert list(tmp_path.iterdir()) == [], "folders that it made are gone"
+    (tmp_path / "file").write_text("")
+    with nonce_file(str(tmp_path / "file" / "b"), "xyz") as none:
+        assert none is None
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = storage({"output_dir": str(tmp_path / "new" / "er"), "data.cache_dir": str(tmp_path / "file")})
+    assert found["folders"]["output_dir"]["refused"] is None
+    assert found["folders"]["output_dir"]["place"] == str(tmp_path)
+    assert found["folders"]["output_dir"]["free"] > 0
+    assert found["folders"]["data.cache_dir"]["refused"] == "Not a directory"
+    nvme = storage({"parallel.offload_optimizer.nvme_path": "/dev/shm"})["folders"]
+    assert "is in memory (tmpfs)" in nvme["parallel.offload_optimizer.nvme_path"]["refused"]
+
+
+def test_digests(tmp_path: Path) -> None:
+    small, large = tmp_path / "rows.jsonl", tmp_path / "model.safetensors"
+    small.write_bytes(b"a\n")
+    large.write_bytes(bytes(WHOLE + 1))
+    wanted = [
+        {"key": "data", "path": str(small), "kind": "data"},
+        {"key": "model", "path": str(tmp_path), "kind": "folder"},
+        {"key": "none", "path": str(tmp_path / "no.jsonl"), "kind": "data"},
+    ]
+    before = inputs(wanted)
+    small.write_bytes(b"b\n")
+    with large.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    after = inputs(wanted)
+    for key, path in (("data", small), ("model", large)):
+        assert before[key]["files"][str(path)][0] == after[key]["files"][str(path)][0]
+        assert before[key]["files"][str(path)][1] != after[key]["files"][str(path)][1]
+    assert before["none"] == {"missing": "is not there"}
+
+
+def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    wanted = [{"key": "m", "path": "owner/name", "kind": "hub-model"}]
+    assert inputs(wanted)["m"]["missing"] == "is not in the cache"
+    refs = tmp_path / "models--owner--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("0123abc")
+    assert inputs(wanted) == {"m": {"commit": "0123abc"}}
+
+
+def test_versions_are_those_that_are_imported() -> None:
+    import torch
+
+    assert version_of("torch") == torch.__version__
+    assert cuda_of_torch() == torch.version.cuda
+    assert version_of("no-such-package") is None
+
+
+def test_extensions_lie_where_torch_puts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "named"))
+    assert Path(_get_build_directory("op", False)) == extensions_root() / "op"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Path(_get_build_directory("op", False)).resolve() == (extensions_root() / "op").resolve()
+
+
+def test_a_compiler_is_tried_with_what_the_operations_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = build(["deepspeed_shm_comm"], on_cpu=True)
+    assert found["lacking"] == ["deepspeed_shm_comm"] and found["fault"] is None, found
+    monkeypatch.setenv("CXX", "g++-99")
+    assert "g++-99 is not on PATH; install one" in build(["cpu_adam"], on_cpu=True)["fault"]
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "of Python, was not found; install python3" in build(["cpu_adam"], on_cpu=True)["fault"]
+    assert build([], on_cpu=False)["fault"] is None
+
+
+def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output is imitated: no GPU is here."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho '0, NVIDIA H100, 81559, 3, 550.1'\necho '1, NVIDIA H100, [N/A], 9, 550.1'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = devices({})
+    assert [gpu["total"] for gpu in found["gpus"]] == [81559, None] and found["fault"] is None
+    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "1"})["gpus"]] == ["1"]
+    assert devices({"CUDA_VISIBLE_DEVICES": ""})["gpus"] == []
+    assert len(devices({"CUDA_VISIBLE_DEVICES": "GPU-1234"})["gpus"]) == 1
+    program.write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
+    )
+    assert "NVML" in devices({})["fault"]
+
+
+def test_a_lock_is_cleared_where_nobody_holds_it(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    with lock.open():
+        assert not clear(tmp_path) and lock.exists()
+    assert clear(tmp_path) and not lock.exists()
+    assert not clear(tmp_path), "none is there"
+
+
+def test_ninja_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh's PATH does not name the environment's folder."""
+    (tmp_path / "ninja").write_text("#!/bin/sh\n")
+    (tmp_path / "ninja").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    environ = {"PATH": "/nowhere"}
+    assert has_ninja(environ) and environ["PATH"] == f"/nowhere{os.pathsep}{tmp_path}"
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert not has_ninja({"PATH": "/nowhere"})
+
+
+def test_json_of_the_command(tmp_path: Path) -> None:
+    """Exit code 69 and one object, where a host is not there."""
+    code = "from dsft.cli import main; main()"
+    spec = str(ROOT / "specs" / "two_nodes.yaml")
+    words = ["doctor", spec, "--json", "cluster.hosts={no-such-host.invalid: 16}"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    said = json.loads(done.stdout)
+    assert done.returncode == said["exit_code"] == 69
+    assert [each["level"] for each in said["findings"]][:1] == ["failure"]
+    assert "error: 1 failure(s) (reach)" in done.stderr
