@@ -26,8 +26,10 @@ from dsft.doctor.seen import Seen
 from dsft.doctor.show import Progress, as_json, print_findings
 from dsft.doctor.visit import Visits, commands, slurm_command, visit
 from dsft.errors import WorldError
+from dsft.launch.allocation import NODES, allocation
 from dsft.launch.remote import module_command
 from dsft.plan.promised import load
+from dsft.spec.schema import Spec
 
 PORT = 29500
 """Where rank 0 listens unless MASTER_PORT or the launcher says otherwise: as deepspeed and torchrun."""
@@ -151,7 +153,19 @@ def _needs(
     environ: Mapping[str, str] | None,
 ) -> Needs:
     checked = load(spec, overrides)
-    return needs_of(checked, spec, hosts, _port() if port is None else port, environ)
+    own = _slurms(checked) if hosts is None else hosts
+    return needs_of(checked, spec, own, _port() if port is None else port, environ)
+
+
+def _slurms(spec: Spec) -> Mapping[str, int] | None:
+    """Inside of a Slurm job its hosts, whose names Slurm chooses, with the slots of the spec; None elsewhere,
+    and where the job has another number of them."""
+    if spec.cluster is None or spec.cluster.launcher != "slurm" or not os.environ.get(NODES):
+        return None
+    given, promised = list(allocation(os.environ, 1).hosts), spec.cluster.hosts
+    if set(given) == set(promised) or len(given) != len(promised):
+        return None
+    return dict(zip(given, promised.values(), strict=True))
 
 
 def _port() -> int:
