@@ -126,7 +126,7 @@ def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]
         interface=cluster.interface if cluster else None,
         environ=needs.environ,
         expect_gbit=expect_gbit,
-        command=slurm_command if _command(needs) is slurm_command else module_command,
+        command=slurm_command if needs.through == "srun" else module_command,
         told=told,
     )
     silent = {host: why for host, why in seen.visits.silent.items() if host not in seen.visits.first}

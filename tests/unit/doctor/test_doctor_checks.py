@@ -248,7 +248,7 @@ def test_a_lock_that_any_host_holds_is_removed_on_none(facts: Facts) -> None:
         (255, "root@node2: Permission denied (publickey).", "ssh may not log in without a password"),
         (255, "Host key verification failed.", "its host key is not known"),
         (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment is not there"),
-        (1, "bash: line 1: cd: /work/dsft: No such file or directory", "dsft's folder is not there"),
+        (1, "bash: line 1: cd: /srv/dsft: No such file or directory", "dsft's folder is not there"),
         (1, "/usr/bin/python: No module named dsft.doctor", "its dsft is missing or is another version"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "its Python lacks a package (psutil)"),
         (1, "  File x\nSyntaxError: invalid syntax", "its Python or its packages are other versions"),
