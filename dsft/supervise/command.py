@@ -13,10 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from dsft.checkpoint.lock import hold
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError
@@ -26,6 +25,7 @@ from dsft.plan.hostfile import parse
 from dsft.plan.promised import load
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
+from dsft.supervise.aside import Voice
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Tell, Terms, facts
 from dsft.supervise.parts import TRAIN, World, forwarded, launcher_argv
 from dsft.supervise.status import EVERY, Status, now
@@ -94,7 +94,11 @@ def run(start: Start) -> int:
             f"{start.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
     with log, hold(start.logs, "launch.lock"), requests() as (asked, wake):
-        return supervised(start, asked, wake, teller(log))
+        voice = Voice(log)
+        try:
+            return supervised(start, asked, wake, voice)
+        finally:
+            voice.close()
 
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
@@ -320,19 +324,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     found = [path.parent for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")]
     steps = [path for path in found if path.name.removeprefix("step-").isdecimal()]
     return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
-
-
-def teller(log: IO[str]) -> Tell:
-    """Prints a line, and keeps it."""
-
-    def tell(line: str) -> None:
-        with suppress(OSError):  # a terminal that is gone, a full disk: the run goes on
-            print(line, flush=True)
-        with suppress(OSError):
-            log.write(line + "\n")
-            log.flush()
-
-    return tell
 
 
 @contextmanager

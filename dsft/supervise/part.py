@@ -16,7 +16,8 @@ from pathlib import Path
 
 from dsft.launch.parent import die_with
 from dsft.launch.pulse import LOGS, SOCKET
-from dsft.supervise.logs import Tail, last_lines
+from dsft.supervise.aside import Follower
+from dsft.supervise.logs import last_lines
 from dsft.supervise.processes import (
     JOB,
     children,
@@ -51,7 +52,6 @@ class Part:
         logs = {rank: Path(order.logs, f"rank-{rank}.log") for rank in order.ranks}
         self._starts = {path: _size(path) for path in (self.log, *logs.values())}
         self._logs = logs
-        self._shown = Tail(logs[0]) if 0 in logs else None
         self._ended: set[int] = set()
         self._watched: dict[int, int] = {}  # rank -> pidfd
         self._socket = listen(scratch)
@@ -67,8 +67,9 @@ class Part:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),  # noqa: PLW1509  this process has one thread
+                preexec_fn=lambda: die_with(parent),  # before this process has a second thread
             )
+        self._shown = Follower(logs[0]) if 0 in logs else None
 
     @property
     def pid(self) -> int:

@@ -24,6 +24,7 @@ import pytest
 
 from tests.integration.runs import SPEC
 from tests.lab.hosts import Lab, Seen
+from tests.lab.slurm import why_not as no_slurm
 
 FAKE = Path(__file__).with_name("fake_launch.py")
 CLUSTER = "cluster: {hosts: {node1: 1, node2: 1}, interface: e0, hang_timeout: 4}\n"
@@ -85,10 +86,10 @@ class Run:
 
 
 @contextmanager
-def running(lab: Lab, folder: Path, argv: list[str], spec: str = "") -> Iterator[Run]:
-    (folder / "small.yaml").write_text(f"{SPEC}{CLUSTER}{spec}output_dir: {folder / 'runs'}\n")
+def running(lab: Lab, folder: Path, argv: list[str], program: str = sys.executable) -> Iterator[Run]:
+    (folder / "small.yaml").write_text(f"{SPEC}{CLUSTER}output_dir: {folder / 'runs'}\n")
     with (folder / "out").open("w") as out:
-        process = lab.start("node1", [sys.executable, *argv], cwd=folder, stdout=out, stderr=out)
+        process = lab.start("node1", [program, *argv], cwd=folder, stdout=out, stderr=out)
     try:
         yield Run(lab, folder, process)
     finally:
@@ -150,6 +151,22 @@ def test_asked_to_stop_all_save_and_end(stepping: Run) -> None:
     assert code == 75 and "saving at the end of this step" in said
     for rank in (0, 1):
         assert (stepping.logs / f"rank-{rank}.log").read_text().rstrip().endswith("saved")
+
+
+def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path) -> None:
+    """The agents are job steps of an allocation; nothing goes through ssh."""
+    if reason := no_slurm():
+        pytest.skip(reason)
+    words = ["-N2", sys.executable, str(FAKE), "small.yaml", "cluster.launcher=slurm"]
+    with lab.slurm(), running(lab, tmp_path, words, program="salloc") as run:
+        until(lambda: run.stepping(5))
+        assert not [seen for seen in lab.processes() if seen.argv[0] == "ssh"]
+        began = time.monotonic()
+        (supervisor,) = [seen for seen in lab.processes("fake_launch.py") if seen.argv[1:2] == (str(FAKE),)]
+        os.kill(supervisor.pid, signal.SIGTERM)
+        code, said = run.ended(began, 10)
+    assert code == 75, said
+    assert (run.logs / "rank-1.log").read_text().rstrip().endswith("saved")
 
 
 def test_a_run_goes_on_through_faults_and_stops_on_request(lab: Lab, tmp_path: Path) -> None:
