@@ -1,9 +1,10 @@
-"""`dsft launch` with ranks that train nothing: for faults of which training is no part. Arguments as its own,
-SPEC [key=value …]; hosts, ssh, agents and the supervisor are real.
+"""`dsft launch SPEC [key=value …]` with ranks that train nothing: for faults of which training is
+no part. Hosts, ssh, agents and the supervisor are real.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from dsft.supervise import command, parts
 from dsft.supervise.parts import World
 
+RESTARTS = int(os.environ.get("FAKE_RESTARTS", "0"))
 FAKES = Path(__file__).resolve().parent.parent / "unit" / "supervise"
 
 
@@ -22,6 +24,6 @@ def argv(world: World, node: int, address: str, port: int) -> list[str]:
 
 if __name__ == "__main__":
     parts.launcher_argv = argv
-    start = command.prepared(Path(sys.argv[1]), tuple(sys.argv[2:]), command.Options())
+    start = command.prepared(Path(sys.argv[1]), tuple(sys.argv[2:]), command.Options(restarts=RESTARTS))
     world = replace(start.world, program=(str(FAKES / "fake_rank.py"), "6000"))
     sys.exit(command.run(replace(start, world=world)))

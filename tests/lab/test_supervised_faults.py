@@ -86,10 +86,12 @@ class Run:
 
 
 @contextmanager
-def running(lab: Lab, folder: Path, argv: list[str], program: str = sys.executable) -> Iterator[Run]:
+def running(
+    lab: Lab, folder: Path, argv: list[str], program: str = sys.executable, env: dict[str, str] | None = None
+) -> Iterator[Run]:
     (folder / "small.yaml").write_text(f"{SPEC}{CLUSTER}output_dir: {folder / 'runs'}\n")
     with (folder / "out").open("w") as out:
-        process = lab.start("node1", [program, *argv], cwd=folder, stdout=out, stderr=out)
+        process = lab.start("node1", [program, *argv], env, cwd=folder, stdout=out, stderr=out)
     try:
         yield Run(lab, folder, process)
     finally:
@@ -128,11 +130,22 @@ def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
     until(lambda: not stepping.lab.processes("dsft.supervise"), 10)
 
 
-def test_a_host_whose_cable_is_pulled_ends_all(stepping: Run) -> None:
-    began = time.monotonic()
-    stepping.lab.cut("node2")
-    code, said = stepping.ended(began, 35)  # 15 seconds of silence, then both sides act alone
-    assert code == 69 and "node2: has given no sign of life for 15 seconds" in said
+def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tmp_path: Path) -> None:
+    """15 seconds of silence, then both sides act alone; cluster.min_hosts allows one host."""
+    words = [str(FAKE), "small.yaml", "cluster.min_hosts=1"]
+    with running(lab, tmp_path, words, env={"FAKE_RESTARTS": "1"}) as run:
+        until(lambda: run.stepping(5))
+        began = time.monotonic()
+        lab.cut("node2")
+        until(lambda: not lab.processes("DSFT_JOB=", "node2"), 60)
+        assert time.monotonic() - began < 30
+        until(lambda: run.stepping(5, attempt=2))
+        assert list(run.status()["ranks"]) == ["0"]
+        run.command.send_signal(signal.SIGTERM)
+        code, said = run.ended(time.monotonic(), 5)
+    assert code == 75
+    assert "node2: has given no sign of life for 15 seconds" in said
+    assert "starting again from the last checkpoint, on node1 (restart 1 of 1)" in said
 
 
 def test_a_stopped_rank_is_named_and_its_stack_kept(stepping: Run) -> None:
