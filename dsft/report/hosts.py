@@ -143,8 +143,10 @@ def host_names(places: Sequence[Place]) -> list[str]:
 def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float]:
     """host/NAME/… of every host, from its ranks'."""
     record: dict[str, float] = {}
-    for name in dict.fromkeys(names):
-        mine = [spent for host, spent in zip(names, ranks, strict=True) if host == name]
+    hosts: dict[str, list[Spent]] = {}
+    for name, spent in zip(names, ranks, strict=True):
+        hosts.setdefault(name, []).append(spent)
+    for name, mine in hosts.items():
         figures = {
             "step_time": max(spent.seconds / spent.steps for spent in mine),
             "work_time": max(spent.own / spent.steps for spent in mine),
