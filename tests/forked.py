@@ -3,11 +3,13 @@ launch costs. Takes launches as JSON lines, gives {"pid": …} at a launch's sta
 
     python tests/forked.py PARENT    {"script", "args", "ranks", "port", "environ", "cwd", "stdout", "stderr"}
 
-As under torchrun a rank that fails ends the others, and the exit code is then 1.
+As under torchrun a rank that fails ends the others, and the exit code is then 1. With 0 ranks the script runs
+alone, as `python SCRIPT` does, and the exit code is its own.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -16,8 +18,9 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +41,7 @@ def serve(parent: int) -> None:
     die_with(parent)
     for name in SHARED:
         importlib.import_module(name)
+    make_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.collect()
     gc.freeze()  # a quarter of the ranks' time went into looking for garbage among what was imported
@@ -47,6 +51,17 @@ def serve(parent: int) -> None:
         tell({"pid": pid})
         _, status = os.waitpid(pid, 0)
         tell({"code": os.waitstatus_to_exitcode(status)})
+
+
+def make_once() -> None:
+    """What each rank would find out again: the machine's processor, for which DeepSpeed starts programs and
+    waits a second whenever it loads an operation or makes a CPU Adam; and transformers' table of names."""
+    import cpuinfo
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    known()
+    get_checkpoint_conversion_mapping("llama")
 
 
 def tell(answer: dict[str, int]) -> None:
@@ -82,7 +97,9 @@ def launch(asked: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ |= asked["environ"]
     os.chdir(asked["cwd"])
-    running = {child(lambda: run(asked, rank)): rank for rank in range(asked["ranks"])}  # noqa: B023
+    if not asked["ranks"]:
+        return run(asked)
+    running = {child(lambda: run(asked, place(asked, rank))): rank for rank in range(asked["ranks"])}  # noqa: B023
     failed = False
     while running:
         pid, status = os.wait()
@@ -94,10 +111,15 @@ def launch(asked: dict[str, Any]) -> int:
     return int(failed)
 
 
-def run(asked: dict[str, Any], rank: int) -> int:
+def place(asked: dict[str, Any], rank: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": asked["ranks"], "MASTER_PORT": asked["port"]}
-    os.environ |= {name: str(value) for name, value in places.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "forked"}
+    told = {name: str(value) for name, value in places.items()}
+    return told | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "forked"}
+
+
+def run(asked: dict[str, Any], told: Mapping[str, str] = MappingProxyType({})) -> int:
+    os.environ |= told
     sys.argv = [asked["script"], *asked["args"]]
     sys.path[0] = str(Path(asked["script"]).resolve().parent)
     runpy.run_path(asked["script"], run_name="__main__")

@@ -67,6 +67,21 @@ def forked(
     ranks may take a GPU: DeepSpeed looks for it when it is imported, and CUDA knows no fork."""
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         return torchrun(worker, nproc, args, timeout)
+    return _forked(worker, nproc, args, timeout)
+
+
+def alone(script: Path, args: Sequence[str] = (), timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """As `python SCRIPT ARGS`, with its exit code, where what it imports is not looked at; forked as `forked`
+    does, and where that does not, not."""
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        command = [sys.executable, str(script), *args]
+        return subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=timeout)
+    return _forked(script, 0, args, timeout)
+
+
+def _forked(
+    worker: Path, nproc: int, args: Sequence[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests import launching
-from tests.launching import forked, torchrun
+from tests.launching import alone, forked, torchrun
 
 WORKER = """
 import os, sys, time
@@ -78,3 +78,10 @@ def test_a_server_that_dies_is_told_at_once() -> None:
     server = launching._started([sys.executable, "-c", "raise SystemExit(3)"])
     with server.process, pytest.raises(RuntimeError, match="exit code 3"):
         server.answer("pid", 60)
+
+
+def test_a_script_alone_has_no_rank_and_its_own_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.environ.get('RANK'), sys.argv[1:])\nsys.exit(70)\n")
+    done = alone(script, ["a b"])
+    assert (done.returncode, done.stdout) == (70, "None ['a b']\n")

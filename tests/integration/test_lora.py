@@ -20,7 +20,8 @@ from dsft.errors import CheckpointError
 from dsft.model.build import build_model
 from dsft.model.config import token_facts
 from dsft.spec.schema import Model
-from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
+from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_spec
+from tests.launching import alone
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
@@ -123,7 +124,7 @@ def test_a_checkpoint_of_adapters_is_refused_for_a_run_without(
     adapted: Path, base: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_of(adapted), run_of(tmp_path))
-    result = command(["python", str(TRAIN), str(write_spec(tmp_path)), of(base), "train.max_steps=11"])
+    result = alone(TRAIN, [str(write_spec(tmp_path)), of(base), "train.max_steps=11"])
     assert result.returncode == 76 and not shows_traceback(result.stderr)
     assert "model.lora.rank was 4, now '(absent)'" in " ".join(result.stderr.split())
 
@@ -142,7 +143,7 @@ def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path
 
     # The rest is not in the checkpoint: over another base neither a run nor an export goes on.
     save_file({name: tensor + 1 for name, tensor in before.items()}, copy / "model.safetensors", FORMAT)
-    result = command(["python", str(TRAIN), str(spec), of(copy), patterns, groups, "train.max_steps=11"])
+    result = alone(TRAIN, [str(spec), of(copy), patterns, groups, "train.max_steps=11"])
     assert result.returncode == 76 and not shows_traceback(result.stderr), result.stderr
     assert f"'{copy}', and these have changed since" in " ".join(result.stderr.split())
     with pytest.raises(CheckpointError, match="changed since"):

@@ -4,38 +4,21 @@ collectives send, on two ranks, for every stage, type and offload."""
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed")
+from tests.launching import forked, on_the_cpu
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("deepspeed")
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
     """What the worker's first rank says of each stage, type and offload."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(port),
-    ]
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    worker = str(Path(__file__).with_name("memory_worker.py"))
-    done = subprocess.run([*command, worker], env=environ, capture_output=True, text=True, timeout=590)
+    with on_the_cpu():
+        done = forked(Path(__file__).with_name("memory_worker.py"), 2, timeout=590)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(found) == 14

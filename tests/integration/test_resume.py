@@ -11,7 +11,8 @@ from filelock import FileLock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
+from tests.integration.runs import TRAIN, records, shows_traceback, train, trained, write_spec
+from tests.launching import alone
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -121,8 +122,7 @@ def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(
 
     for folder in checkpoints.glob("step-*"):
         flip_a_bit(folder / "rank-00000.safetensors")
-    alone = ("parallel.zero_stage=0", "train.max_steps=6")
-    refused = command(["python", str(TRAIN), str(spec), *alone])
+    refused = alone(TRAIN, [str(spec), "parallel.zero_stage=0", "train.max_steps=6"])
     assert refused.returncode == 76 and "does not start again from step 0" in " ".join(refused.stderr.split())
     assert not shows_traceback(refused.stderr)
 
@@ -136,11 +136,11 @@ def flip_a_bit(path: Path) -> None:
 def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     run = tmp_path / "runs" / "small"
-    never = command(["python", str(TRAIN), str(spec), "checkpoint.resume=never"])
+    never = alone(TRAIN, [str(spec), "checkpoint.resume=never"])
     assert never.returncode == 73 and "checkpoint.resume is never" in never.stderr
     with FileLock(run / ".lock"):
         (run / ".lock").write_text("process 1 on elsewhere")
-        used = command(["python", str(TRAIN), str(spec)])
+        used = alone(TRAIN, [str(spec)])
     assert used.returncode == 73 and f"{run} is used by process 1 on elsewhere" in used.stderr
     for result in (never, used):
         assert not shows_traceback(result.stderr)
@@ -149,16 +149,8 @@ def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path:
 def test_bad_rows_stop_the_run_before_it_trains(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_bytes(b'{"text": "fine"}\n{"text": "cut\n{"text": 5}\n{"text": "\xff"}\n')
-    result = command(
-        [
-            "python",
-            str(TRAIN),
-            str(write_spec(tmp_path)),
-            f"data.train=[{{path: {data}}}]",
-            "data.eval=[]",
-            "train.eval_every=null",
-        ]
-    )
+    overrides = [f"data.train=[{{path: {data}}}]", "data.eval=[]", "train.eval_every=null"]
+    result = alone(TRAIN, [str(write_spec(tmp_path)), *overrides])
     assert result.returncode == 65 and not shows_traceback(result.stderr)
     for line in (2, 3, 4):
         assert f"rows.jsonl:{line}: " in result.stderr
