@@ -126,21 +126,29 @@ def _named(above: Sequence[psutil.Process], kinds: Sequence[str | None]) -> tupl
 
 def _kind(process: psutil.Process) -> str | None:
     """The launcher that it is."""
-    words = _words(process)
-    script = [Path(word).name for word in words[:2]]
-    modules = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"][:1]
-    if "deepspeed.launcher.launch" in modules:
+    program = _program(_words(process))
+    if program == "-m deepspeed.launcher.launch":
         return _NODE
-    if "deepspeed" in script or "deepspeed.launcher.runner" in modules:
+    if program in ("deepspeed", "-m deepspeed.launcher.runner"):
         return _RUNNER
-    if "torchrun" in script or modules in (["torch.distributed.run"], ["torch.distributed.launch"]):
+    if program in ("torchrun", "-m torch.distributed.run", "-m torch.distributed.launch"):
         return "torchrun"
-    if "dsft.supervise.agent" in modules:
+    if program == "-m dsft.supervise.agent":
         return _AGENT
     name = _name(process)
     if name in _MPI:
         return name
     return "slurmstepd" if name == "slurmstepd" else None
+
+
+def _program(words: Sequence[str]) -> str:
+    """`-m MODULE`, or the script's name, behind Python and its options; else the program's own name."""
+    for place, word in enumerate(words):
+        if word == "-m":
+            return " ".join(words[place : place + 2])
+        if place and not word.startswith("-"):
+            return Path(word).name
+    return Path(words[0]).name if words else ""
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
 from dsft.engine.api import Fragment, ReadRange, StepResult
-from dsft.errors import NonFiniteError
+from dsft.errors import NonFiniteError, StoppedError
 from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit, seed_step
 from dsft.objective.api import Objective, Term
 
@@ -251,3 +251,68 @@ def test_random_numbers_differ_by_seed_step_and_rank() -> None:
         seed_step(*place)
         draws.add(torch.rand(()).item())
     assert len(draws) == 4
+
+
+def asks(*reasons: str | None) -> tuple[Callable[[], Callable[[], str | None]], list[str]]:
+    """One reason for each question, in order, then None; and when questions were asked and answered."""
+    left, when = list(reasons), []
+
+    def ask() -> Callable[[], str | None]:
+        when.append("asked")
+        reason = left.pop(0) if left else None
+        return lambda: when.append("answered") or reason
+
+    return ask, when
+
+
+def stopped(log: Log, reasons: tuple[str | None, ...], **changes: object) -> str:
+    run = replace(log.run(), ask=asks(*reasons)[0])
+    with pytest.raises(StoppedError) as raised:
+        fit(FakeEngine(), OBJECTIVE, Steps(), schedule(**changes), run, Progress())
+    return str(raised.value)
+
+
+def test_a_stop_saves_at_the_end_of_its_step_and_the_run_goes_on_as_if_there_was_none() -> None:
+    whole, log = Log(), Log()
+    end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), whole.run(), Progress())
+    said = stopped(log, (None, "SIGTERM"), eval_every=2)
+    assert said.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command goes on")
+    assert [(progress.step, progress.owes_evaluation) for progress in log.saved] == [(2, True)]
+    assert log.losses == [None], "it is saved before the evaluation, for which there may be no time"
+    assert fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), log.run(), log.saved[-1]) == end
+    for key in ("train/loss", "eval/loss"):
+        assert log.of(key) == whole.of(key), key
+    assert [progress.step for progress in log.saved] == [2, 3, 5]
+    assert log.saved[1:] == whole.saved, "the debt is paid, and remembered no longer"
+
+
+def test_the_question_is_asked_before_a_step_and_answered_after_it() -> None:
+    done: list[str] = []
+    ask, done = asks()
+    engine = FakeEngine()
+    step = engine.step
+    engine.step = lambda *arguments: done.append("step") or step(*arguments)  # type: ignore[method-assign]
+    fit(engine, OBJECTIVE, Steps(), schedule(save_every=None), replace(Log().run(), ask=ask), Progress())
+    assert done == ["asked", "step", "answered"] * 5 + ["asked", "answered"]
+
+
+def test_what_comes_during_a_save_stops_without_another_step() -> None:
+    log = Log()
+    said = stopped(log, (None, None, None, "cluster.time_limit"))
+    assert "stopped at step 3 of 5 by cluster.time_limit" in said
+    assert [progress.step for progress in log.saved] == [3], "once"
+
+
+def test_a_stop_at_the_end_leaves_a_finished_run() -> None:
+    log = Log()
+    assert "stopped at step 5 of 5" in stopped(log, (None,) * 4 + (None, "SIGINT"), save_every=None)
+    assert log.losses == [1.0] and not log.saved[-1].owes_evaluation
+
+
+def test_the_loop_says_what_it_begins() -> None:
+    said: list[tuple[str, int]] = []
+    run = replace(Log().run(), mark=lambda doing, step: said.append((doing, step)))
+    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(total_steps=2, save_every=None), run, Progress())
+    assert said == [
+        ("data", 0), ("step", 0), ("data", 1), ("step", 1), ("evaluate", 2), ("save", 2),
+    ]  # fmt: skip
