@@ -16,7 +16,7 @@ from typing import Any
 
 from dsft.launch.remote import ROOT
 from dsft.supervise.hang import Seen, hung, sentence
-from dsft.supervise.logs import error_in
+from dsft.supervise.logs import HEADING, error_in
 from dsft.supervise.parts import World, address_of, orders
 from dsft.supervise.verdict import STOPPED, Failure, exit_code, first_cause, shell_code
 from dsft.supervise.wire import PING, SILENCE, Inbox, Message, Outbox
@@ -210,7 +210,7 @@ class Attempt:
             self.ranks[message["tail"]].tail = message["lines"]
         elif "lines" in message:
             for _, line in message["lines"]:
-                if not line.startswith("--- rank "):  # the log's own heading
+                if not line.startswith(HEADING):
                     self._tell(line)
         elif "told" in message:
             self.ranks[message["told"]["rank"]].told = message["told"]

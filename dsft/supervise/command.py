@@ -27,6 +27,7 @@ from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.supervise.aside import Voice
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Tell, Terms, facts
+from dsft.supervise.logs import HEADING
 from dsft.supervise.parts import TRAIN, World, forwarded, launcher_argv
 from dsft.supervise.status import EVERY, Status, now
 from dsft.supervise.sweep import absent, sweep
@@ -304,7 +305,7 @@ def ending(start: Start, outcome: Outcome) -> Iterator[str]:
         yield f"failed after {outcome.seconds:.0f} seconds: {failure.text()}"
         where = f"{failure.host}:{failure.rank}" if failure.rank is not None else failure.host
         if failure.rank != 0 or failure.kind != "rank":
-            for line in failure.lines[-SHOWN:]:
+            for line in [line for line in failure.lines if not line.startswith(HEADING)][-SHOWN:]:
                 yield f"[{where}] {line}"
         log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
         yield f"its log: {start.logs / log}; all logs: {start.logs}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TAIL = 40  # lines
+HEADING = "--- rank "  # of a start, in a rank's log: dsft/launch/pulse.py
 
 CONSEQUENCES = (
     r"[Cc]onnection (?:was )?(?:closed|reset|refused)",
