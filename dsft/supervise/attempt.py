@@ -24,7 +24,7 @@ from dsft.supervise.wire import PING, SILENCE, Inbox, Message, Outbox
 Tell = Callable[[str], None]
 
 ANSWER = 30.0  # seconds that an agent may take to say hello
-GRACE = 2.0  # seconds for ranks to say what they have to say, once one has failed
+GRACE = 1.0  # seconds for ranks to say what they have to say, once one has failed
 END = 4.0  # seconds after it in which an agent ends its part
 LINGER = 10.0  # seconds for what a rank has started (W&B's service) after a part that ended well
 UNHEARD = 3.0  # seconds without a word of an agent in which no rank is called silent
