@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.integration.runs import records, trained
 from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
 from tests.lab.observed import Rank, install, ranks
+from tests.lab.slurm import why_not as no_slurm
 from tests.unit.reference.small import model, rows
 
 pytestmark = pytest.mark.timeout(900)
@@ -100,6 +101,11 @@ def deepspeed(place: Place, name: str) -> str:
     return _well(place.lab.run("node1", words, timeout=LATE))
 
 
+def openmpi(place: Place, name: str) -> str:
+    words = ["deepspeed", "--hostfile", str(place.hostfile), "--launcher", "openmpi"]
+    return _well(place.lab.run("node1", [*words, TRAIN, str(place.spec), f"name={name}"], timeout=LATE))
+
+
 def torchrun(place: Place, name: str) -> str:
     def argv(number: int) -> list[str]:
         ends = ["--node_rank", str(number), "--master_addr", "node1", "--master_port", "29511"]
@@ -124,7 +130,33 @@ def variables(place: Place, name: str) -> str:
     return _on_both(place, name, lambda number: [sys.executable, TRAIN], environ)
 
 
-WAYS = {"deepspeed": deepspeed, "torchrun": torchrun, "rendezvous": rendezvous, "variables": variables}
+def flags(place: Place, name: str) -> str:
+    def argv(number: int) -> list[str]:
+        ends = ["--node_rank", str(number), "--master_addr", "node1", "--master_port", "29514"]
+        return [sys.executable, TRAIN, "--num_nodes", "2", "--num_gpus", "1", *ends]
+
+    return _on_both(place, name, argv)
+
+
+def host_variables(place: Place, name: str) -> str:
+    def environ(number: int) -> dict[str, str]:
+        world = {"NPROC_PER_NODE": "1", "NNODES": "2", "NODE_RANK": str(number)}
+        return world | {"ADDR": "node1", "PORT": "29515"}
+
+    return _on_both(place, name, lambda number: [sys.executable, TRAIN], environ)
+
+
+def srun(place: Place, name: str) -> str:
+    _skip_without_slurm()
+    with place.lab.slurm():
+        words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAIN, str(place.spec), f"name={name}"]
+        return _well(place.lab.run("node1", words, timeout=LATE))
+
+
+WAYS = {
+    "deepspeed": deepspeed, "openmpi": openmpi, "torchrun": torchrun, "rendezvous": rendezvous,
+    "variables": variables, "flags": flags, "host_variables": host_variables, "srun": srun,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -203,3 +235,8 @@ def _equal(run: Path, other: Path) -> None:
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(weights[key], tensor), key
+
+
+def _skip_without_slurm() -> None:
+    if reason := no_slurm():
+        pytest.skip(reason)
