@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -180,6 +180,7 @@ class Lag:
         )
         self._usual: list[float] | None = None if self._by_itself else [1.0] * len(places)
         self._recent: deque[_Window] = deque()
+        self._held = _Held()
         self._unjudged = 0.0  # seconds
         self._named: int | None = None
 
@@ -193,18 +194,23 @@ class Lag:
 
     def add(self, ranks: Sequence[Spent]) -> list[str]:
         """What there is to say after this window."""
+        if len(ranks) < 2:
+            return []
         recent = self._recent
         recent.append(_Window(ranks, self._slowest(ranks)))
-        while self._suffices(list(recent)[1:]):
+        self._held = self._held.after(ranks[0], 1)
+        while (without := self._held.after(recent[0].ranks[0], -1)).suffices(self._seconds):
             recent.popleft()
+            self._held = without
         self._unjudged += ranks[0].seconds
-        if self._unjudged < JUDGED_EVERY or not self._suffices(recent):
+        if self._unjudged < JUDGED_EVERY or not self._held.suffices(self._seconds):
             return []
         self._unjudged = 0.0
         total = [_summed(windows) for windows in zip(*(window.ranks for window in recent), strict=True)]
         if self._usual is None:
             self._usual = [max(spent.own, 1e-9) for spent in total]
             recent.clear()
+            self._held = _Held()
             return []
         behind = self._behind(total)
         lines = []
@@ -220,14 +226,6 @@ class Lag:
             return lines
         self._named = found.rank
         return [*lines, self._told(found, total[found.rank])]
-
-    def _suffices(self, recent: Collection[_Window]) -> bool:
-        first = [window.ranks[0] for window in recent]
-        return (
-            len(first) >= RECORDS
-            and sum(spent.steps for spent in first) >= STEPS
-            and sum(spent.seconds for spent in first) >= self._seconds
-        )
 
     def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
         """None where there is nobody to compare with."""
@@ -281,6 +279,22 @@ class Behind:
     ratio: float
     lost: float
     expected: float
+
+
+class _Held(NamedTuple):
+    """What the recent windows hold together."""
+
+    records: int = 0
+    steps: float = 0.0
+    seconds: float = 0.0
+
+    def after(self, window: Spent, sign: int) -> _Held:
+        return _Held(
+            self.records + sign, self.steps + sign * window.steps, self.seconds + sign * window.seconds
+        )
+
+    def suffices(self, seconds: float) -> bool:
+        return self.records >= RECORDS and self.steps >= STEPS and self.seconds >= seconds
 
 
 @dataclass(frozen=True)

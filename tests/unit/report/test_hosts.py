@@ -51,6 +51,10 @@ def test_what_it_says() -> None:
     )
 
 
+def test_a_process_alone_lags_behind_nobody() -> None:
+    assert said([Place("node1", 0)], [[spent(1.0)]] * 20) == []
+
+
 def test_rows_of_unequal_length_are_nobodys_fault() -> None:
     long, short = spent(0.8, tokens=2000), spent(0.4, tokens=1000)
     assert said(PAIR, [[long, short]] * 20) == []
