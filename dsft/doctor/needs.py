@@ -105,10 +105,19 @@ def _through(spec: Spec) -> Literal["ssh", "srun"]:
 
 
 def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
-    launcher = spec.cluster.launcher if spec.cluster else "deepspeed"
-    if launcher != "deepspeed":
+    """What deepspeed's launcher gives every rank: of this process's variables those that begin so, and the
+    lines of its own files of variables (launcher/runner.py:611). Other launchers forward none."""
+    if spec.cluster is not None and spec.cluster.launcher != "deepspeed":
         return {}
-    return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+    for folder in (Path.home(), Path()):
+        try:
+            lines = (folder / environ.get("DS_ENV_FILE", ".deepspeed_env")).read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        parts = (line.partition("=") for line in lines)
+        found |= {name.strip(): value for name, mark, value in parts if mark}
+    return found
 
 
 def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None]) -> Swapped | None:

@@ -3,7 +3,7 @@ facts, a line of JSON behind a marker, on its standard output. Imports nothing o
 
     orders  → facts of this host; it keeps listening, and keeps the file with the nonce
     look    → whether it sees the file, and reaches the hosts, that are named there
-    the end of its input, or 30 seconds of silence: it removes what it made, and ends
+    the end of its input, or a minute of silence: it removes what it made, and ends
 
 What a shell's start-up file prints comes before the marker, and is left aside.
 """
@@ -27,7 +27,7 @@ from dsft.doctor.look.software import cuda_of_torch, software
 from dsft.doctor.look.storage import nonce_file, sees, storage
 
 MARKER = "dsft-doctor:"
-SILENCE = 30.0  # seconds
+SILENCE = 60.0  # seconds
 
 
 def main() -> int:

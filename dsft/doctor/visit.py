@@ -20,7 +20,7 @@ from dsft.doctor.probe import MARKER
 from dsft.launch.remote import ROOT, module_command
 
 PROBE = "dsft.doctor.probe"
-ANSWER = 20.0
+ANSWER = 30.0
 """Seconds that a host which lets itself be reached may take: a disk or a name service that hangs."""
 KEPT = 4096  # bytes of what a host said besides
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from dsft.doctor import needs
 from dsft.doctor.checks.build import left_over
 from dsft.doctor.checks.network import address_of, chosen, targets
 from dsft.doctor.checks.reach import fault
 from dsft.doctor.command import findings_of
-from dsft.doctor.needs import Place, needs_of
+from dsft.doctor.needs import Place, forwarded, needs_of
 from dsft.doctor.seen import Seen
 from dsft.doctor.visit import Silence, Visits
+from dsft.plan.census import Census, Parameter
 from dsft.plan.promised import load
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,11 +65,11 @@ def facts() -> Facts:
 
 def seen(facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any] | None = None) -> Seen:
     path = ROOT / "specs" / "two_nodes.yaml"
-    needs = needs_of(load(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
+    wanted = needs_of(load(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
     reached = {"node1": 0.001, "node2": 0.001, "node1 (port 29500)": 0.001}
     said = {name: {"sees": "yes", "reached": reached, "cleared": {}} for name in facts}
-    silent = {name: Silence(255, "Connection refused") for name in needs.hosts if name not in facts}
-    return Seen(needs, Visits(facts, {**said, **(second or {})}, silent))
+    silent = {name: Silence(255, "Connection refused") for name in wanted.hosts if name not in facts}
+    return Seen(wanted, Visits(facts, {**said, **(second or {})}, silent))
 
 
 def told(found: Seen) -> list[str]:
@@ -185,12 +187,41 @@ def test_slurm_from_outside_of_an_allocation_is_a_warning(
     assert any(line.startswith("warning reach node2") for line in found)
 
 
+def test_sizes_of_what_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model of 1,000 elements, of which 800 train: 12 bytes each under AdamW, and an export in bf16."""
+    parameters = (
+        Parameter("a", (8, 100), None, True, ()),
+        Parameter("b", (200,), None, False, (), trained=False),
+    )
+    monkeypatch.setattr(needs, "known_census", lambda model: Census("Llama", 1, None, parameters))
+    path = ROOT / "specs" / "two_nodes.yaml"
+    words = (f"output_dir={tmp_path}", "checkpoint.keep_last=3")
+    place = needs_of(load(path, words), path, None, 29500, {}).places["output_dir"]
+    assert (place.least, place.wanted) == (800 * 12 + 1000 * 2, 4 * 800 * 12 + 1000 * 2)
+    for step in (10, 20):
+        (tmp_path / "two_nodes" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "two_nodes" / "checkpoints" / f"step-{step}" / "MANIFEST.json").touch()
+    place = needs_of(load(path, words), path, None, 29500, {}).places["output_dir"]
+    assert place.wanted == 2 * 800 * 12 + 1000 * 2, "two of the four are there"
+
+
+def test_variables_that_deepspeed_would_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=e0\nTORCH_EXTENSIONS_DIR=/e=1\n\n")
+    spec = load(ROOT / "specs" / "two_nodes.yaml")
+    environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "PYTHONPATH": "/p"}
+    assert forwarded(spec, environ) == {
+        "NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "GLOO_SOCKET_IFNAME": "e0", "TORCH_EXTENSIONS_DIR": "/e=1",
+    }  # fmt: skip
+    assert forwarded(load(ROOT / "specs" / "two_nodes.yaml", ("cluster.launcher=torchrun",)), environ) == {}
+
+
 def test_room_for_what_is_kept(facts: Facts) -> None:
-    """The model of specs/two_nodes.yaml where it was counted; bytes that are known decide."""
+    """Bytes that are known decide."""
     found = seen(facts)
-    place = found.needs.places["output_dir"]
-    needs = {**found.needs.places, "output_dir": Place("/runs", 3 * GIB, 9 * GIB)}
-    object.__setattr__(found.needs, "places", needs)  # frozen: a test's own value
+    places = {**found.needs.places, "output_dir": Place("/runs", 3 * GIB, 9 * GIB)}
+    object.__setattr__(found.needs, "places", places)  # frozen: a test's own value
     for free, expected in ((2, "failure"), (5, "warning"), (10, "pass")):
         facts["node2"]["storage"]["folders"]["output_dir"] = {
             "path": "/x",
@@ -199,7 +230,6 @@ def test_room_for_what_is_kept(facts: Facts) -> None:
         }
         level = [f.level for f in findings_of(found) if (f.check, f.host) == ("space", "node2")]
         assert expected in level
-    assert place.least is None or place.wanted is not None
 
 
 @pytest.mark.parametrize(
