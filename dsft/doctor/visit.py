@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from dsft.doctor.probe import MARKER
+from dsft.errors import WorldError
 from dsft.launch.remote import ROOT, module_command
 
 PROBE = "dsft.doctor.probe"
@@ -130,8 +131,9 @@ def _talk(talk: _Talk, first: Facts, command: Command) -> None:
                 command(talk.host), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
-            talk.silence = Silence(127, f"{error.filename}: {error.strerror}")
+        except (OSError, WorldError) as error:  # no such program; no host's name
+            said = [f"{error.filename}: {error.strerror}"] if isinstance(error, OSError) else [str(error)]
+            talk.silence = Silence(127 if isinstance(error, OSError) else 1, said[0])
             talk.answers.put(None)
             return
         _exchange(talk, talk.process, first, said)
@@ -165,7 +167,11 @@ def _answer(stdout: IO[bytes], said: list[str]) -> Facts | None:
     for line in stdout:
         before, marker, after = line.decode(errors="replace").partition(MARKER)
         if marker:
-            found: Facts = json.loads(after)
+            try:
+                found: Facts = json.loads(after)
+            except ValueError:  # it was cut off
+                said.append(after.strip()[:200])
+                return None
             return found
         if before.strip() and len(said) < 5:
             said.append(before.strip()[:200])

@@ -44,7 +44,7 @@ def address_of(host: str, part: Mapping[str, Any]) -> str | None:
     name = chosen(part)
     if name is not None:
         found = part["interfaces"].get(name, {}).get("addresses", [])
-        return next(iter(sorted(found, key=_is_6)), None)
+        return next((each for each in sorted(found, key=_is_6) if not _is_of_link(each)), None)
     resolved = part["resolved"].get(part["hostname"]) or []
     return next((each for each in sorted(resolved, key=_is_6) if not _is_loopback(each)), None)
 
@@ -152,6 +152,11 @@ def connections(seen: Seen) -> Iterator[Finding]:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_of_link(address: str) -> bool:
+    """An fe80::… means nothing without the interface of the one who calls it."""
+    return ipaddress.ip_address(address).is_link_local
 
 
 def _is_6(address: str) -> bool:

@@ -255,6 +255,9 @@ def test_addresses_that_others_try(facts: Facts) -> None:
     assert targets(facts, "node1", 29500) == {
         "node1 (port 29500)": ("node1", 29500), "node1": ("10.77.0.1", 40000), "node2": ("10.77.0.2", 40000),
     }  # fmt: skip
+    only_6 = {**facts["node1"]["network"], "named": "e0"}
+    only_6["interfaces"]["e0"]["addresses"] = ["fe80::1", "fd00::1"]
+    assert address_of("node1", only_6) == "fd00::1"
     facts["node1"]["listening"]["port"] = "process 7 (python)"
     assert "node1 (port 29500)" not in targets(facts, "node1", 29500), "another's port says nothing"
 
