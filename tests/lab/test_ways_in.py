@@ -153,9 +153,15 @@ def srun(place: Place, name: str) -> str:
         return _well(place.lab.run("node1", words, timeout=LATE))
 
 
+def dsft_launch(place: Place, name: str) -> str:
+    words = ["dsft", "launch", str(place.spec), f"name={name}"]
+    return _well(place.lab.run("node1", words, timeout=LATE))
+
+
 WAYS = {
     "deepspeed": deepspeed, "openmpi": openmpi, "torchrun": torchrun, "rendezvous": rendezvous,
     "variables": variables, "flags": flags, "host_variables": host_variables, "srun": srun,
+    "dsft_launch": dsft_launch,
 }  # fmt: skip
 
 
