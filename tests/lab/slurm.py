@@ -29,6 +29,8 @@ GPUS = "AutoDetect=off\nName=gpu File=/dev/full\nName=gpu File=/dev/zero\n"
 CONFIG = """ClusterName=lab
 SlurmctldHost={first}({address})
 AuthType=auth/munge
+AuthInfo=cred_expire=5
+SchedulerParameters=bf_interval=2,sched_interval=2
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

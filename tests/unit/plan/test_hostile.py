@@ -20,20 +20,13 @@ from dsft.plan.torchrun import torchrun_script
 from dsft.spec.hosts import is_host
 from dsft.spec.ranges import expand
 from dsft.spec.schema import Cluster
+from tests.unit.plan.hostile import ATTACKS, argument, armed
 from tests.unit.plan.recording import Stage
 
 EXAMPLES, AT_ONCE = 90, 12
 QUICK = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=(Phase.generate,),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)  # fmt: skip
-
-# HIT becomes `touch …/canary`: whoever runs one of these, in whatever way, leaves the file.
-ATTACKS = (
-    "$(HIT)", "`HIT`", "; HIT;", "& HIT &", "| HIT", "&& HIT #", "|| HIT", "\nHIT\n", "\r\nHIT", "'; HIT; '",
-    '"; HIT; "', "'$(HIT)'", '"$(HIT)"', "\\$(HIT)", "$'\\n'HIT", "<(HIT)", ">(HIT)", "${x:-$(HIT)}",
-    "a[$(HIT)]", "((a[$(HIT)]))", "-oProxyCommand=HIT", "-o ProxyCommand=HIT", "-lHIT", "-F HIT", "--rsh=HIT",
-    "@all", "*", "~", "%h", "$IFS", "${PATH}", "!!", "{a,b}", "\x1b[2J", "\x7f", "é\u202e", "\udcff",
 )  # fmt: skip
 
 
@@ -45,21 +38,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     assert not (stage.root / "canary").exists()
 
 
-def armed(texts: list[str], stage: Stage) -> list[str]:
-    return [text.replace("HIT", f"touch {stage.root}/canary") for text in texts]
-
-
-# What an argument of a process can be: any bytes but NUL.
-plain = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
-raw = st.binary(max_size=8).map(lambda data: os.fsdecode(data.replace(b"\0", b"")))
-argument = st.lists(st.one_of(st.sampled_from(ATTACKS), plain, raw), max_size=4).map("".join)
 arguments = st.lists(argument, min_size=AT_ONCE, max_size=AT_ONCE)
 
 
 def test_the_attacks_are_real(tmp_path: Path) -> None:
     """A script that leaves one unquoted would run it."""
     ran = 0
-    for attack in armed(list(ATTACKS), Stage(tmp_path)):
+    for attack in armed(ATTACKS, tmp_path):
         subprocess.run(["bash", "-c", os.fsencode(f"echo {attack}")], cwd=tmp_path, capture_output=True)
         ran += (tmp_path / "canary").exists()
         (tmp_path / "canary").unlink(missing_ok=True)
@@ -70,7 +55,7 @@ def test_the_attacks_are_real(tmp_path: Path) -> None:
 @given(arguments)
 def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
     """Given to `dsft generate`, they stand in the scripts; given to a script, they follow."""
-    texts = armed(texts, stage)
+    texts = armed(texts, stage.root)
     generated, typed = texts[: AT_ONCE // 2], texts[AT_ONCE // 2 :]
     cluster = Cluster(hosts={"node1": 1, "node2": 1})
     place = ("x", "dsft/train.py", "specs/x.yaml", generated)
@@ -87,8 +72,8 @@ def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
 @QUICK
 @given(st.lists(argument, min_size=3, max_size=3), st.lists(argument.filter(str.isprintable), max_size=3))
 def test_paths_and_variables_of_a_script_arrive(stage: Stage, texts: list[str], values: list[str]) -> None:
-    train, spec, override = armed(texts, stage)
-    env = {f"V{number}": value for number, value in enumerate(armed(values, stage))}
+    train, spec, override = armed(texts, stage.root)
+    env = {f"V{number}": value for number, value in enumerate(armed(values, stage.root))}
     cluster = Cluster(hosts={"localhost": 1}, env=env)
     place = ("x", train or "t", spec, [override])
     seen = Stage(
@@ -112,7 +97,7 @@ names = st.lists(st.one_of(good, bad), min_size=AT_ONCE, max_size=AT_ONCE)
 def test_names_are_hosts_or_refused(stage: Stage, texts: list[str]) -> None:
     """As words of `dsft hostfile`, as lines of a hostfile, as ranges; and in scripts those that are hosts."""
     taken: dict[str, int] = {}
-    for name in armed(texts, stage):
+    for name in armed(texts, stage.root):
         try:
             taken |= dict.fromkeys(expand(name), 1)
         except ValueError:
