@@ -12,7 +12,7 @@ from tests.launching import forked
 
 pytest.importorskip("deepspeed")
 
-HEALTHY, SLOWED = 40, 60
+HEALTHY, SLOWED = 30, 40
 
 
 @pytest.mark.timeout(300)
