@@ -174,6 +174,8 @@ def test_every_way_in_trains_the_same(place: Place, on_one_host: Path, name: str
     for rank in (0, 1):
         assert (found[rank].examples, found[rank].rows) == (alone[rank].examples, alone[rank].rows)
     _equal(place.folder / "runs" / name, on_one_host)
+    for host in ("node1", "node2"):
+        assert len(records(place.folder / "runs" / name, f"host/{host}/step_time")) == STEPS
     assert place.lab.processes() == [], "nothing outlives the run"
 
 
