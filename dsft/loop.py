@@ -176,9 +176,9 @@ def fit(
             micro_batches = run.refer(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
+            stop = asked()
         progress = progress.after(batch, result)
         window.add(batch, result, waited)
-        stop = asked()
 
         planned = plan(schedule, progress.step)
         # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
