@@ -25,6 +25,7 @@ from dsft.job.same import prove_same
 from dsft.job.swap import swap_folders
 from dsft.job.together import together
 from dsft.job.train import train
+from dsft.launch.launched import counted
 from dsft.launch.places import RANKS, Place, check_places, here, rank_map, rank_map_json
 from dsft.loop import Progress
 from dsft.report.jsonl import storage_error
@@ -79,7 +80,9 @@ def meet(job: Job, world: World, say: Say) -> list[Place]:
         check_places(job.promise, places, job.launched)
         missing = len(job.promise.hosts or ()) - len({place.machine for place in places})
         if missing > 0:
-            say(f"warning: {missing} of {job.promise.by} are not here, as cluster.min_hosts allows")
+            are = "is" if missing == 1 else "are"
+            hosts = counted(missing, "host")
+            say(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
     return places
 
 
