@@ -85,7 +85,9 @@ def doctor(
     if bad:
         checks = ", ".join(dict.fromkeys(finding.check for finding in bad))
         command = shlex.join([str(spec), *overrides])
-        raise WorldError(f"{len(bad)} failure(s) ({checks}): a run of {command} could not start; mend them.")
+        raise WorldError(
+            f"a run of {command} could not start ({checks}); do what is said above, then try again."
+        )
     return found
 
 

@@ -47,7 +47,7 @@ class Progress:
 
     def _show(self) -> None:
         if self._shows:
-            text = f"waiting for {listed(self._waiting)} …" if self._waiting else "do they see each other? …"
+            text = f"waiting for {listed(self._waiting)} …" if self._waiting else "the answers are compared …"
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
@@ -68,11 +68,12 @@ def print_findings(
     for line in ["", *network_lines(network)] if network else ():
         print(line)
     counts = Counter(finding.level for finding in found)
-    hosts = f"{len(seen.slots)} host{'s' if len(seen.slots) > 1 else ''}"
-    print(
-        f"\n{hosts} in {seconds:.1f} s: {counts['failure']} failures, {counts['warning']} warnings, "
-        f"{counts['pass']} passed"
-    )
+    told = ", ".join(_counted(counts[level], level) for level in ("failure", "warning"))
+    print(f"\n{_counted(len(seen.slots), 'host')} in {seconds:.1f} s: {told}, {counts['pass']} passed")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _wrapped(begin: str, text: str) -> None:

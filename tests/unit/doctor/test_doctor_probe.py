@@ -230,4 +230,4 @@ def test_json_of_the_command(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert done.returncode == said["exit_code"] == 69
     assert [each["level"] for each in said["findings"]][:1] == ["failure"]
-    assert "error: 1 failure(s) (reach)" in done.stderr
+    assert "could not start (reach); do what is said above" in done.stderr
