@@ -153,6 +153,21 @@ def srun(place: Place, name: str) -> str:
         return _well(place.lab.run("node1", words, timeout=LATE))
 
 
+def sbatch(place: Place, name: str) -> str:
+    """The script that `dsft generate` writes, from the folder that it was made in."""
+    _skip_without_slurm()
+    generated = ["dsft", "generate", str(place.spec), "cluster.launcher=slurm"]
+    _well(place.lab.run("node1", [*generated, "--out", str(place.folder)], timeout=LATE))
+    (script,) = place.folder.glob("**/*.slurm.sh")
+    out = place.folder / "sbatch.out"
+    with place.lab.slurm() as slurm:
+        words = ["sbatch", "--parsable", "--output", str(out), str(script), f"name={name}"]
+        job = _well(place.lab.run("node1", words, cwd=place.folder)).strip()
+        state = slurm.wait(job, LATE)["JobState"]
+    assert state == "COMPLETED", out.read_text()
+    return out.read_text()
+
+
 def dsft_launch(place: Place, name: str) -> str:
     words = ["dsft", "launch", str(place.spec), f"name={name}"]
     return _well(place.lab.run("node1", words, timeout=LATE))
@@ -160,7 +175,7 @@ def dsft_launch(place: Place, name: str) -> str:
 
 WAYS = {
     "deepspeed": deepspeed, "openmpi": openmpi, "torchrun": torchrun, "rendezvous": rendezvous,
-    "variables": variables, "flags": flags, "host_variables": host_variables, "srun": srun,
+    "variables": variables, "flags": flags, "host_variables": host_variables, "srun": srun, "sbatch": sbatch,
     "dsft_launch": dsft_launch,
 }  # fmt: skip
 
