@@ -38,6 +38,7 @@ PATIENCE = 30.0
 _PROC = Path("/proc")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
 _MPI = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"})
+_PDSH = frozenset({"pdsh", "pdsh.bin"})  # Debian's is a script that becomes the other
 _SSHD = frozenset({"sshd", "sshd-session"})
 _NODE, _RUNNER, _AGENT = "deepspeed's launch.py", "deepspeed", "dsft's agent"
 
@@ -204,7 +205,7 @@ def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
     if world is None:
         return ()
     for process in psutil.process_iter():
-        if _name(process) == "pdsh" and world in _words(process) and _same_host(process.pid):
+        if _name(process) in _PDSH and world in _words(process) and _same_host(process.pid):
             parents = _parents(process.pid)[:1]
             runner = [each for each in parents if _kind(each) == _RUNNER]
             return _named([process, *runner], ["pdsh", _RUNNER])

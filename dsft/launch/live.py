@@ -3,7 +3,11 @@ goes where it is to go, it is heard of, it hears signals, and it does not outliv
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from dsft.launch.ancestors import watch
 from dsft.launch.environment import Launched
@@ -13,6 +17,7 @@ from dsft.launch.stopping import Stopping
 
 def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stopping]:
     """To be called once, in the main thread."""
+    sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
     keep_log(environ.get(LOGS), launched.rank, launched.world_size)
     pulse = Pulse(launched.rank, launched.local_rank, environ.get(SOCKET))
     pulse.start()
@@ -20,3 +25,22 @@ def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stoppin
     stopping.listen()
     watch(stopping)
     return pulse, stopping
+
+
+def unbroken(descriptor: int, output: io.TextIOBase | Any) -> io.TextIOWrapper:
+    """`output`, line by line, as a stream to its descriptor; once nobody reads that any more, as when ssh has
+    ended, what is written is lost, and no error: a run that is to save does so."""
+    output.flush()
+    raw = io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=output.encoding, errors="backslashreplace", line_buffering=True)
+
+
+class _Unbroken(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return memoryview(data).nbytes
