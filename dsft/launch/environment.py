@@ -14,6 +14,7 @@ agree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from dsft.errors import WorldError
@@ -28,10 +29,22 @@ from dsft.launch.launched import (
     whole_number,
 )
 
-__all__ = ["RENDEZVOUS", "Launched", "detect", "free_port"]
+__all__ = ["RENDEZVOUS", "Launched", "detect", "free_port", "names_a_place"]
 
 AGENT = "DSFT_JOB"
 """Set where `dsft launch` started this process: its five variables go before those of the task around it."""
+
+
+_OF_A_PLACE = re.compile(
+    r"TORCHELASTIC_.*|OMPI_COMM_WORLD_.*|PMI_.*|SLURM_(?:PROCID|NTASKS|NPROCS|LOCALID|NODEID|STEP_?ID|STEP_.*)|"
+    r"NPROC_PER_NODE|NNODES|NODE_RANK"
+)
+
+
+def names_a_place(variable: str) -> bool:
+    """Whether a launcher says by this variable what would be wrong of a child with a place of its own. The
+    five are not among them: whoever gives a place writes them."""
+    return _OF_A_PLACE.fullmatch(variable) is not None
 
 
 def detect(environ: Mapping[str, str]) -> Launched:

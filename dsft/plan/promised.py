@@ -80,7 +80,7 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
                 batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
             except SpecError as error:
                 told = error.problems[0].message
-                yield Finding(path, f"with {count} of {hosts} hosts, {processes} processes: {told}", _HOSTS)
+                yield Finding(path, f"with {count} of {hosts} hosts, a world of {processes}: {told}", _HOSTS)
                 return
 
 

@@ -20,7 +20,7 @@ from socket import socketpair
 from typing import cast
 
 from dsft.errors import DsftError, WorldError
-from dsft.launch.environment import Launched
+from dsft.launch.environment import Launched, names_a_place
 from dsft.reference.passes import Pace, Pass, score_pairs
 
 _TICK = 1.0  # seconds
@@ -165,8 +165,8 @@ class _Child:
 
 
 def _environment(place: Launched) -> Mapping[str, str]:
-    """This process's, but for its place and for what torchrun keeps to itself."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    """This process's, but for its place and for what a launcher says of this process alone."""
+    own = {name: value for name, value in os.environ.items() if not names_a_place(name)}
     place.export(own)
     root = str(Path(__file__).resolve().parents[2])
     own["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

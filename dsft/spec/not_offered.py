@@ -194,8 +194,9 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         in_json="autotuning",
     ),
     NotOffered(
-        "elastic training",
-        "any number of ranks reads a checkpoint: start the same command again with the hosts that are left",
+        "DeepSpeed's elastic training",
+        "set cluster.min_hosts and start torchrun with --nnodes MIN:MAX --max-restarts N, or start the same "
+        "command again with the hosts that are left: any number of ranks reads a checkpoint",
         "elastic elasticity elastic_training enable_elastic_training min_nodes max_nodes",
     ),
     NotOffered(

@@ -82,13 +82,12 @@ def test_what_no_variable_tells_is_found_when_all_have_met(lab: Lab, tmp_path: P
     """The five variables alone name no hosts."""
     spec = write_spec(tmp_path)
     five = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29521"}
-    ranks = [
-        lab.start(
-            host, [sys.executable, str(TRAIN), str(spec), OTHER],
-            env={**five, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=(tmp_path / host).open("w"),
-        )
-        for rank, host in enumerate(("node1", "node2"))
-    ]  # fmt: skip
+    ranks = []
+    for rank, host in enumerate(("node1", "node2")):
+        own = five | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (tmp_path / host).open("w") as err:
+            words = [sys.executable, str(TRAIN), str(spec), OTHER]
+            ranks.append(lab.start(host, words, env=own, stderr=err))
     assert [rank.wait(LATE) for rank in ranks] == [69, 69]
     said = (tmp_path / "node1").read_text()
     assert f"{SAID.format('environment')} on 2 hosts (1 + 1): WORLD_SIZE says so" in said
@@ -99,7 +98,12 @@ def test_a_run_goes_on_with_the_host_that_is_left(lab: Lab, tmp_path: Path) -> N
     """All processes of node2 are killed: torchrun starts again on node1, from the last checkpoint, and the
     losses are those of one host that goes on from there."""
     spec = write_spec(tmp_path)
-    options = [ONE_OF_TWO, "checkpoint={every: 5}", "train.max_steps=40", "train.eval_every=null"]
+    options = [
+        ONE_OF_TWO,
+        "checkpoint={every: 5, keep_last: 20}",
+        "train.max_steps=40",
+        "train.eval_every=null",
+    ]
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "node1:29522", "--rdzv_id", "elastic"]
     words = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max-restarts", "2",
@@ -108,9 +112,9 @@ def test_a_run_goes_on_with_the_host_that_is_left(lab: Lab, tmp_path: Path) -> N
     agents = []
     for host in ("node1", "node2"):
         last_call = ["--rdzv_conf", f"last_call_timeout=2,is_host={int(host == 'node1')}"]
-        out, err = ((tmp_path / f"{host}.{name}").open("w") for name in ("out", "err"))
         argv = [*words[:3], *last_call, *words[3:]]
-        agents.append(lab.start(host, argv, cwd=tmp_path, stdout=out, stderr=err))
+        with (tmp_path / f"{host}.out").open("w") as out, (tmp_path / f"{host}.err").open("w") as err:
+            agents.append(lab.start(host, argv, cwd=tmp_path, stdout=out, stderr=err))
     run = tmp_path / "runs" / "small"
     until = time.monotonic() + LATE
     while not (run / "checkpoints" / "step-10").exists():

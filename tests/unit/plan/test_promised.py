@@ -6,6 +6,7 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.promised import load, promised_batch
+from dsft.plan.worlds import worlds
 
 SPECS = Path(__file__).resolve().parents[3] / "specs"
 TWO_NODES = SPECS / "two_nodes.yaml"
@@ -39,3 +40,24 @@ def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
     assert len(problems("train.global_batch_size=x", "cluster.hosts.node2=4")) == 1
     assert len(problems("train={global_batch_size: 64}")) == 1
     assert len(problems("cluster.hosts.node2=0")) == 1
+
+
+def test_fewer_hosts_are_allowed_where_the_equation_holds_for_each_number() -> None:
+    load(TWO_NODES, ["cluster.min_hosts=1", "train={global_batch_size: 128, micro_batch_size: 8}"])
+    three = "cluster={hosts: {a: 2, b: 2, c: 4}, min_hosts: 2}"
+    load(TWO_NODES, [three, "train={global_batch_size: 96, micro_batch_size: 2}"])
+    (problem,) = problems(three, "train={global_batch_size: 64, micro_batch_size: 2}")
+    assert "cluster.min_hosts: with 2 of 3 hosts, a world of 6: global_batch_size 64 = " in problem
+    (problem,) = problems("cluster.min_hosts=1", "train={micro_batch_size: 8, accumulation_steps: 1}")
+    assert "with fewer hosts a step would have fewer examples; set train.global_batch_size" in problem
+    (problem,) = problems("cluster.min_hosts=3", "train={global_batch_size: 128, micro_batch_size: 8}")
+    assert "cluster.min_hosts: 3 is more than the 2 in cluster.hosts" in problem
+    (problem,) = problems(
+        "cluster={hosts: {a: 1, b: 1}, min_hosts: 1}", "parallel={zero_stage: 1, pipeline_stages: 2}"
+    )
+    assert "with 1 of 2 hosts, a world of 1: 2 does not divide the 1 processes" in problem
+
+
+def test_the_numbers_of_processes_that_so_many_hosts_have() -> None:
+    assert worlds({"a": 2, "b": 2, "c": 4}, 1) == {1: {2, 4}, 2: {4, 6}, 3: {8}}
+    assert worlds(dict.fromkeys(map(str, range(400)), 8), 399) == {399: {3192}, 400: {3200}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsft.errors import CheckpointError, DsftError, OutOfMemoryError, WorldError
-from dsft.launch.environment import Launched
+from dsft.launch.environment import Launched, detect
 from dsft.reference import children
 from dsft.reference.children import End, _attend, _Child, _environment
 from dsft.reference.passes import Pace
@@ -99,8 +99,12 @@ def test_a_child_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("MASTER_PORT", "1")
+    task = dict(SLURM_STEP_ID="0", SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_LOCALID="0", NNODES="1")
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     own = _environment(Launched("torchrun", 3, 4, 1, "host-0", 2345))
     assert not [name for name in own if name.startswith("TORCHELASTIC")]
+    assert detect(own).rank == 3, "the task around it has another place"
     assert (own["RANK"], own["WORLD_SIZE"], own["LOCAL_RANK"]) == ("3", "4", "1")
     assert (own["MASTER_ADDR"], own["MASTER_PORT"], own["DS_ACCELERATOR"]) == ("host-0", "2345", "cpu")
