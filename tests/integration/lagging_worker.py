@@ -53,9 +53,9 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and the rank goes on
 try:
     while os.getppid() == rank:
         os.kill(rank, signal.SIGSTOP)
-        time.sleep(0.03)
+        time.sleep(0.04)
         os.kill(rank, signal.SIGCONT)
-        time.sleep(0.02)
+        time.sleep(0.015)
 finally:
     os.kill(rank, signal.SIGCONT)
 """
