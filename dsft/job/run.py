@@ -28,7 +28,7 @@ from dsft.job.train import train
 from dsft.launch.launched import counted
 from dsft.launch.places import RANKS, Place, check_places, here, rank_map, rank_map_json
 from dsft.loop import Progress
-from dsft.report.jsonl import storage_error
+from dsft.report.jsonl import STEP, read_metrics, storage_error
 from dsft.report.sinks import check_installed
 
 
@@ -50,6 +50,7 @@ def run(job: Job) -> None:
             say(line)
         start = resume_point(job, world, say)
         progress = Progress(**start.state["progress"]) if start else Progress()
+        progress = replace(progress, owes_evaluation=still_owes(progress, job.folder, world))
         # Where the spec says how many steps there are, no row need be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
@@ -84,6 +85,16 @@ def meet(job: Job, world: World, say: Say) -> list[Place]:
             hosts = counted(missing, "host")
             say(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
     return places
+
+
+def still_owes(progress: Progress, folder: Path, world: World) -> bool:
+    """Whether the evaluation that a stop has put off was made and reported by no later start either."""
+
+    def is_told() -> bool:
+        records = read_metrics(folder / "metrics.jsonl")
+        return any(record[STEP] == progress.step and "eval/loss" in record for record in records)
+
+    return progress.owes_evaluation and not world.first(is_told)
 
 
 def take_folder(folder: Path, held: ExitStack) -> None:
