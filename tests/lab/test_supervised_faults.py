@@ -180,30 +180,3 @@ def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path)
         code, said = run.ended(began, 10)
     assert code == 75, said
     assert (run.logs / "rank-1.log").read_text().rstrip().endswith("saved")
-
-
-def test_a_run_goes_on_through_faults_and_stops_on_request(lab: Lab, tmp_path: Path) -> None:
-    """Real training: a rank killed, another one stopped for good, then SIGTERM; each start goes on from the
-    last checkpoint of the one before."""
-    command = "from dsft.cli import main; main()"
-    words = ["launch", "small.yaml", "train.max_steps=2000", "train.eval_every=null", "checkpoint.every=3"]
-    words += ["cluster.hang_timeout=10", "--restarts", "2"]
-    with running(lab, tmp_path, ["-c", command, *words]) as run:
-        until(lambda: run.stepping(4))
-        run.signal_rank(1, signal.SIGKILL)
-        until(lambda: run.stepping(8, attempt=2))
-        run.signal_rank(0, signal.SIGSTOP)
-        until(lambda: run.stepping(12, attempt=3))
-        began = time.monotonic()
-        run.command.send_signal(signal.SIGTERM)
-        code, said = run.ended(began, 30)
-    assert code == 75, said
-    assert re.search(r"rank 1 on node2, step \d+: was killed by signal 9", said)
-    assert re.search(r"rank 0 on node1, step \d+: has given no sign of life", said)
-    assert "train.py" in (run.logs / "rank-0.stack").read_text()
-    starts = [int(found) for found in re.findall(r"^going on from step (\d+)", said, re.MULTILINE)]
-    saved = [int(found) for found in re.findall(r"checkpoints/step-(\d+) is committed", said)]
-    assert len(starts) == 2 and 0 < starts[0] < starts[1] < saved[-1]
-    assert set(starts) <= set(saved)
-    steps = [int(found) for found in re.findall(r"^step (\d+)/2000 ", said, re.MULTILINE)]
-    assert saved[-1] == steps[-1], "the step that was being made when it was asked to stop is saved"
