@@ -78,6 +78,7 @@ from dsft.reference.lookup import look_up
 from dsft.spec.schema import Spec
 from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
+from tests.process_groups import own_groups
 
 VOCABULARY, SEED = 128, 11
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -145,7 +146,8 @@ def main(output: Path, words: list[str]) -> None:
 
 def run(case: Case, world: World) -> dict[str, Any]:
     try:
-        return compare(case, world)
+        with own_groups():
+            return compare(case, world)
     finally:
         groups.mpu = None
         gc.collect()
