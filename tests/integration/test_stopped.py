@@ -1,0 +1,155 @@
+"""A run under a launcher that was typed by hand is stopped, or has a process killed, again and again: each
+time all of its processes end soon, and the next start goes on, at last bit for bit as one without a break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.runs import records, trained, write_spec
+from tests.launching import ROOT, end_group, forked, free_port
+
+SLOW = ROOT / "tests" / "integration" / "slow.py"
+STEPS = 60
+LIMIT = 5.0  # seconds from a kill to the end of the last process
+SAVES = 30.0  # seconds, as long as launchers wait for ranks that they have asked to end
+
+
+class Typed:
+    """A launcher's command with two ranks in `folder`, which has a spec."""
+
+    def __init__(self, launcher: str, folder: Path, words: Sequence[str] = ()) -> None:
+        program = Path(sys.executable).parent / launcher
+        port = ["--master_port", str(free_port())]
+        ranks = {"deepspeed": ["--num_gpus", "2"], "torchrun": ["--nproc_per_node", "2"]}[launcher]
+        self.said = folder / f"said-{len(list(folder.glob('said-*')))}"
+        with self.said.open("w") as out:
+            self.process = subprocess.Popen(
+                [str(program), *ranks, *port, str(SLOW), str(folder / "small.yaml"), *words],
+                cwd=folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def processes(self) -> list[psutil.Process]:
+        command = psutil.Process(self.process.pid)
+        return [command, *command.children(recursive=True)]
+
+    def rank(self, number: int) -> psutil.Process:
+        for each in self.processes():
+            with suppress(psutil.Error):
+                if "--world_info" not in " ".join(each.cmdline()) and each.environ().get("RANK") == str(
+                    number
+                ):
+                    return each
+        raise LookupError(f"rank {number}: {self.said.read_text()}")
+
+    def launch(self) -> psutil.Process:
+        return next(each for each in self.processes() if "deepspeed.launcher.launch" in each.cmdline())
+
+    def wait_for_steps(self, number: int) -> None:
+        deadline = time.monotonic() + 120
+        while self.said.read_text().count(f"/{STEPS}  loss") < number:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+            time.sleep(0.05)
+
+    def end_after(self, fault: Callable[[], object]) -> tuple[float, int]:
+        """Seconds to the end of the last process, and the command's exit code."""
+        all_of_it = self.processes()
+        began = time.monotonic()
+        fault()
+        code = self.process.wait(60)
+        alive = psutil.wait_procs(all_of_it, timeout=60)[1]
+        assert not alive, f"{alive} live on: {self.said.read_text()}"
+        return time.monotonic() - began, code
+
+
+@contextmanager
+def typed(launcher: str, folder: Path, *words: str) -> Iterator[Typed]:
+    run = Typed(launcher, folder, words)
+    ranks: list[psutil.Process] = []
+    try:
+        run.wait_for_steps(3)
+        ranks = run.processes()
+        yield run
+    finally:
+        end_group(run.process.pid)
+        for each in ranks:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        run.process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("stopped")
+    path = write_spec(made)
+    text = path.read_text().replace("max_steps: 10, eval_every: 5", f"max_steps: {STEPS}, eval_every: 5")
+    path.write_text(text.replace("{every: 4}", "{every: 40}"))
+    return made
+
+
+def latest(folder: Path) -> int:
+    return int(
+        (folder / "runs" / "small" / "checkpoints" / "latest").read_text().strip().removeprefix("step-")
+    )
+
+
+def goes_on_from(run: Typed, step: int) -> bool:
+    return f"going on from step {step}: " in run.said.read_text()
+
+
+@pytest.mark.timeout(600)
+def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path) -> None:
+    with typed("deepspeed", folder) as run:  # one rank is asked: all save the same step
+        seconds, code = run.end_after(lambda: run.rank(1).terminate())
+        assert (code, seconds < SAVES) == (75, True)
+        saved = latest(folder)
+        assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in run.said.read_text()
+
+    with typed("deepspeed", folder) as run:  # M11: raw ranks train on, nobody's children
+        assert goes_on_from(run, saved)
+        seconds, code = run.end_after(run.process.terminate)
+        assert (code, seconds < LIMIT) == (-signal.SIGTERM, True)
+        assert saved < latest(folder), "it was saved on the way"
+        saved = latest(folder)
+
+    with typed("deepspeed", folder) as run:  # M12: launch.py is killed; deepspeed itself says 0
+        assert goes_on_from(run, saved)
+        seconds, _ = run.end_after(lambda: run.launch().kill())
+        assert seconds < LIMIT and latest(folder) == saved
+
+    with typed("torchrun", folder) as run:  # M9
+        assert goes_on_from(run, saved)
+        seconds, code = run.end_after(lambda: run.rank(1).kill())
+        assert (code, seconds < LIMIT) == (1, True)
+
+    with typed("torchrun", folder) as run:  # Ctrl-C: a terminal signals the whole group
+        assert goes_on_from(run, saved)
+        seconds, code = run.end_after(lambda: os.killpg(run.process.pid, signal.SIGINT))
+        assert (code, seconds < SAVES) == (1, True)
+        assert saved < latest(folder)
+        saved = latest(folder)
+
+    # Its time is over before its first step, and it gets somewhere all the same.
+    limited = forked(
+        SLOW, 2, [str(folder / "small.yaml"), "cluster.hosts={localhost: 2}", "cluster.time_limit=1"]
+    )
+    assert limited.returncode != 0 and "by cluster.time_limit, and saved" in limited.stderr
+    assert saved < latest(folder) < STEPS
+
+    trained(folder / "small.yaml")
+    whole = folder / "whole"
+    trained(folder / "small.yaml", f"output_dir={whole}")
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert records(folder / "runs" / "small", key) == records(whole / "small", key), key
+    assert (folder / "runs" / "small" / "export" / "model.safetensors").read_bytes() == (
+        whole / "small" / "export" / "model.safetensors"
+    ).read_bytes()
