@@ -17,6 +17,7 @@ from tests.launching import forked, on_the_cpu
 from tests.parity.cases import Case, cases
 
 WORKER = Path(__file__).with_name("worker.py")
+FARTHER = 2.0
 SECONDS = 900  # a launch; one that takes longer hangs, and its processes are ended
 
 
@@ -47,6 +48,10 @@ def test_equals_the_plain_loop(case: Case) -> None:
     assert case.name in results, log
     found = results[case.name]
     beyond = {name: found[name] for name, bound in case.bounds().items() if not found[name] <= bound}
+    # Processors round differently: two float32 gradients that are each 1e-6 from the exact one may be farther
+    # than that from each other. The engine's may be no more than twice as far from it as the plain loop's.
+    if 0 < found["farther"] <= FARTHER:
+        beyond.pop("gradient")
     assert not beyond, f"bounds {case.bounds()}, found {found}"
     assert not found["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
 

@@ -8,6 +8,8 @@ fresh        |first weight − whole model's|, absolute: the same model in every
 loss         |step's loss − plain|, absolute, over the steps
 gradient     |gradient − plain| ÷ the tensor's largest |element|, over tensors and steps, before clipping, and
              both at the engine's weights of that step: the rounding of earlier steps stands under `weights`
+farther      where that is beyond the case's bound, in fp32: the same of the engine against the plain loop in
+             float64 ÷ the same of the plain loop itself; 0 where it is within
 norm         |gradient norm − plain| ÷ plain, over the steps
 weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
 change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
@@ -219,14 +221,19 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     expected = plain.train(model, task.losses, steps, plain_optimizer(case, model), case.max_norm, skipped)
     evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
     expected_evaluation = plain.evaluate(model, task.held_out, held_out)
-    gradient_apart, metrics_apart = [], []
+    gradient_apart, metrics_apart, farther = [], [], 0.0
     for i in applied:
-        gradient_apart.append(relative(gathered[i], plain.gradient(model, task.losses, before[i], steps[i])))
+        gradient = plain.gradient(model, task.losses, before[i], steps[i])
+        gradient_apart.append(relative(gathered[i], gradient))
         metrics_apart.append(metrics_differ(records[i], task.losses))
+        if case.precision == "fp32" and gradient_apart[-1] > case.bounds()["gradient"]:
+            exact = plain.gradient(copy.deepcopy(model).double(), task.losses, before[i], steps[i])
+            farther = max(farther, relative(gathered[i], exact) / relative(gradient, exact))
     return {
         "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
         "loss": max(abs(a["/loss"] - b) for a, b in zip(records, expected.losses, strict=True)),
         "gradient": max(gradient_apart),
+        "farther": farther,
         "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
         "weights": relative(final, expected.weights),
         "change": distance(final, expected.weights) / distance(expected.weights, start),
