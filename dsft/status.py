@@ -181,7 +181,7 @@ def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Sta
         return replace(found, state="failed", why=why)
     if age is None or age > STALE:
         old = "has no time" if age is None else f"is {age:.0f} seconds old"
-        why = f"status.json {old}, its supervisor writes it every 2: {who} or the disk does not answer"
+        why = f"status.json {old}, which should be 2 seconds: its supervisor, {who}, or the disk is silent"
         return replace(found, state="silent", why=why)
     start = f", start {told['attempt']}" if told.get("attempt", 1) > 1 else ""
     return replace(found, state=state, why=f"dsft launch by {told.get('launcher')}: {who}{start}")
@@ -202,9 +202,9 @@ def _alone(found: Status, folder: Path) -> Status:
 
 def _ranks(told: Mapping[str, Any], age: float) -> list[Rank]:
     """Ages as of now: status.json's, and its own."""
-    ranks = told.get("ranks")
+    ranks = told.get("ranks") or {}
     found = []
-    for number, each in sorted(ranks.items(), key=lambda item: int(item[0])) if ranks else ():
+    for number, each in sorted(ranks.items(), key=lambda item: int(item[0])):
         since = [None if each.get(key) is None else round(each[key] + age, 1) for key in _AGES]
         found.append(
             Rank(int(number), str(each["host"]), each.get("pid"), each.get("step"), each.get("phase"), *since)
@@ -250,9 +250,12 @@ def _json(path: Path) -> dict[str, Any] | None:
     """None where there is none, or it is not whole."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(found, dict):
+            return None
+        _ranks(found, 0.0)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # of another version, or edited
         return None
-    return found if isinstance(found, dict) else None
+    return found
 
 
 def _tail(path: Path) -> list[str]:

@@ -41,6 +41,7 @@ from dsft.plan.layout import layout
 from dsft.plan.pinned import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
+from dsft.report.redact import redact_command
 
 RANK_0_SPEAKS = 3.0
 """Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     process where ranks are not yet known, and on the rank that alone knows it."""
     options, rank, pulse = parse(arguments), 0, Pulse(0, 0, None)
     try:
-        become_torchrun(arguments)
+        become_torchrun(arguments, options)
         launched = detect(os.environ)
         rank = launched.rank
         pulse, stopping = live(launched, os.environ)
@@ -76,11 +77,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def become_torchrun(arguments: Sequence[str]) -> None:
-    """Where flags or variables say how many hosts there are and which this is; does not return then."""
+def become_torchrun(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Where flags or variables say how many hosts there are and which this is; does not return then. The spec
+    is read before: behind a rank that refuses it torchrun shows a traceback of its own."""
     argv = torchrun_argv(arguments, os.environ, str(Path(__file__).resolve()))
     if argv is not None:
-        print(f"launcher: this process becomes torchrun: {shlex.join(argv[2:])}", flush=True)
+        load(options.spec, options.overrides)
+        words = shlex.join(redact_command(argv[2:], os.environ))
+        print(f"launcher: this process becomes torchrun: {words}", flush=True)
         os.execv(argv[0], argv)
 
 

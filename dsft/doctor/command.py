@@ -25,7 +25,7 @@ from dsft.doctor.network import Network, measure, unreached
 from dsft.doctor.seen import Seen
 from dsft.doctor.show import Progress, as_json, print_findings
 from dsft.doctor.visit import Visits, commands, slurm_command, visit
-from dsft.errors import WorldError
+from dsft.errors import Problem, SpecError, WorldError
 from dsft.launch.allocation import NODES, allocation
 from dsft.launch.remote import module_command
 from dsft.plan.promised import load
@@ -70,6 +70,9 @@ def doctor(
 ) -> Sequence[Finding]:
     """Print what was found. network: measure the links too; expect_gbit: of each, in place of what it is
     compared with. WorldError where a run could not start."""
+    if expect_gbit is not None and not network:
+        what = f"{expect_gbit:g} is not compared with anything without --network; give that too"
+        raise SpecError("The command line cannot be used.", [Problem("--expect-gbit", what)])
     began = time.monotonic()
     needs = _needs(spec, overrides, None, None, None)
     with Progress(list(needs.hosts), quiet=as_json_text) as progress:

@@ -62,6 +62,26 @@ def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
     return promise
 
 
+def check_hosts(cluster: Cluster | None, hosts: Mapping[str, int], source: str) -> None:
+    """Ahead of a start: raises WorldError where the ranks on these hosts (host -> slots) would break the
+    cluster's promise. source: where the hosts stand."""
+    if cluster is None:
+        return
+    promised, slots = cluster.hosts, list(hosts.values())
+    possible = worlds(promised, cluster.min_hosts or len(promised))
+    if sum(slots) in possible.get(len(slots), ()) and not Counter(slots) - Counter(promised.values()):
+        return
+    raise WorldError(
+        f"cluster.hosts promises {counted(sum(promised.values()), 'process')} ({_listed(promised)}) but "
+        f"{source} has {sum(slots)} ({_listed(hosts)}); give one with as many hosts and slots, or change "
+        "cluster.hosts."
+    )
+
+
+def _listed(hosts: Mapping[str, int]) -> str:
+    return " + ".join(f"{host} {slots}" for host, slots in hosts.items())
+
+
 def _check_numbers(promise: Promise, launched: Launched) -> None:
     assert promise.hosts is not None
     possible = worlds(promise.hosts, promise.fewest)
@@ -81,7 +101,6 @@ def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) ->
     """What was expected, what came, the likely cause. slots: processes of each host that came, None where
     that is not known."""
     assert promise.hosts is not None
-    listed = " + ".join(f"{host} {slots}" for host, slots in promise.hosts.items())
     fewer = f", or of at least {promise.fewest} of these hosts" if promise.fewest < len(promise.hosts) else ""
     came = f"{launched.world_size}"
     if slots is not None and (len(slots) > 1 or len(promise.hosts) > 1):
@@ -89,8 +108,8 @@ def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) ->
     elif launched.hosts is not None and len(promise.hosts) > 1:
         came += f" on {counted(launched.hosts, 'host')}"
     return WorldError(
-        f"{promise.by} promises {sum(promise.hosts.values())} processes ({listed}){fewer} but "
-        f"{launched.launcher} started {came}: {_cause(promise, launched)}."
+        f"{promise.by} promises {sum(promise.hosts.values())} processes ({_listed(promise.hosts)}){fewer} "
+        f"but {launched.launcher} started {came}: {_cause(promise, launched)}."
     )
 
 

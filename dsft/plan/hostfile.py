@@ -73,9 +73,11 @@ def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
 
 def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
     """ValueError with the reason."""
-    if slots is not None:
-        return expand(word), slots
     names, colon, number = word.rpartition(":")
+    if slots is not None:
+        if colon and ":" not in names and number.isdecimal():
+            raise ValueError(f"has slots of its own, and --slots {slots} was given; leave one of them out")
+        return expand(word), slots
     if not colon:
         raise ValueError("has no number of slots; write it like node[01-16]:8, or give --slots")
     if not re.fullmatch(r"[0-9]{1,6}", number):

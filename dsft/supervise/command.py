@@ -20,6 +20,7 @@ from pathlib import Path
 from dsft.checkpoint.lock import hold
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError
 from dsft.launch.allocation import allocation
+from dsft.launch.promise import check_hosts
 from dsft.launch.remote import module_command
 from dsft.plan.hostfile import parse
 from dsft.plan.promised import load
@@ -119,7 +120,14 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
 
 
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
-    """Host -> slots: of --hostfile, of the Slurm job, of the spec, else all devices of this machine."""
+    """Host -> slots: of --hostfile, of the Slurm job, of the spec, else all devices of this machine.
+
+    Raises SpecError where --num_gpus has nothing to say, WorldError where the spec promises other hosts.
+    """
+    others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
+    if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
+        what = f"{options.num_gpus} would go unheard, since {others} says how many processes there are"
+        raise SpecError("The command line cannot be used.", [Problem("--num_gpus", f"{what}; leave it out")])
     if options.hostfile is not None:
         try:
             text = options.hostfile.read_text(encoding="utf-8")
@@ -128,7 +136,9 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
                 f"--hostfile {options.hostfile} cannot be read ({error.strerror}); give one that exists, or "
                 "leave it out."
             ) from None
-        return parse(text, str(options.hostfile))
+        hosts = parse(text, str(options.hostfile))
+        check_hosts(spec.cluster, hosts, f"--hostfile {options.hostfile}")
+        return hosts
     if slurm:
         return of_slurm(spec, os.environ)
     if spec.cluster is not None:
@@ -235,7 +245,7 @@ def supervised(start: Start, asked: Requests, wake: int, tell: Tell) -> int:
             outcome = one_attempt(start, world, asked, wake, tell, seen)
             again = wants_another(outcome, attempt, start, asked)
             if again:
-                found = reachable(start, outcome)
+                found = reachable(start, outcome, asked)
                 again = found is not None
                 hosts = found or hosts
             if not again:
@@ -277,9 +287,10 @@ def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests)
     return failed and not asked.stops and attempt <= start.options.restarts
 
 
-def reachable(start: Start, outcome: Outcome) -> dict[str, int] | None:
+def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
     """The hosts of the next start: all that were promised, once they answer; those that do, where the spec's
-    cluster.min_hosts allows so few. None where they are too few for RETURN seconds."""
+    cluster.min_hosts allows so few. None where they are too few for RETURN seconds, or a stop was asked for
+    meanwhile."""
     promised, cluster = start.world.hosts, start.spec.cluster
     if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
         return dict(promised)
@@ -291,7 +302,7 @@ def reachable(start: Start, outcome: Outcome) -> dict[str, int] | None:
         answering = {host: slots for host, slots in promised.items() if host not in silent}
         if len(answering) >= fewest:
             return answering
-        if time.monotonic() > until:
+        if time.monotonic() > until or asked.stops:
             return None
         time.sleep(PAUSE)
 

@@ -4,6 +4,7 @@ gives the one that the others follow from. Pure.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -65,7 +66,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
 def _is_told(failure: Failure) -> bool:
     """It said what was wrong, or a signal that no launcher sends killed it."""
     return failure.message is not None or (
-        failure.code is not None and failure.code > 128 + 0 and failure.code != 143
+        failure.code is not None and failure.code > 128 and failure.code != 128 + signal.SIGTERM
     )
 
 

@@ -200,3 +200,10 @@ def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         MissingInputError, match="nothing is no run's folder, and no name of one; runs/ has two"
     ):
         folder_of("nothing")
+
+
+@pytest.mark.parametrize("ranks", ['{"0": null}', '{"x": {"host": "a"}}', "[1]", '{"0": {"pulse_age": "a"}}'])
+def test_a_status_json_that_is_not_ours_is_passed_over(run: Path, ranks: str) -> None:
+    text = f'{{"state": "running", "host": "a", "pid": 1, "ranks": {ranks}}}'
+    (run / "logs/status.json").write_text(text)
+    assert status_of(run).state == "stopped"

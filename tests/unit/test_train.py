@@ -88,3 +88,12 @@ def test_what_launchers_add_is_no_mistake() -> None:
         options = parse([option, "specs/x.yaml", "train.seed=1", "--deepspeed"])
         assert (options.spec, options.overrides) == (Path("specs/x.yaml"), ["train.seed=1"])
     assert parse(["train.seed=1"]).spec == QUICKSTART == ROOT / "specs" / "quickstart.yaml"
+
+
+def test_a_wrong_spec_is_told_before_this_process_becomes_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: became.extend(argv))
+    assert main(["--num_gpus=2", "specs/zero2.yaml", "train.foo=3"]) == 2
+    assert "there is no such key in train" in capsys.readouterr().err and not became

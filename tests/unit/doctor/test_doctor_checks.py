@@ -13,10 +13,11 @@ from dsft.doctor import needs
 from dsft.doctor.checks.build import left_over
 from dsft.doctor.checks.network import address_of, chosen, targets
 from dsft.doctor.checks.reach import fault
-from dsft.doctor.command import findings_of
+from dsft.doctor.command import doctor, findings_of
 from dsft.doctor.needs import Place, forwarded, needs_of
 from dsft.doctor.seen import Seen
 from dsft.doctor.visit import Silence, Visits
+from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
 from dsft.plan.promised import load
 
@@ -295,3 +296,8 @@ def test_words_of_a_host_that_did_not_answer(code: int | None, said: str, expect
     finding = fault("node2", Silence(code, said))
     assert finding.value.startswith(expected), finding.value
     assert finding.level == "failure" and finding.do
+
+
+def test_a_speed_to_expect_needs_the_network() -> None:
+    with pytest.raises(SpecError, match="not compared with anything without --network"):
+        doctor(Path("specs/zero2.yaml"), (), expect_gbit=25)

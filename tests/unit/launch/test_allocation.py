@@ -87,6 +87,12 @@ def test_words_that_are_no_hosts_are_refused(words: list[str], reason: str) -> N
     assert reason in str(error.value)
 
 
+def test_slots_that_are_said_twice_are_refused() -> None:
+    with pytest.raises(SpecError, match="has slots of its own, and --slots 4 was given"):
+        of_words(["node1:8"], 4)
+    assert of_words(["fe80::1"], 4) == {"fe80::1": 4}
+
+
 def test_a_hostfile_that_differs_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "hostfiles" / "two"
     put({"a": 1, "b": 2}, path, force=False)

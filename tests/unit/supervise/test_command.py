@@ -1,0 +1,58 @@
+"""What `dsft launch` refuses before it starts anything, and what Ctrl-C does while it waits for a host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsft.cli import app
+from dsft.supervise import command
+from dsft.supervise.attempt import Outcome, Requests
+from dsft.supervise.verdict import Failure
+
+ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([TWO, "--num_gpus", "4"], 2, "--num_gpus: 4 would go unheard, since cluster.hosts says"),
+        (["specs/zero2.yaml", "--num_gpus", "4", "--hostfile", "two"], 2, "since --hostfile says"),
+        (["specs/zero2.yaml", "--num_gpus", "4", "--launcher", "slurm"], 2, "since the Slurm job says"),
+        (
+            [ONE, "--hostfile", "two"], 69,
+            "cluster.hosts promises 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
+        ),
+        ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
+    ],
+)  # fmt: skip
+def test_what_would_go_unheard_or_break_the_promise_is_refused(
+    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "specs").symlink_to(Path("specs").absolute())
+    (tmp_path / "two").write_text("a slots=8\nb slots=8\n")
+    (tmp_path / "uneven").write_text("a slots=12\nb slots=4\n")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["launch", *words, "--dry-run"])
+    error = done.exception
+    assert getattr(error, "exit_code", None) == code and said in str(error), done.output
+
+
+def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path) -> None:
+    hostfile = tmp_path / "two"
+    hostfile.write_text("a slots=8\nb slots=8\n")
+    done = CliRunner().invoke(app, ["launch", TWO, "--hostfile", str(hostfile), "--dry-run"])
+    assert done.exit_code == 0 and "b: 8 process(es), ranks 8 to 15" in done.output, done.output
+
+
+def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = command.prepared(Path(TWO), (), command.Options(restarts=1))
+    lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), (), 1.0)
+    asked = Requests(stops=1)
+    monkeypatch.setattr(command, "absent", lambda commands: ["node2"])
+    began = time.monotonic()
+    assert command.reachable(start, lost, asked) is None
+    assert time.monotonic() < began + command.PAUSE
