@@ -176,8 +176,8 @@ def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Sta
         return replace(found, state=ended, why=why, seconds_left=None)
     found = replace(found, ranks=_ranks(told, age or 0.0))
     if host == socket.gethostname() and not _lives(pid, _time(told, "started")):
-        rest = f"; {held} still has the run's lock" if held else "; the same command goes on"
-        why = f"its supervisor, {who}, is gone without a last word (killed, or out of memory){rest}"
+        rest = f"{held} still has the run's lock" if held else f"the same command {_goes_on(found)}"
+        why = f"its supervisor, {who}, is gone without a last word (killed, or out of memory); {rest}"
         return replace(found, state="failed", why=why)
     if age is None or age > STALE:
         old = "has no time" if age is None else f"is {age:.0f} seconds old"
@@ -194,10 +194,12 @@ def _alone(found: Status, folder: Path) -> Status:
         return replace(found, state="finished", why="all steps are done and the model is exported")
     if found.step is None and found.checkpoint is None:
         return replace(found, state="failed", why="it is not running, and ended before its first step")
-    how = f"goes on from {found.checkpoint}" if found.checkpoint else "starts anew: it has no checkpoint"
-    return replace(
-        found, state="stopped", why=f"it is not running; the same command {how}", seconds_left=None
-    )
+    why = f"it is not running; the same command {_goes_on(found)}"
+    return replace(found, state="stopped", why=why, seconds_left=None)
+
+
+def _goes_on(found: Status) -> str:
+    return f"goes on from {found.checkpoint}" if found.checkpoint else "starts anew: it has no checkpoint"
 
 
 def _ranks(told: Mapping[str, Any], age: float) -> list[Rank]:

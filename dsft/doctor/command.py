@@ -27,6 +27,7 @@ from dsft.doctor.show import Progress, as_json, print_findings
 from dsft.doctor.visit import Visits, commands, slurm_command, visit
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.launch.allocation import NODES, allocation
+from dsft.launch.launched import master_port
 from dsft.launch.remote import module_command
 from dsft.plan.promised import load
 from dsft.spec.schema import Spec
@@ -159,7 +160,7 @@ def _needs(
 ) -> Needs:
     checked = load(spec, overrides)
     own = _slurms(checked) if hosts is None else hosts
-    return needs_of(checked, spec, own, _port() if port is None else port, environ)
+    return needs_of(checked, spec, own, port or master_port(os.environ) or PORT, environ)
 
 
 def _slurms(spec: Spec) -> Mapping[str, int] | None:
@@ -171,10 +172,3 @@ def _slurms(spec: Spec) -> Mapping[str, int] | None:
     if set(given) == set(promised) or len(given) != len(promised):
         return None
     return dict(zip(given, promised.values(), strict=True))
-
-
-def _port() -> int:
-    text = os.environ.get("MASTER_PORT") or str(PORT)
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise WorldError(f"MASTER_PORT={text!r} is no port, 1 to 65535; correct it or unset it.")
-    return int(text)

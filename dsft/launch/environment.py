@@ -25,6 +25,7 @@ from dsft.launch.launched import (
     check_complete,
     check_ranks,
     free_port,
+    master_port,
     optional_number,
     whole_number,
 )
@@ -65,9 +66,8 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
     check_complete(environ, RENDEZVOUS, "a launcher")
     check_ranks(environ, *RENDEZVOUS[:3])
     rank, world_size, local_rank = (whole_number(environ, name) for name in RENDEZVOUS[:3])
-    address, port = environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT")
-    if not 0 < port < 2**16:
-        raise WorldError(f"MASTER_PORT={port} is no port; give one of 1 to 65535.")
+    address, port = environ["MASTER_ADDR"], master_port(environ)
+    assert port is not None  # one of RENDEZVOUS
     by_torchrun, by_deepspeed = "TORCHELASTIC_RUN_ID" in environ, "CROSS_RANK" in environ
     if by_torchrun and by_deepspeed:
         _agree(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE", "torchrun", "deepspeed")

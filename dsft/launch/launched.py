@@ -72,6 +72,14 @@ def optional_number(environ: Mapping[str, str], *names: str) -> int | None:
     return None if name is None else whole_number(environ, name)
 
 
+def master_port(environ: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, where it is set. Raises WorldError where it is none."""
+    port = optional_number(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 2**16:
+        raise WorldError(f"MASTER_PORT={port} is no port; give one of 1 to 65535, or unset it.")
+    return port
+
+
 def check_ranks(environ: Mapping[str, str], rank: str, world_size: str, local_rank: str) -> None:
     """Raises WorldError where the numbers of these three variables contradict each other."""
     mine, world, local = (whole_number(environ, name) for name in (rank, world_size, local_rank))

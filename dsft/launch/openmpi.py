@@ -16,6 +16,7 @@ from dsft.launch.launched import (
     Launched,
     check_complete,
     check_ranks,
+    master_port,
     optional_number,
     port_of_job,
     whole_number,
@@ -42,7 +43,7 @@ def process_of(environ: Mapping[str, str]) -> Launched:
     rank, world_size, local_rank = (whole_number(environ, name) for name in PROCESS)
     local = optional_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     hosts = 1 if local == world_size else None
-    port = optional_number(environ, "MASTER_PORT")
+    port = master_port(environ)
     if port is None:
         port = port_of_job(int(re.sub(r"\D", "", environ.get("PMIX_NAMESPACE", "")) or 19_500))
     by_name = "MASTER_ADDR" if environ.get("MASTER_ADDR") else MPIRUN

@@ -15,6 +15,7 @@ from dsft.launch.launched import (
     Launched,
     check_complete,
     check_ranks,
+    master_port,
     optional_number,
     port_of_job,
     whole_number,
@@ -59,7 +60,7 @@ def task_of(environ: Mapping[str, str]) -> Launched:
     _check_one_gpu_each(environ, local)
     told_by = [*TASK, "MASTER_ADDR" if environ.get("MASTER_ADDR") else _nodelist(environ)[0]]
     address = environ.get("MASTER_ADDR") or first_host(environ)
-    port = optional_number(environ, "MASTER_PORT")
+    port = master_port(environ)
     if port is None:
         check_complete(environ, ("SLURM_JOB_ID",), "srun")
         job, step = whole_number(environ, "SLURM_JOB_ID"), optional_number(environ, "SLURM_STEP_ID") or 0

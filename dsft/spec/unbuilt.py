@@ -22,8 +22,6 @@ class Unbuilt:
     way_out: str
 
 
-LEAVE_OUT = "leave the key out"
-
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "model.attention",

@@ -20,6 +20,7 @@ from pathlib import Path
 from dsft.checkpoint.lock import hold
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError
 from dsft.launch.allocation import allocation
+from dsft.launch.launched import master_port
 from dsft.launch.promise import check_hosts
 from dsft.launch.remote import module_command
 from dsft.plan.hostfile import parse
@@ -68,6 +69,7 @@ class Start:
     world: World
     environ: Mapping[str, str]
     again: str  # the command that was typed, without secrets
+    port: int | None = None  # of rank 0, where MASTER_PORT chooses it
 
     @property
     def logs(self) -> Path:
@@ -116,7 +118,8 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
     world = World(launcher, hosts, program, str(Path.cwd()), str(logs), "")
     again = shlex.join(redact_command(["dsft", *sys.argv[1:]], os.environ))
-    return Start(spec, path, overrides, options, world, forwarded(os.environ, spec.cluster), again)
+    environ = forwarded(os.environ, spec.cluster)
+    return Start(spec, path, overrides, options, world, environ, again, master_port(os.environ))
 
 
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
@@ -181,7 +184,7 @@ def examine(start: Start) -> None:
     from dsft.doctor.finding import failures
 
     every = quick(start.path, start.overrides, hosts=start.world.hosts, environ=start.environ)
-    passed_over = OF_OTHER_STARTS - ({"port"} if os.environ.get("MASTER_PORT") else set())
+    passed_over = OF_OTHER_STARTS - ({"port"} if start.port else set())
     found = [finding for finding in every if finding.check not in passed_over]
     for finding in found:
         if finding.level == "warning":
@@ -272,7 +275,7 @@ def one_attempt(
         start.environ,
         cluster.hang_timeout if cluster else None,
         (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME"),
-        _port(os.environ.get("MASTER_PORT")),
+        start.port,
     )
     where = ", ".join(f"{host} {slots}" for host, slots in world.hosts.items())
     count = sum(world.hosts.values())
@@ -357,7 +360,3 @@ def requests() -> Iterator[tuple[Requests, int]]:
             signal.signal(number, handler)
         os.close(readable)
         os.close(writable)
-
-
-def _port(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() else None

@@ -66,9 +66,6 @@ class World:
             for (host, slots), end in zip(self.hosts.items(), ends, strict=True)
         }
 
-    def host_of(self, rank: int) -> str:
-        return next(host for host, ranks in self.ranks.items() if rank in ranks)
-
 
 def orders(world: World, address: str, port: int, environ: Mapping[str, str]) -> dict[str, Order]:
     """Host -> its order. address, port: of rank 0."""

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
+from dsft.errors import WorldError
 from dsft.supervise import command
 from dsft.supervise.attempt import Outcome, Requests
 from dsft.supervise.verdict import Failure
@@ -56,3 +57,10 @@ def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     assert command.reachable(start, lost, asked) is None
     assert time.monotonic() < began + command.PAUSE
+
+
+@pytest.mark.parametrize("port", ["junk", "99999"])
+def test_a_port_that_is_none_is_refused_and_not_replaced(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(WorldError, match="MASTER_PORT"):
+        command.prepared(Path(TWO), (), command.Options(doctor=False))
