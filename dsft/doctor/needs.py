@@ -116,7 +116,7 @@ def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
         except (OSError, UnicodeDecodeError):
             continue
         parts = (line.partition("=") for line in lines)
-        found |= {name.strip(): value for name, mark, value in parts if mark}
+        found |= {name.strip(): value for name, mark, value in parts if mark and name.strip()}
     return found
 
 

@@ -146,7 +146,7 @@ def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] |
                 f"train on this machine alone with {counted(launched.world_size, 'process')}; give one that "
                 "exists, or leave --hostfile out."
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="backslashreplace")
         hosts = _promised(parse(text, str(path)), arguments)
         if sum(hosts.values()) != launched.world_size:
             raise WorldError(

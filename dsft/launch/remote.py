@@ -58,7 +58,14 @@ def module_command(host: str, module: str, environ: Mapping[str, str] = os.envir
 
 
 def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
-    """`ssh` with its options: it asks for nothing, gives up soon, and notices a peer that is gone."""
-    further = shlex.split(environ.get(SSH_ARGS) or environ.get("PDSH_SSH_ARGS_APPEND") or "")
+    """`ssh` with its options: it asks for nothing, gives up soon, and notices a peer that is gone. Raises
+    WorldError for further ones that a shell could not read."""
+    name = SSH_ARGS if environ.get(SSH_ARGS) else "PDSH_SSH_ARGS_APPEND"
+    try:
+        further = shlex.split(environ.get(name) or "")
+    except ValueError as error:
+        raise WorldError(
+            f"{name}={environ[name]!r} is no list of options ({error}); mend its quotes."
+        ) from None
     options = ("BatchMode=yes", f"ConnectTimeout={CONNECT}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), *further]

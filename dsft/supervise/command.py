@@ -133,7 +133,7 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
         raise SpecError("The command line cannot be used.", [Problem("--num_gpus", f"{what}; leave it out")])
     if options.hostfile is not None:
         try:
-            text = options.hostfile.read_text(encoding="utf-8")
+            text = options.hostfile.read_text(encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise MissingInputError(
                 f"--hostfile {options.hostfile} cannot be read ({error.strerror}); give one that exists, or "

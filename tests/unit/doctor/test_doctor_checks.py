@@ -209,7 +209,7 @@ def test_sizes_of_what_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_variables_that_deepspeed_would_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=e0\nTORCH_EXTENSIONS_DIR=/e=1\n\n")
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=e0\nTORCH_EXTENSIONS_DIR=/e=1\n\n=\n")
     spec = load(ROOT / "specs" / "two_nodes.yaml")
     environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "PYTHONPATH": "/p"}
     assert forwarded(spec, environ) == {

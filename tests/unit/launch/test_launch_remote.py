@@ -33,3 +33,9 @@ def test_another_machine_is_reached_through_ssh_with_nothing_of_the_users_in_the
 def test_what_is_no_host_name_is_refused(host: str) -> None:
     with pytest.raises(WorldError, match="neither a host name"):
         module_command(host, "dsft.cli")
+
+
+def test_options_that_no_shell_could_read_are_refused_by_their_variable() -> None:
+    for name in ("DSFT_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
+        with pytest.raises(WorldError, match=f"{name}=.* is no list of options"):
+            module_command("192.0.2.1", "dsft.cli", {name: "-o 'x"})

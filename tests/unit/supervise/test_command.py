@@ -27,6 +27,7 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
             [ONE, "--hostfile", "two"], 69,
             "cluster.hosts promises 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
         ),
+        ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
         ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
     ],
 )  # fmt: skip
@@ -36,6 +37,7 @@ def test_what_would_go_unheard_or_break_the_promise_is_refused(
     (tmp_path / "specs").symlink_to(Path("specs").absolute())
     (tmp_path / "two").write_text("a slots=8\nb slots=8\n")
     (tmp_path / "uneven").write_text("a slots=12\nb slots=4\n")
+    (tmp_path / "binary").write_bytes(b"a slots=8\n\xbe\x00\xff")
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["launch", *words, "--dry-run"])
     error = done.exception
