@@ -26,22 +26,29 @@ class Seen:
 
 
 def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
-    """Those without a pulse for `limit` seconds; where all have one, those without progress for as long, the
-    least far first: a rank that has gone further waits for them."""
+    """Those without a pulse for `limit` seconds. Where some rank has made no progress for as long, already
+    those that miss pulses: the others wait for them, and what is known of each is up to two seconds old. Else
+    those without progress, the least far first: a rank that has gone further waits for them."""
     ranks = list(ranks)
-    silent = [each for each in ranks if each.silent > limit]
+    idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
+    silent = [each for each in ranks if each.silent > (_missing(limit) if idle else limit)]
     if silent:
         return sorted(silent, key=lambda each: -each.silent)
-    idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
     least = min((each.step or 0 for each in idle), default=0)
     return [each for each in idle if (each.step or 0) == least]
 
 
+def _missing(limit: float) -> float:
+    """Seconds without a pulse, which comes every second, that a rank does not have which only waits."""
+    return min(10.0, limit / 2)
+
+
 def sentence(found: list[Seen], limit: float) -> str:
     first = found[0]
-    if first.silent > limit:
+    if first.silent > _missing(limit):
         what = f"has given no sign of life for {first.silent:.0f} seconds"
     else:
         what = f"has made no progress for {first.idle:.0f} seconds"
     others = "" if len(found) == 1 else f", nor rank(s) {', '.join(str(each.rank) for each in found[1:])}"
-    return f"{what}{others} (cluster.hang_timeout {limit:g}); it was at {first.phase}"
+    late = ", and others no progress for longer" if _missing(limit) < first.silent <= limit else ""
+    return f"{what}{others}{late} (cluster.hang_timeout {limit:g}); it was at {first.phase}"

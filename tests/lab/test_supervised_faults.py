@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.integration.runs import SPEC
-from tests.lab.hosts import Lab, Seen
+from tests.integration.runs import SPEC, records, trained, write_spec
+from tests.lab.hosts import ROOT, Lab, Seen
 from tests.lab.slurm import why_not as no_slurm
 
 FAKE = Path(__file__).with_name("fake_launch.py")
+SLOW = ROOT / "tests" / "integration" / "slow.py"
 CLUSTER = "cluster: {hosts: {node1: 1, node2: 1}, interface: e0, hang_timeout: 4}\n"
 T = TypeVar("T")
 
@@ -180,3 +181,49 @@ def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path)
         code, said = run.ended(began, 10)
     assert code == 75, said
     assert (run.logs / "rank-1.log").read_text().rstrip().endswith("saved")
+
+
+def dsft(program: Path) -> list[str]:
+    """Arguments of python for the command dsft, whose ranks run `program` in place of train.py."""
+    lines = ["from pathlib import Path", "from dsft.cli import main", "from dsft.supervise import command"]
+    return ["-c", "\n".join([*lines, f"command.TRAIN = Path({str(program)!r})", "main()"])]
+
+
+def test_a_run_goes_on_through_faults_and_ends_as_one_without(lab: Lab, tmp_path: Path) -> None:
+    """Real training: a rank is killed, another one stopped for good, then SIGTERM. Each start goes on from
+    the step that was saved last, and what is measured is what a run on one host without a break measures."""
+    own = ["train.max_steps=120", "train.eval_every=10", "checkpoint.every=5"]
+    words = [*dsft(SLOW), "launch", "small.yaml", *own, "cluster.hang_timeout=5", "--restarts", "2"]
+    saves = tmp_path / "runs" / "small" / "checkpoints" / "latest"
+    with running(lab, tmp_path, words) as run:
+        until(lambda: run.stepping(5) and saves.exists())
+        run.signal_rank(1, signal.SIGKILL)
+        until(lambda: run.stepping(10, attempt=2))
+        run.signal_rank(0, signal.SIGSTOP)
+        until(lambda: run.stepping(15, attempt=3))
+        began = time.monotonic()
+        run.command.send_signal(signal.SIGTERM)
+        code, said = run.ended(began, 30)
+    assert code == 75, said
+    assert re.search(r"rank 1 on node2, step \d+: was killed by signal 9", said)
+    assert re.search(r"rank 0 on node1, step \d+: has given no sign of life for", said)
+    assert "slow.py" in (run.logs / "rank-0.stack").read_text()
+
+    saved = 0  # the step of the last checkpoint at each moment
+    starts = []
+    for line in said.splitlines():
+        if found := re.search(r"checkpoints/step-(\d+) is committed", line):
+            saved = int(found[1])
+        if found := re.match(r"going on from step (\d+): ", line):
+            starts.append(int(found[1]))
+            assert starts[-1] == saved, said
+    assert len(starts) == 2, said
+    stopped = re.search(r"stopped at step (\d+) of 120 by SIGTERM, and saved", said)
+    assert stopped is not None and int(stopped[1]) == saved, said
+    assert saves.read_text().strip() == f"step-{saved}"
+
+    spec = write_spec(tmp_path)
+    assert f"going on from step {saved}: " in trained(spec, *own)
+    trained(spec, *own, f"output_dir={tmp_path / 'whole'}")
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert records(tmp_path / "runs" / "small", key) == records(tmp_path / "whole" / "small", key), key

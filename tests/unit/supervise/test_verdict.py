@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsft.supervise.hang import Seen, hung
+from dsft.supervise.hang import Seen, hung, sentence
 from dsft.supervise.logs import error_in, is_consequence
 from dsft.supervise.verdict import Failure, exit_code, first_cause, may_pass, shell_code
 
@@ -93,3 +93,20 @@ def test_who_hangs() -> None:
     assert hung([waiting, behind], 60) == [behind]  # the other one waits for it
     assert hung([waiting, seen(1, 9, 0.1, 3)], 60) == [waiting]
     assert hung([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
+
+
+def test_a_rank_that_misses_pulses_is_named_before_one_that_waits_for_it() -> None:
+    """Seen: rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
+    waiting, stopped = Seen(1, "two", 1, 24, "step", 0.3, 5.4), Seen(0, "one", 1, 24, "step", 4.4, 4.9)
+    assert hung([waiting, stopped], 5) == [stopped]
+    said = (
+        "has given no sign of life for 4 seconds, and others no progress for longer (cluster.hang_timeout 5)"
+    )
+    assert sentence([stopped], 5) == f"{said}; it was at step"
+    assert hung([stopped], 5) == []
+    assert (
+        hung([Seen(1, "two", 1, 24, "step", 0.3, 700), Seen(0, "one", 1, 24, "step", 12, 300)], 600)[0].rank
+        == 0
+    )
+    late = Seen(0, "one", 1, 24, "step", 1.9, 6)
+    assert hung([waiting, late], 5) == [waiting, late]
