@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.hosts import Lab
-from tests.lab.test_supervised_faults import running, until
+from tests.lab.test_supervised_faults import SLOW, dsft, running, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,12 +86,11 @@ def test_what_shows_a_secret_is_seen(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_no_secret_is_left_anywhere(lab: Lab, tmp_path: Path) -> None:
-    command = "from dsft.cli import main; main()"
-    words = ["launch", "small.yaml", "train.max_steps=25", "train.eval_every=null", "checkpoint.every=5"]
+    words = ["launch", "small.yaml", "train.max_steps=60", "train.eval_every=null", "checkpoint.every=5"]
     words += ["cluster.hang_timeout=null", "wandb.mode=offline", "--restarts", "1"]
     environ = CANARIES | {"WANDB_MODE": "offline"}
     agents = set(Path("/tmp").glob("dsft-agent-*"))
-    with process_lists() as shown, running(lab, tmp_path, ["-c", command, *words], env=environ) as run:
+    with process_lists() as shown, running(lab, tmp_path, [*dsft(SLOW), *words], env=environ) as run:
         until(lambda: run.stepping(6))
         rank = run.status()["ranks"]["1"]
         inside = Path("/proc", str(lab.outside("node2", rank["pid"])), "environ").read_bytes()
