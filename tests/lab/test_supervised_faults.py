@@ -192,10 +192,10 @@ def dsft(program: Path) -> list[str]:
 def test_a_run_goes_on_through_faults_and_ends_as_one_without(lab: Lab, tmp_path: Path) -> None:
     """Real training: a rank is killed, another one stopped for good, then SIGTERM. Each start goes on from
     the step that was saved last, and what is measured is what a run on one host without a break measures."""
-    own = ["train.max_steps=120", "train.eval_every=10", "checkpoint.every=5"]
-    words = [*dsft(SLOW), "launch", "small.yaml", *own, "cluster.hang_timeout=5", "--restarts", "2"]
+    own = ["train.max_steps=100", "train.eval_every=20"]
+    words = [*dsft(SLOW), "launch", "small.yaml", *own, "checkpoint.every=5", "cluster.hang_timeout=5"]
     saves = tmp_path / "runs" / "small" / "checkpoints" / "latest"
-    with running(lab, tmp_path, words) as run:
+    with running(lab, tmp_path, [*words, "--restarts", "2"]) as run:
         until(lambda: run.stepping(5) and saves.exists())
         run.signal_rank(1, signal.SIGKILL)
         until(lambda: run.stepping(10, attempt=2))
@@ -218,11 +218,11 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(lab: Lab, tmp_path
             starts.append(int(found[1]))
             assert starts[-1] == saved, said
     assert len(starts) == 2, said
-    stopped = re.search(r"stopped at step (\d+) of 120 by SIGTERM, and saved", said)
+    stopped = re.search(r"stopped at step (\d+) of 100 by SIGTERM, and saved", said)
     assert stopped is not None and int(stopped[1]) == saved, said
     assert saves.read_text().strip() == f"step-{saved}"
 
-    spec = write_spec(tmp_path)
+    spec, own = write_spec(tmp_path), [*own, "checkpoint.every=100"]
     assert f"going on from step {saved}: " in trained(spec, *own)
     trained(spec, *own, f"output_dir={tmp_path / 'whole'}")
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
