@@ -16,6 +16,7 @@ from typing import Any
 from dsft.errors import WorldError
 from dsft.launch import openmpi, slurm
 from dsft.launch.launched import counted, free_port, optional_number
+from dsft.spec.hosts import is_host
 
 PORT = 29500  # torchrun's and deepspeed's
 
@@ -138,6 +139,10 @@ def _options(wish: _Wish) -> list[str]:
     if wish.host_rank is not None and not 0 <= wish.host_rank < count:
         raise WorldError(
             f"{rank} is {wish.host_rank}, but {counted(count, 'host')} count from 0; correct it."
+        )
+    if wish.address is not None and not is_host(wish.address):
+        raise WorldError(
+            f"{address} is {wish.address!r}, which is no host's name and no address; correct it."
         )
     if wish.port is not None and not 0 < wish.port < 2**16:
         raise WorldError(f"{port} is {wish.port}, which is no port; give one of 1 to 65535.")

@@ -102,3 +102,11 @@ def test_the_process_becomes_torchrun() -> None:
     assert "launcher: this process becomes torchrun: torch.distributed.run --nnodes 1" in ended.stdout
     assert "promises 3 processes (localhost 3) but torchrun started 2" in ended.stderr
     assert ended.returncode != 0
+
+
+@pytest.mark.parametrize("address", ["-x", "--no-python", "$(id)", "a b", "node1;id"])
+def test_an_address_that_is_no_host_is_refused(address: str) -> None:
+    with pytest.raises(WorldError, match="ADDR is .* no host's name"):
+        torchrun_argv(BEHIND, VARIABLES | {"ADDR": address}, "train.py")
+    with pytest.raises(WorldError, match="--master_addr is .* no host's name"):
+        torchrun_argv([f"--master_addr={address}", *FLAGS[:4], *FLAGS[6:], *BEHIND], {}, "train.py")
