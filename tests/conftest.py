@@ -4,6 +4,7 @@ where there is none. Variables that are set already are left alone, but for thos
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,13 @@ for name in (
     "NPROC_PER_NODE", "NNODES", "NODE_RANK", "ADDR", "PORT", "WANDB_API_KEY",
 ):  # fmt: skip
     os.environ.pop(name, None)
+
+# Signals that are ignored (nohup, a command in the background) stay so in every process that a test starts;
+# one with a handler is the default again there. A hangup does not end the tests themselves.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 hypothesis.settings.register_profile("dsft", deadline=None)  # a busy machine is no fault of an example

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import forked, on_the_cpu
+from tests.launching import on_the_cpu, torchrun
 
 pytest.importorskip("deepspeed")
 
@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed")
 def cases() -> list[dict[str, Any]]:
     """What the worker's first rank says of each stage, type and offload."""
     with on_the_cpu():
-        done = forked(Path(__file__).with_name("memory_worker.py"), 2, timeout=590)
+        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2, timeout=590)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(found) == 14
