@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -59,10 +60,11 @@ class Tree:
         self.python = [sys.executable]
         self.level = str(folder / "level.py")
         self.deepspeed = [*self.python, str(folder / "bin" / "deepspeed"), "--"]
-        self.launch = [*self.python, "-m", "deepspeed.launcher.launch", "--world_info=e30", "--"]
+        world = f"--world_info={secrets.token_hex(8)}"  # no other test's, nor another job's
+        self.launch = [*self.python, "-m", "deepspeed.launcher.launch", world, "--"]
         self.torchrun = [*self.python, str(folder / "torchrun"), "--"]
         self.slurm = [str(folder / "slurmstepd"), self.level, "--"]
-        self.pdsh = [str(folder / "pdsh"), self.level, "--world_info=e30", "--"]
+        self.pdsh = [str(folder / "pdsh"), self.level, world, "--"]
 
     def sshd(self, terminal: str = "notty") -> list[str]:
         return [str(self.folder / "sshd"), self.level, f"sshd: root@{terminal}", "--"]
