@@ -100,6 +100,8 @@ class Tree:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         for begun in self.begun:
+            with suppress(ProcessLookupError):  # what its own end has left of its group
+                os.killpg(begun.pid, signal.SIGKILL)
             begun.wait()
 
     def below(self, pid: int) -> list[psutil.Process]:
