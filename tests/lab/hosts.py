@@ -142,6 +142,7 @@ class Lab:
             self._at_switch("ip", "link", "set", host, "master", "bridge")
         self._at_switch("ip", "link", "set", host, "up")
         self.start_sshd(host)
+        _wait_for_sshd(self, host)
 
     def slow(self, host: str, rate: str = "1mbit", delay: str = "50ms") -> None:
         """The host's link has this rate and this delay, each way: a round trip takes twice it."""
@@ -172,7 +173,7 @@ class Lab:
         """Does nothing where it runs."""
         place = self.hosts[host]
         if place.sshd is None:
-            log = (self.folder / host / "sshd.log").open("a")
+            log = (self.folder / host / "sshd.log").open("w")  # of this one alone: it tells when it listens
             place.sshd = self.start(host, [_program("sshd"), "-D", "-e"], stdout=log, stderr=log)
             log.close()
 
