@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import MODEL, Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
+from dsft.spec.differing import differing
 from dsft.spec.schema import Spec
 
 MAY_DIFFER = (
@@ -43,7 +46,8 @@ MAY_DIFFER = (
 )
 """Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""
 
-ABSENT = "(absent)"
+WAS, NOW = "was {}", "now {}"
+GENERATION = "generation_config.json"
 
 
 def check_same_run(
@@ -53,20 +57,21 @@ def check_same_run(
 
     Raises CheckpointError naming every key that differs, with both values.
     """
-    old, new = dict(flatten(checkpoint.state["spec"])), dict(flatten(spec.model_dump(mode="json")))
-    differing = [
-        f"{key} was {old.get(key, ABSENT)!r}, now {new.get(key, ABSENT)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if not _equal(old.get(key, ABSENT), new.get(key, ABSENT)) and not may_differ(key)
+    differing_keys = [
+        one.clause(WAS, NOW)
+        for one in differing(checkpoint.state["spec"], spec.model_dump(mode="json"))
+        if not may_differ(one.key) and not one.is_of_empty_values  # a newer dsft has more keys
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
-        differing.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
+        differing_keys.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
     if data is not None:
-        differing += other_rows(checkpoint.state["data"], data, "pairs" if spec.task == "dpo" else "rows")
-    if differing:
+        differing_keys += other_rows(
+            checkpoint.state["data"], data, "pairs" if spec.task == "dpo" else "rows"
+        )
+    if differing_keys:
         raise CheckpointError(
-            f"{checkpoint.path} is of another run: {'; '.join(differing)}. "
+            f"{checkpoint.path} is of another run: {'; '.join(differing_keys)}. "
             "Set them back to go on from it, or choose another name for a new run."
         )
 
@@ -81,6 +86,41 @@ def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> N
             f"{_rows(rows)}: the tokenizer or the pretrained model has changed since; put it back, or choose "
             "another name for a new run."
         )
+
+
+def check_same_model(checkpoint: Checkpoint, built_from: Mapping[str, Any]) -> None:
+    """Compare what the model and its rows are built from now with what the checkpoint's were built from.
+
+    `built_from` is what `dsft.identity.built_from` gives. A checkpoint of an older dsft that does not have it
+    is not compared. Raises CheckpointError naming every key that differs, with both values.
+    """
+    found = differing(checkpoint.state.get("built_from") or built_from, built_from)
+    if found:
+        raise CheckpointError(
+            f"{checkpoint.path} is of a model built from other files: "
+            f"{'; '.join(one.clause(WAS, NOW) for one in found)}. Put the model's, the "
+            f"tokenizer's and the template's files back as they were ({checkpoint.path / MODEL} has copies), "
+            "or choose another name for a new run."
+        )
+
+
+def changed_since(checkpoint: Checkpoint, software: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each version, variable or kind of device that is not as it was when the checkpoint
+    was written: a run may go on with another one, but its numbers may then differ in rounding or more.
+
+    `software` is what `dsft.identity.software` gives."""
+    for one in differing(checkpoint.state.get("software") or software, software):
+        yield f"warning: {one.clause(WAS, NOW)}, since {checkpoint.path.name} was saved"
+
+
+def changed_generation(checkpoint: Checkpoint, model_folder: Path) -> Iterator[str]:
+    """Yield a warning for each key of generation_config.json that differs between the checkpoint and the
+    run's model folder. It decides no loss, so the run goes on, and its exports have the new value."""
+    then, now = (folder / GENERATION for folder in (checkpoint.path / MODEL, model_folder))
+    if then.is_file() and now.is_file():
+        for one in differing(*(json.loads(path.read_text(encoding="utf-8")) for path in (then, now))):
+            if one.key != "transformers_version":
+                yield f"warning: {GENERATION}: {one.clause(WAS, NOW)}, which exports have from now on"
 
 
 def _rows(rows: Mapping[str, int] | None) -> str:
@@ -117,23 +157,5 @@ def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "row
             yield f"{name} had {was}, {f'now {is_}' if was != is_ else 'as now, but not the same ones'}"
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """A key that is not there is one that is empty: as where a newer dsft has more keys."""
-    empty: tuple[Any, ...] = (ABSENT, None, [], {})
-    return one == other or (one in empty and other in empty)
-
-
 def may_differ(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in MAY_DIFFER)
-
-
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, leaf) of nested mappings and lists; empty ones are leaves."""
-    if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            yield from flatten(below, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
-        for index, below in enumerate(value):
-            yield from flatten(below, f"{path}.{index}")
-    else:
-        yield path, value

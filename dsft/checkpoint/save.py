@@ -66,6 +66,8 @@ class Facts:
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
+    built_from  config, tokenizer and chat template, as `dsft.identity.built_from` gives them
+    software  versions, variables and kind of device, as `dsft.identity.software` gives them
     new_rows  of the embeddings, as NewRows has them; None where there are none
     origin    what an export's card says beside that: see `dsft.checkpoint.card.origin_of`
     reference  of preference pairs whose log-probabilities were stored: their key
@@ -80,6 +82,8 @@ class Facts:
     versions: Mapping[str, str]
     held_out_loss: float | None = None
     base: Sequence[tuple[str, int, str]] | None = None
+    built_from: Mapping[str, Any] | None = None
+    software: Mapping[str, Any] | None = None
     new_rows: Mapping[str, int] | None = None
     origin: Mapping[str, Any] | None = None
     reference: Mapping[str, Any] | None = None

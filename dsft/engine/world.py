@@ -6,10 +6,12 @@ Every method but `close` is a collective: all ranks call it, in the same order.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +23,22 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dsft.engine.op import load_everywhere
 from dsft.engine.op_turn import Say
-from dsft.errors import DsftError
+from dsft.errors import DsftError, WorldError
 from dsft.launch.environment import Launched
 from dsft.plan.layout import Layout
+from dsft.spec.differing import Difference, differing
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
+_HEARD = timedelta(
+    seconds=20
+)  # in which the others read why rank 0 refuses them, before it takes the store down
+_SHOWN = 8  # differences between ranks that a message shows
 
 
 def silent(text: str) -> None:
@@ -105,15 +114,27 @@ class World:
         self.each(lambda: work() if leads else None)
         self.each(lambda: None if leads else work())
 
+    def prove_same(self, mine: Mapping[str, Any]) -> None:
+        """Raise WorldError on every rank, with the differing keys and values, unless all ranks give the same
+        JSON values by the same names."""
+        digests = self.gather({name: _digest(value) for name, value in mine.items()})
+        names = [name for name in mine if any(other.get(name) != digests[0][name] for other in digests)]
+        if names:
+            raise WorldError(_unlike(self.gather({name: mine[name] for name in names})))
+
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-def join(launched: Launched, layout: Layout, say: Say = silent) -> World:
+def join(
+    launched: Launched, layout: Layout, say: Say = silent, identity: Mapping[str, Any] | None = None
+) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host also add up in shared memory,
     by an operation that is compiled first (`say` is told). A process started alone joins itself.
 
-    Raises BuildError or StorageError where that cannot be built.
+    `identity` holds JSON values, by name, that must be the same on all ranks. They are compared, with the
+    kind of device, before any collective: ranks with another backend or other code could not take part in
+    one. Raises WorldError where they differ, BuildError or StorageError where the operation cannot be built.
     """
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
     warnings.filterwarnings(
@@ -126,10 +147,19 @@ def join(launched: Launched, layout: Layout, say: Say = silent) -> World:
     if name != "cpu":
         accelerator.set_device(launched.local_rank)
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
-    if name == "cpu":  # DeepSpeed takes this group over, and finds its operation loaded
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        load_everywhere(ShareMemCommBuilder(), world, say)
+    store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    meet(store, world.rank, world.world_size, {**(identity or {}), "device": name})
     backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
+    dist.init_process_group(  # DeepSpeed takes this group over
+        backend,
+        timeout=TIMEOUT,
+        store=PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+    if name == "cpu":  # DeepSpeed finds its operation loaded
+        load_everywhere(ShareMemCommBuilder(), world, say)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of its operation, on every rank
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
@@ -137,6 +167,51 @@ def join(launched: Launched, layout: Layout, say: Say = silent) -> World:
     if name == "cpu":
         _unname_shared_memory(world)
     return world
+
+
+def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any]) -> None:
+    """Compare `mine` of all ranks through the store that they share: rank 0 reads all of them and writes what
+    it found. Raises WorldError on every rank where they differ."""
+    store.set(f"identity/{rank}", json.dumps(mine))
+    if rank == 0:
+        found = [json.loads(store.get(f"identity/{other}")) for other in range(world_size)]
+        unlike = "" if all(one == found[0] for one in found) else _unlike(found)
+        store.set("unlike", unlike)
+        if unlike:
+            with contextlib.suppress(dist.DistError):  # a rank that has gone need not hear it
+                store.wait([f"heard/{other}" for other in range(1, world_size)], _HEARD)
+    else:
+        unlike = store.get("unlike").decode()
+        store.set(f"heard/{rank}", "")
+    if unlike:
+        raise WorldError(unlike)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _unlike(values: Sequence[Any]) -> str:
+    """A message for the values of all ranks, by rank, of which some are not as rank 0's."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, one in enumerate(values):
+        for difference in differing(values[0], one):
+            ranks.setdefault(_told(difference), []).append(rank)
+    clauses = [f"{told} on rank{'s' if len(of) > 1 else ''} {_listed(of)}" for (_, told), of in ranks.items()]
+    more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""
+    return (
+        f"The ranks would train different models: {'; '.join(clauses[:_SHOWN])}{more}. All hosts need the "
+        "same files, packages and variables; dsft doctor SPEC compares them."
+    )
+
+
+def _told(difference: Difference) -> tuple[str, str]:
+    return difference.key, difference.clause("is {} on rank 0", "{}")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
+    return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN} more"
 
 
 def _unname_shared_memory(world: World) -> None:

@@ -19,7 +19,6 @@ from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
-from dsft.job.same import prove_same
 from dsft.loop import Progress, Record, evaluation_record
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
@@ -59,8 +58,6 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     spec = job.spec
     dtype = DTYPES[spec.train.precision]
     keep = keep_for(job.config, world)
-    if inputs.files is not None:
-        prove_same(f"model.name_or_path {spec.model.name_or_path!r}", inputs.files, world)
     has_store = objective.needs_reference and dpo_of(spec).reference == "precomputed"
     size = job.batch.micro_batch_size
     stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None

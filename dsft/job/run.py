@@ -20,8 +20,8 @@ from dsft.engine.ops import prepare_ops
 from dsft.engine.start import check_precision
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
+from dsft.identity import of_process
 from dsft.job.api import Job, Say
-from dsft.job.same import prove_same
 from dsft.job.swap import swap_folders
 from dsft.job.together import together
 from dsft.job.train import train
@@ -37,10 +37,9 @@ def run(job: Job) -> None:
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     job.pulse.mark("load")
-    world = join(job.launched, job.layout, say)
+    world = join(job.launched, job.layout, say, of_process(spec, job.config))
     places = meet(job, world, say)
     with together(job, world) as ranks, ExitStack() as held:
-        prove_same("the spec or the DeepSpeed JSON", [spec.model_dump(mode="json"), dict(job.config)], world)
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
         world.first(lambda: take_folder(job.folder, held))

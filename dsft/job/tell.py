@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from dsft.checkpoint.card import origin_of
+from dsft.checkpoint.compare import changed_generation
 from dsft.checkpoint.export import write_model_folder
+from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.save import Facts
 from dsft.data.sets.load import Loaded
 from dsft.engine.world import World
+from dsft.identity import built_from
 from dsft.inputs import Inputs
 from dsft.job.api import Job
 from dsft.loop import Progress
@@ -36,13 +40,15 @@ def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: in
 def facts_of(
     job: Job,
     inputs: Inputs,
+    ran_by: Mapping[str, Any],
     progress: Progress,
     held_out_loss: float | None,
     reference: Source | None,
     *,
     unchanged: bool | None,
 ) -> Facts:
-    """unchanged: whether the reference was found to be what it was at the start, None: not looked at."""
+    """ran_by: versions, variables and kind of device, for `Facts.software`; unchanged: whether the reference
+    was found to be what it was at the start, None: not looked at."""
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
         progress=asdict(progress),
@@ -53,14 +59,17 @@ def facts_of(
         versions=versions(),
         held_out_loss=held_out_loss if is_known else None,
         base=inputs.files if has_frozen(model) else None,
+        built_from=built_from(inputs),
+        software=ran_by,
         new_rows=asdict(inputs.rows) if inputs.rows else None,
         reference=reference.memory if reference else None,
         origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
     )
 
 
-def describe(job: Job, inputs: Inputs) -> None:
-    """What the run's folder says of how it was made, and what an export needs beside the weights."""
+def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
+    """Write what the run's folder says of how it was made, and what an export needs beside the weights. Gives
+    a warning for each key of generation_config.json that is not as in `start`: only the export has it."""
     spec, account = job.spec, inputs.loaded.account
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
@@ -68,6 +77,7 @@ def describe(job: Job, inputs: Inputs) -> None:
     origin = Origin(dump_spec(spec), job.config, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
+    return list(changed_generation(start, job.model_folder)) if start is not None else []
 
 
 def shown_config(job: Job, loaded: Loaded) -> dict[str, Any]:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from dsft.checkpoint.compare import check_same_base, check_same_rows, check_same_run
+from dsft.checkpoint.compare import (
+    changed_since,
+    check_same_base,
+    check_same_model,
+    check_same_rows,
+    check_same_run,
+)
 from dsft.checkpoint.read import Checkpoint, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
 from dsft.data.steps.ahead import ahead
 from dsft.engine.world import World
 from dsft.errors import DsftError
-from dsft.inputs import longest, read_inputs
+from dsft.identity import built_from, of_inputs, software
+from dsft.inputs import Inputs, longest, read_inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
 from dsft.job.host import on_hosts
 from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
-from dsft.job.same import prove_same
 from dsft.job.tell import describe, facts_of, open_report
 from dsft.job.together import ask_all
 from dsft.job.watch import watch_hosts
@@ -44,13 +50,12 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     where no step is left."""
     spec, folder = job.spec, job.folder
     inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
-    rows = [data.fingerprint for data in (inputs.train, *(held_out.data for held_out in inputs.held_out))]
-    prove_same("what is read from data.train and data.eval", rows, world)
+    world.prove_same(world.each(lambda: of_inputs(spec, inputs)))
+    ran_by = software() | {"device": world.device.type}
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
-        check_same_run(start, spec, job.batch, inputs.loaded.identity)
-        check_same_base(start, inputs.files)
-        check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
+        for line in compare_with(start, job, inputs, ran_by):
+            say(line)
     if progress.step >= last_step:
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
@@ -58,7 +63,8 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     largest = longest(inputs, job.batch, spec.train, last_step)
     job = on_hosts(sized_job(job, counted, say), counted, world, say)
     job = timed_job(job, inputs, largest[0], world, say)
-    world.first(lambda: describe(job, inputs))
+    for line in world.first(lambda: describe(job, inputs, start)):
+        say(line)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")
@@ -86,7 +92,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     def keep(progress: Progress, held_out_loss: float | None) -> None:
         proof = reference.unchanged.proof(world) if reference and progress.step == last_step else None
         unchanged = None if proof is None else isinstance(proof, str)
-        facts = facts_of(job, inputs, progress, held_out_loss, reference, unchanged=unchanged)
+        facts = facts_of(job, inputs, ran_by, progress, held_out_loss, reference, unchanged=unchanged)
         fragments, shapes = engine.owned(), engine.shapes()
         report.line(
             save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
@@ -116,6 +122,16 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
     finally:
         report.close(latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
+
+
+def compare_with(start: Checkpoint, job: Job, inputs: Inputs, ran_by: Mapping[str, Any]) -> Iterator[str]:
+    """Compare everything that decides the numbers with what it was when `start` was saved. Raises
+    CheckpointError for what must be the same, and yields a warning for what may differ."""
+    check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
+    check_same_model(start, built_from(inputs))
+    check_same_base(start, inputs.files)
+    check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
+    yield from changed_since(start, ran_by)
 
 
 def tell_proof(proof: str | DsftError | None, say: Say) -> None:

@@ -232,19 +232,24 @@ FileSample = tuple[str, int, str]
 
 
 def fingerprint(name_or_path: str) -> list[FileSample]:
-    """Of each file: equal where ranks of several hosts, or several starts of a run, read the same. Raises as
-    `weight_files` does."""
-    return [(path.name, path.stat().st_size, _sampled(path)) for path in weight_files(name_or_path)]
+    """Samples of the weight files, safetensors or else pickled ones: equal where ranks of several hosts, or
+    several starts of a run, read the same. Raises as `weight_files` does."""
+    return [sample_of(path) for path in weight_files(name_or_path) or pickled_files(name_or_path)]
 
 
-def _sampled(path: Path) -> str:
-    """Of the first kilobytes, which list the tensors, and of others at equal distances."""
-    digest, distance = hashlib.sha256(), path.stat().st_size // SAMPLES + 1
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(number * distance)
-            digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
+def sample_of(path: Path) -> FileSample:
+    """Name, size and SHA-256 of the first kilobytes, which list the tensors, and of others at equal
+    distances. Raises MissingInputError for a file that cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(number * (size // SAMPLES + 1))
+                digest.update(file.read(SAMPLE))
+    except OSError as error:
+        raise MissingInputError(f"{path} cannot be read ({error.strerror}); give the folder whole.") from None
+    return path.name, size, digest.hexdigest()
 
 
 def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:

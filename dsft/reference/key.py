@@ -16,21 +16,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.compare import ABSENT, flatten, other_rows
+from dsft.checkpoint.compare import NOW, WAS, other_rows
 from dsft.data.cache.store import DIGESTS, cache_folder
 from dsft.data.read.digest import content_digest
-from dsft.data.render.renderer import tokenizer_text
 from dsft.errors import MissingInputError
+from dsft.identity import config_keys, tokenizer_digest
 from dsft.inputs import Inputs
 from dsft.model.config import new_rows, resolve_config
 from dsft.model.files import pickled_files, weight_files
 from dsft.model.lora import CONFIG, WEIGHTS
+from dsft.spec.differing import differing, first_difference
 from dsft.spec.schema import Model, Spec
 
 FORMAT = 1
 """Counts up when the same components would give other log-probabilities."""
 _READERS = 4  # files that are hashed at a time
-_OF_NO_VALUE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 Components = Mapping[str, Any]
 
@@ -67,10 +67,10 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     return Key(
         {
             "format": FORMAT,
-            "config": _config(model, inputs),
+            "config": config_keys(resolve_config(model, inputs.facts)),
             **weights_of(spec, model),
             "new_rows": None if rows is None else asdict(rows) | {"added": list(model.add_tokens)},
-            "tokenizer": _digest([tokenizer_text(inputs.tokenizer), inputs.tokenizer.special_tokens_map]),
+            "tokenizer": tokenizer_digest(inputs.tokenizer),
             "template": inputs.tokenizer.chat_template,
             "truncation": {"max_length": spec.data.max_length, "on_too_long": spec.data.on_too_long},
             "data": {
@@ -121,15 +121,6 @@ def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
     return {file.name: digest for file, digest in zip(files, found, strict=True)}
 
 
-def _config(model: Model, inputs: Inputs) -> Components:
-    told = json.loads(resolve_config(model, inputs.facts).to_json_string(use_diff=True))
-    return {key: value for key, value in told.items() if key not in _OF_NO_VALUE}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
 # --- what differs -----------------------------------------------------------------------------------------
 
 
@@ -170,11 +161,8 @@ def _files(what: str, then: Any, now: Any) -> Iterator[str]:
 
 
 def _values(of: str, then: Any, now: Any) -> Iterator[str]:
-    was, is_ = dict(flatten(then)), dict(flatten(now))
-    for key in sorted(was.keys() | is_.keys()):
-        old, new = was.get(key, ABSENT), is_.get(key, ABSENT)
-        if old != new:
-            yield f"{of}{key} was {old!r}, now {new!r}"
+    for one in differing(then, now):
+        yield of + one.clause(WAS, NOW)
 
 
 def _other_rows_of_embeddings(then: Any, now: Any) -> Iterator[str]:
@@ -188,9 +176,8 @@ def _other_tokenizer(then: Any, now: Any) -> Iterator[str]:
 def _other_template(then: Any, now: Any) -> Iterator[str]:
     where = ""
     if isinstance(then, str) and isinstance(now, str):
-        same = next((i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
-        same = min(len(then), len(now)) if same is None else same
-        where = f", from its character {same + 1} on ({_around(then, same)} was {_around(now, same)} is)"
+        at = first_difference(then, now)
+        where = f", from its character {at + 1} on ({_around(then, at)} was {_around(now, at)} is)"
     yield f"the chat template is another than then{where}"
 
 

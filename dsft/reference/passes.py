@@ -23,9 +23,9 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
 from dsft.engine.world import World, join
 from dsft.errors import NonFiniteError, OutOfMemoryError, WorldError
+from dsft.identity import of_inputs, of_process
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import detect
-from dsft.model.files import fingerprint
 from dsft.objective.answers import answer_logps
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout, reference_model
@@ -94,10 +94,10 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     reference has no finite value for a pair.
     """
     spec, launched = asked.spec, detect(os.environ)
-    world = join(launched, reference_layout(spec, launched.world_size), say)
+    world = join(launched, reference_layout(spec, launched.world_size), say, of_process(spec, {}))
     inputs = world.each(lambda: _inputs(asked))
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
-    _check_same_files(spec, world)
+    world.prove_same(world.each(lambda: of_inputs(spec, inputs)))
     batch = scoring_batch(spec, asked.micro_batch_size, world.layout.data_parallel)
     plan = world.first(lambda: _planned(asked, datasets))
     reference = open_reference(spec, inputs.facts, world)
@@ -136,18 +136,6 @@ def _inputs(asked: Pass) -> Inputs:
             "run; leave the files alone while it starts, and give all hosts the same ones."
         )
     return inputs
-
-
-def _check_same_files(spec: Spec, world: World) -> None:
-    """The key has the digests of rank 0's weight files; those of the other hosts must be the same."""
-    name = reference_model(spec).name_or_path
-    found = world.gather(world.each(lambda: fingerprint(name) if name is not None else None))
-    others = [rank for rank, files in enumerate(found) if files != found[0]]
-    if others:
-        raise WorldError(
-            f"the reference's weights in {name!r} are not the same on rank(s) {others} as on rank 0; give "
-            "all hosts the same files, or put them on a disk that all hosts share."
-        )
 
 
 def check_weights(asked: Pass) -> None:

@@ -29,6 +29,11 @@ checkpoint: {every: 4}
 wandb: {mode: disabled}
 """
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
 
 def write_spec(folder: Path, tied: bool = False) -> Path:
     """`tied`: the model's embedding is its head too."""
@@ -36,6 +41,31 @@ def write_spec(folder: Path, tied: bool = False) -> Path:
     text = SPEC.replace("tie_word_embeddings: false", f"tie_word_embeddings: {str(tied).lower()}")
     path.write_text(text + f"output_dir: {folder / 'runs'}\n")
     return path
+
+
+def write_model(folder: Path, *, pickled: bool = False) -> Path:
+    """A small pretrained Llama with its tokenizer, as transformers saves it; `pickled`: with its weights in
+    pytorch_model.bin."""
+    import torch
+
+    from dsft.data.tokenizer.load import tokenizer_of
+    from dsft.model.build import build_model
+    from dsft.model.config import token_facts
+    from dsft.spec.schema import Model
+
+    model = Model(from_config=LLAMA)
+    tokenizer = tokenizer_of(model)
+    causal_lm = build_model(model, token_facts(tokenizer), 5, torch.float32).causal_lm
+    causal_lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if pickled:
+        torch.save(causal_lm.state_dict(), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def edit_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def train(

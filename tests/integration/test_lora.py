@@ -15,20 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.read import Checkpoint
-from dsft.data.tokenizer.load import tokenizer_of
 from dsft.errors import CheckpointError
-from dsft.model.build import build_model
-from dsft.model.config import token_facts
-from dsft.spec.schema import Model
-from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_spec
+from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
 from tests.launching import alone
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
 LORA = "model.lora={rank: 4, alpha: 8, use_dora: true, modules_to_save: [lm_head]}"
 FORMAT = {"format": "pt"}
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
@@ -37,12 +29,7 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""
-    folder = tmp_path_factory.mktemp("base")
-    model = Model(from_config=LLAMA)
-    tokenizer = tokenizer_of(model)
-    build_model(model, token_facts(tokenizer), 5, torch.float32).causal_lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("base"))
 
 
 def of(base: Path) -> str:

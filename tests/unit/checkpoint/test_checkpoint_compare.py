@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from dsft.checkpoint.compare import check_same_base, check_same_run, other_rows
+from dsft.checkpoint.compare import (
+    changed_since,
+    check_same_base,
+    check_same_model,
+    check_same_run,
+    other_rows,
+)
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
@@ -147,3 +153,38 @@ def test_frozen_weights_are_those_of_then() -> None:
         CheckpointError, match=r"over the weights in model\.name_or_path 'models/a', and these"
     ):
         check_same_base(found, [("model.safetensors", 400, "abd")])
+
+
+def test_what_the_model_is_built_from_is_compared_by_key() -> None:
+    built = {
+        "config.json": {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4}},
+        "chat template": "a",
+    }
+    held = Checkpoint(Path("step-7"), {}, checkpoint().state | {"built_from": built}, "")
+    check_same_model(held, built)
+    check_same_model(checkpoint(), built)  # of an older dsft, which did not write it
+    other = built | {"config.json": {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 3.0}}}
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(held, other)
+    assert "config.json.rms_norm_eps was 1e-06, now 0.5; " in str(error.value)
+    assert "config.json.rope_parameters.rope_theta was 10000.0, now 3.0. " in str(error.value)
+
+
+def test_a_long_template_is_shown_where_it_differs() -> None:
+    long = "x" * 300
+    held = Checkpoint(
+        Path("step-7"), {}, checkpoint().state | {"built_from": {"chat template": long + "A" + long}}, ""
+    )
+    with pytest.raises(CheckpointError) as error:
+        check_same_model(held, {"chat template": long + "B" + long})
+    assert f"was …'{'x' * 20}A{'x' * 19}'…, now …'{'x' * 20}B{'x' * 19}'…." in str(error.value)
+
+
+def test_other_software_is_told_and_not_refused() -> None:
+    software = {"versions": {"torch": "2.12.0", "peft": "0.19"}, "device": "cpu"}
+    held = Checkpoint(Path("step-7"), {}, checkpoint().state | {"software": software}, "")
+    assert list(changed_since(held, software)) == []
+    now = software | {"versions": {"torch": "2.13.0", "peft": "0.19"}}
+    assert list(changed_since(held, now)) == [
+        "warning: versions.torch was '2.12.0', now '2.13.0', since step-7 was saved"
+    ]

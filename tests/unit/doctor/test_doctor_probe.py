@@ -19,11 +19,12 @@ from dsft.doctor.look.build import build, extensions_root
 from dsft.doctor.look.devices import devices
 from dsft.doctor.look.inputs import WHOLE, inputs
 from dsft.doctor.look.network import listening, reach
-from dsft.doctor.look.software import cuda_of_torch, version_of
+from dsft.doctor.look.software import cuda_of_torch
 from dsft.doctor.look.storage import nonce_file, sees, storage
 from dsft.doctor.visit import PROBE, visit
 from dsft.engine.op_turn import clear
 from dsft.launch.ninja import has_ninja
+from dsft.launch.software import version_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

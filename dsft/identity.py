@@ -1,0 +1,83 @@
+"""What decides the numbers of a run, in one list.
+
+`of_process` and `of_inputs` are compared between all ranks at every start (`dsft.engine.world`): ranks that
+differ would train several models and average them. `built_from` and `software` go into every checkpoint and
+are compared when a run goes on from it (`dsft.checkpoint.compare`), as are the spec, the rows and, where
+parameters are frozen, the weight files.
+
+All values are JSON, by names that a message can show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from dsft.data.render.renderer import tokenizer_text
+from dsft.inputs import Inputs
+from dsft.launch.software import decisive_versions, switches
+from dsft.model.config import resolve_config
+from dsft.model.files import fingerprint, sample_of
+from dsft.model.lora import WEIGHTS
+from dsft.plan.reference import dpo_of, needs_reference, reference_model
+from dsft.spec.schema import Spec
+
+_NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+Identity = dict[str, Any]
+
+
+def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
+    """What is known before a rank joins the others. `config` is the DeepSpeed JSON."""
+    return {"spec": spec.model_dump(mode="json"), "DeepSpeed JSON": dict(config), **software()}
+
+
+def software() -> Identity:
+    """Versions of the packages, with a digest of dsft's own files, and the environment variables that choose
+    other kernels. `dsft.engine.world.join` adds the kind of device."""
+    return {"versions": decisive_versions(), "environment": switches(os.environ)}
+
+
+def of_inputs(spec: Spec, inputs: Inputs) -> Identity:
+    """What a rank has read from its host's disks. Raises MissingInputError for files that cannot be read."""
+    datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
+    lora = spec.model.lora
+    found: Identity = {
+        **built_from(inputs),
+        "attention": inputs.config._attn_implementation,
+        "weights": inputs.files,
+        "rows of data.train and data.eval": [data.fingerprint for data in datasets],
+    }
+    if lora is not None and lora.path is not None:
+        found["adapter"] = sample_of(Path(lora.path, WEIGHTS))
+    if needs_reference(spec) and (name := dpo_of(spec).reference_model) is not None:
+        config = resolve_config(reference_model(spec), inputs.facts)
+        found["reference"] = {"config.json": config_keys(config), "weights": fingerprint(name)}
+    return found
+
+
+def built_from(inputs: Inputs) -> Identity:
+    """What the model and its rows are built from besides the spec, the data and the weights."""
+    return {
+        "config.json": config_keys(inputs.config),
+        "tokenizer": tokenizer_digest(inputs.tokenizer),
+        "chat template": inputs.tokenizer.chat_template,
+    }
+
+
+def config_keys(config: PreTrainedConfig) -> Identity:
+    """The keys of a config that transformers writes into config.json."""
+    told = json.loads(config.to_json_string(use_diff=True))
+    return {key: value for key, value in told.items() if key not in _NOT_DECISIVE}
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256, as hex, of all of a tokenizer but its chat template."""
+    text = json.dumps([tokenizer_text(tokenizer), tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,63 @@
+"""Versions of what decides a run's numbers, read from the installed packages without importing them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsft import __version__
+
+DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+"""Packages whose version can change a loss, a mask or an update: the same on all ranks of a run."""
+
+SWITCHES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_COMPILE_DISABLE",
+    "USE_HUB_KERNELS",
+)
+"""Environment variables that choose another kernel or another precision of arithmetic."""
+
+OWN = Path(__file__).resolve().parents[1]
+
+
+def decisive_versions() -> dict[str, str | None]:
+    """The version of each package in DECISIVE, None where it is not installed; of dsft also a digest of its
+    files, since two checkouts of one version may hold different code."""
+    return {"dsft": f"{__version__}, files {code_digest()[:12]}"} | {
+        name: version_of(name) for name in DECISIVE
+    }
+
+
+def switches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of SWITCHES that are set."""
+    return {name: environ[name] for name in SWITCHES if name in environ}
+
+
+def version_of(name: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def code_digest(folder: Path = OWN) -> str:
+    """SHA-256, as hex, over the names and contents of all Python files of dsft."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
