@@ -97,6 +97,18 @@ class Watch(Protocol):
     def record(self, everyones: Tensor) -> Record: ...
 
 
+class Alike(Protocol):
+    """Compares what several ranks hold alike: `dsft.engine.replicas.Replicas`."""
+
+    def mine(self, step: int, *, saves: bool) -> Tensor:
+        """(n,) float64 of this rank, summed with the losses; empty where nothing is to be compared."""
+        ...
+
+    def check(self, everyones: Tensor, step: int) -> None:
+        """Raise WorldError where the sum over all ranks says that they differ."""
+        ...
+
+
 @dataclass(frozen=True)
 class Run:
     """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate: step
@@ -105,7 +117,8 @@ class Run:
     seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
     of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
     ranks' steps cost; ask: begins a collective on whether the run is to stop, and gives what waits for the
-    answer, the reason or None; mark: is told what begins now, and how many steps are done."""
+    answer, the reason or None; replicas: compares what ranks hold alike; mark: is told what begins now, and
+    how many steps are done."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[int], Record] | None
@@ -117,6 +130,7 @@ class Run:
     trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
     refer: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda micro_batches: micro_batches
     watch: Watch | None = None
+    replicas: Alike | None = None
     ask: Callable[[], Callable[[], str | None]] = lambda: lambda: None
     mark: Callable[[Doing, int], None] = lambda doing, step: None
 
@@ -183,7 +197,7 @@ def fit(
         planned = plan(schedule, progress.step)
         # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
         if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
-            record = training_record(window, objective, run, progress)
+            record = training_record(window, objective, run, progress, saves=bool(planned.saves or stop))
             norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
             run.report(record | norm | loss_scale_record(result))
             window = Window()
@@ -260,18 +274,22 @@ def position(progress: Progress) -> Record:
     }
 
 
-def training_record(window: Window, objective: Objective, run: Run, progress: Progress) -> Record:
+def training_record(
+    window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool
+) -> Record:
     """The window's loss and metrics (its sums ÷ its counts) and speed. One collective; it waits for the
-    device."""
+    device. saves: a checkpoint follows. Raises WorldError where ranks hold other weights than each other."""
     assert window.sums is not None, "a record is made after a step"
-    watch, sums = run.watch, window.sums
-    if watch is None:
-        figures = means(objective, run.sum(sums), window.counts, "train")
-    else:
-        mine = watch.mine(window.steps, window.began, window.data_wait, window.computed)
-        total = run.sum(torch.cat([sums, mine]))
-        figures = means(objective, total[: len(sums)], window.counts, "train")
-        figures |= watch.record(total[len(sums) :])
+    watch, replicas, none = run.watch, run.replicas, window.sums.new_zeros(0)
+    parts = (
+        window.sums,
+        watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
+        replicas.mine(progress.step, saves=saves) if replicas else none,
+    )
+    sums, spent, digests = torch.split(run.sum(torch.cat(parts)), [len(part) for part in parts])
+    if replicas:
+        replicas.check(digests, progress.step)
+    figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
     seconds = time.perf_counter() - window.began
     tokens_per_second = window.num_tokens / seconds
     mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}

@@ -37,6 +37,7 @@ MAY_DIFFER = (
     "train.num_train_epochs",
     "train.log_every",
     "train.eval_every",
+    "train.compare_ranks_every",
     "dpo.reference",  # which values there are is compared by themselves
     "dpo.reference_zero_stage",
     "dpo.reference_offload",

@@ -120,6 +120,10 @@ class Engine(Scorer, Protocol):
         """The state that this rank owns; over all ranks each element stands exactly once."""
         ...
 
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The tensors that this rank holds whole, by name, as `dsft.engine.replicas` compares them."""
+        ...
+
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         """fp16: that of the next step."""
         ...

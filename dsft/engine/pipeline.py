@@ -17,6 +17,7 @@ from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, lo
 from dsft.engine.partition import full_shape
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.remembered import Remembered
+from dsft.engine.replicas import replicated
 from dsft.engine.start import start
 from dsft.engine.ties import find_ties, tie
 from dsft.engine.world import World
@@ -31,7 +32,7 @@ class PipelineEngine:
     ) -> None:
         self._world = world
         self._objective = objective
-        self._trained = policy.named_trained()
+        self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
         self._scales, self._total = self._zeros(), self._zeros()
         self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # while scoring alone
@@ -105,6 +106,9 @@ class PipelineEngine:
     def owned(self) -> Iterator[Fragment]:
         layout = self._world.layout
         return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        return replicated(self._causal_lm, state.masters(self._engine, self._trained))
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         if self._started.scaler is not None:

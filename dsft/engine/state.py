@@ -87,6 +87,16 @@ def owned(
                 yield Fragment(name, kind, held.start, held.of(tensor))
 
 
+def masters(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """The float32 values of trained parameters, as `owned` reads them, where all data-parallel ranks hold
+    the same and they are not the parameters themselves."""
+    locate, is_replicated = _locator(engine.optimizer)
+    for name, parameter in _once(named) if is_replicated else ():
+        held = locate(parameter)
+        if held is not None and held.home is not parameter:
+            yield name, held.of(held.home)
+
+
 @torch.no_grad()
 def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applied_steps: int) -> None:
     """Put values, moments and the step count in place: the next step is the one that would have followed.

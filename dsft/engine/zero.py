@@ -14,6 +14,7 @@ from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, lo
 from dsft.engine.partition import full_shape, place_buffers
 from dsft.engine.rehearsal import rehearse
 from dsft.engine.remembered import Remembered
+from dsft.engine.replicas import replicated
 from dsft.engine.start import start
 from dsft.engine.world import World
 from dsft.model.policy import Policy, behind_inputs
@@ -27,7 +28,7 @@ class ZeroEngine:
     ) -> None:
         self._world = world
         self._objective = objective
-        self._trained = policy.named_trained()
+        self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
         place_buffers(policy, world.device)
         self._started = start(policy, self._trained, spec, config)
@@ -82,6 +83,9 @@ class ZeroEngine:
     def owned(self) -> Iterator[Fragment]:
         layout = self._world.layout
         return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        return replicated(self._causal_lm, state.masters(self._engine, self._trained))
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         if self._started.scaler is not None:

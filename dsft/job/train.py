@@ -19,6 +19,7 @@ from dsft.checkpoint.read import Checkpoint, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
 from dsft.data.steps.ahead import ahead
+from dsft.engine.replicas import Replicas
 from dsft.engine.world import World
 from dsft.errors import DsftError
 from dsft.identity import built_from, of_inputs, software
@@ -112,6 +113,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         trace_of(job, traced, world, report.line),
         reference.now if reference else as_it_is,
         watch_hosts(world, report.line),
+        Replicas(engine.replicated, world, spec.train.compare_ranks_every),
         ask_all(job, world),
         job.pulse.mark,
     )

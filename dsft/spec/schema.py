@@ -338,6 +338,11 @@ class Train(Section):
         ge=1,
         description="Steps in a row with an infinite or NaN gradient (never applied) that stop the run.",
     )
+    compare_ranks_every: int | None = Field(
+        default=100,
+        ge=1,
+        description="Steps between comparisons of weights that ranks hold alike; null: before saves alone.",
+    )
     neftune_alpha: float | None = Field(
         default=None,
         gt=0,

@@ -1,0 +1,126 @@
+"""A periodic comparison of what several ranks hold alike: weights that are not sharded, frozen weights,
+buffers, and the copies of a tied parameter on several pipeline stages.
+
+Takes what an engine says that it holds whole, and the world. Each rank adds up the bits of its tensors; the
+digests of all ranks travel in the all-reduce that the loop makes for its record. Weights that ZeRO 1 and 2
+gather in each step are compared too; sharded ones (ZeRO 3) are on one rank only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from dsft.engine.world import World
+from dsft.errors import WorldError
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: the integer type whose values are the element's bits."""
+BLOCK = 2**20
+"""Elements that are added up at a time. torch widens them to int64 in a copy, which is to stay small."""
+EXACT = 2**53 - 1
+"""Bits of a digest that are compared, since it travels as a float64."""
+_SHOWN = 3
+_CHANGING = ("dynamic", "longrope")  # rotary tables that follow the longest row of a batch
+
+
+class Replicas:
+    """`every`: steps between two comparisons; None: only before a checkpoint is saved."""
+
+    def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], world: World, every: int | None) -> None:
+        """A collective. `tensors`: `Engine.replicated`."""
+        self._tensors, self._world, self._every = tensors, world, every
+        self._last = 0
+        self._holders = _holders(sorted(tensors()), world)
+        self._sets = sorted(set(self._holders.values()))
+
+    def mine(self, step: int, *, saves: bool) -> Tensor:
+        """(ranks × sets,) float64 on the device: the digests of this rank, and zeros for other ranks, so that
+        the sum over all ranks holds everyone's. A set is all tensors that the same ranks hold. Empty where
+        `step` is not due: all ranks ask with the same step."""
+        is_due = saves or (self._every is not None and step - self._last >= self._every)
+        if not self._sets or not is_due:
+            return torch.zeros(0, dtype=torch.float64, device=self._world.device)
+        self._last = step
+        rows = torch.zeros(
+            self._world.world_size, len(self._sets), dtype=torch.int64, device=self._world.device
+        )
+        for name, tensor in self._tensors().items():
+            if (ranks := self._holders.get(name)) is not None:
+                factor = crc32(name.encode()) | 1  # so that two tensors that change places do not cancel
+                rows[self._world.rank, self._sets.index(ranks)] += digest(tensor) * factor
+        return (rows & EXACT).double().flatten()
+
+    def check(self, everyones: Tensor, step: int) -> None:
+        """`everyones`: the sum of all ranks' `mine`. Raises WorldError on every rank, with rank and tensor,
+        where ranks that hold the same tensors have other digests."""
+        if not everyones.numel():
+            return
+        rows = everyones.view(self._world.world_size, len(self._sets)).long()
+        if all(len(rows[list(ranks), number].unique()) == 1 for number, ranks in enumerate(self._sets)):
+            return
+        mine = {n: int(digest(tensor)) for n, tensor in self._tensors().items() if n in self._holders}
+        raise WorldError(_unlike(self._world.gather(mine), step))
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """The sum of all elements' bits as integers, int64 and wrapping, on the tensor's device. Any single bit
+    that differs changes it."""
+    flat = tensor.detach().reshape(-1)
+    words = flat.view(WORDS[flat.element_size()])
+    return torch.stack([block.sum(dtype=torch.int64) for block in words.split(BLOCK)]).sum()
+
+
+def replicated(causal_lm: nn.Module, masters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """What a rank holds whole, by name: parameters that ZeRO 3 has not sharded, buffers, and `masters`, the
+    float32 copies of parameters where every data-parallel rank has all of them (ZeRO 0 in bf16 or fp16)."""
+    found: dict[str, Tensor] = _buffers(causal_lm)
+    found |= {name: p for name, p in causal_lm.named_parameters() if not hasattr(p, "ds_tensor")}
+    found |= {f"{name} in float32": master for name, master in masters}
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Those that do not follow the rows that a rank has seen."""
+    return {
+        name: buffer
+        for prefix, part in causal_lm.named_modules()
+        if not any(kind in str(getattr(part, "rope_type", "")) for kind in _CHANGING)
+        for name, buffer in part.named_buffers(prefix, recurse=False)
+    }
+
+
+def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
+    """Tensor -> the ranks that hold it, of those that several hold."""
+    everyones = [names] * world.world_size if world.layout.pipeline_stages == 1 else world.gather(names)
+    found: dict[str, list[int]] = {}
+    for rank, held in enumerate(everyones):
+        for name in held:
+            found.setdefault(name, []).append(rank)
+    return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1 and world.rank in ranks}
+
+
+def _unlike(digests: Sequence[Mapping[str, int]], step: int) -> str:
+    """`digests`: by rank, of each tensor that the rank shares with others."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(name for held in digests for name in held):
+        values = {rank: held[name] for rank, held in enumerate(digests) if name in held}
+        usual, times = Counter(values.values()).most_common(1)[0]
+        odd = [rank for rank, value in values.items() if value != usual]
+        if odd:
+            found.setdefault(tuple(odd if times > len(odd) else values), []).append(name)
+    clauses = []
+    for ranks, names in found.items():
+        who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+        others = "than the others" if len(ranks) < len(digests) else "than each other"
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        clauses.append(f"{who} other values {others} of {', '.join(names[:_SHOWN])}{more}")
+    return (
+        f"step {step}: {'; '.join(clauses)}, which must be the same bit for bit. A memory or a device is "
+        "faulty, or processors of different kinds round differently; nothing of this step is saved: go on "
+        "from the last checkpoint without that host."
+    )

@@ -1,0 +1,112 @@
+"""Digests of what ranks hold alike, and what is said where they differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsft.engine import replicas
+from dsft.engine.replicas import Replicas, digest, replicated
+from dsft.engine.world import World
+from dsft.errors import WorldError
+from dsft.plan.layout import Layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_each_flipped_bit_changes_the_digest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(replicas, "BLOCK", 7)
+    tensor = torch.randn(5, 6).to(dtype)
+    usual = int(digest(tensor))
+    assert usual == int(digest(tensor.clone())) == int(digest(tensor.T.contiguous().T))
+    bits = tensor.view(-1).view(torch.uint8)
+    for byte in range(len(bits)):
+        for bit in range(1 if dtype == torch.bool else 8):
+            bits[byte] ^= 1 << bit
+            assert int(digest(tensor)) != usual
+            bits[byte] ^= 1 << bit
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0))
+        self.rotary = nn.Module()
+        self.rotary.rope_type = "dynamic"
+        self.rotary.register_buffer("inv_freq", torch.ones(2))
+
+
+def compared(models: list[Model], step: int = 1, stages: int = 1, **due: bool) -> list[str]:
+    """What each rank raises after a step, "" for none; `models`: by rank."""
+    layout = Layout(len(models), stages, len(models) // stages)
+    held = [replicated(model, []) for model in models]
+
+    def rank_of(rank: int, values: list[Any]) -> World:
+        world = World(rank, len(models), rank, layout, torch.device("cpu"))
+        return cast(World, SimpleNamespace(**vars(world), gather=lambda mine: values))
+
+    names = [sorted(tensors) for tensors in held]
+    ranks = [Replicas(lambda t=tensors: t, rank_of(r, names), 1) for r, tensors in enumerate(held)]  # type: ignore[misc]
+    total: Tensor = sum((one.mine(step, saves=due.get("saves", False)) for one in ranks), torch.zeros(()))
+    raised = []
+    for rank, one in enumerate(ranks):
+        digests = [{name: int(digest(value)) for name, value in tensors.items()} for tensors in held]
+        one._world = rank_of(rank, digests)
+        try:
+            one.check(total, step)
+            raised.append("")
+        except WorldError as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_equal_ranks_are_not_stopped() -> None:
+    models = [Model(), Model(), Model()]
+    models[1].rotary.inv_freq += 1  # follows the rows that a rank has seen
+    assert compared(models) == ["", "", ""]
+
+
+def test_the_odd_rank_and_its_tensors_are_named_on_every_rank() -> None:
+    models = [Model(), Model(), Model()]
+    with torch.no_grad():
+        models[2].second.weight[0, 0] += 1e-3
+        models[2].table[1] = 7
+    raised = compared(models)
+    assert raised[0].startswith(
+        "step 1: rank 2 holds other values than the others of table, second.weight, which must be the same"
+    )
+    assert len(set(raised)) == 1
+
+
+def test_of_two_ranks_neither_is_accused() -> None:
+    models = [Model(), Model()]
+    with torch.no_grad():
+        models[0].first.bias[0] += 1
+    assert compared(models)[1].startswith(
+        "step 1: ranks 0, 1 hold other values than each other of first.bias,"
+    )
+
+
+def test_two_tensors_that_change_places_are_noticed() -> None:
+    models = [Model(), Model()]
+    with torch.no_grad():
+        for model, values in zip(models, ((1.0, 2.0), (2.0, 1.0)), strict=True):
+            model.first.bias.fill_(values[0])
+            model.second.bias.fill_(values[1])
+    assert "first.bias, second.bias" in compared(models)[0]
+
+
+def test_a_comparison_is_due_after_so_many_steps_and_before_a_save() -> None:
+    world = cast(
+        World, SimpleNamespace(rank=0, world_size=2, layout=Layout(2, 1, 2), device=torch.device("cpu"))
+    )
+    one = Replicas(lambda: replicated(Model(), []), world, 3)
+    sizes = [one.mine(step, saves=step == 5).numel() for step in range(1, 10)]
+    assert [size > 0 for size in sizes] == [False, False, True, False, True, False, False, True, False]
+    never = Replicas(lambda: replicated(Model(), []), world, None)
+    assert [never.mine(step, saves=step == 5).numel() > 0 for step in (4, 5, 500)] == [False, True, False]
