@@ -24,6 +24,7 @@ from torch import Tensor
 from dsft.checkpoint.files import Written, digest_of
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
+from dsft.spec.json_file import read_json
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -32,6 +33,8 @@ LATEST = "latest"
 BEST = "best"
 MODEL = "model"
 STEP = re.compile(r"step-(\d+)")
+LISTED = re.compile(rf"(?:{MODEL}/)?(?!\.\.?$)[^/]+")
+"""A file that a manifest lists: of the folder itself, or of its model folder."""
 THREADS = 8
 """Files that are hashed at a time: about 1.5 GB/s each, where the disk gives it."""
 
@@ -60,9 +63,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format.
+        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format,
+        where the manifest lists a path outside the folder, and where these two or the folder's name disagree
+        on the step.
 
-        `path`: a folder step-N, or a file `latest` or `best` beside it, which names one.
+        `path`: a folder step-N, a copy under a name of another form, or a file `latest` or `best` beside a
+        folder step-N, which names one.
         """
         if path.name in (LATEST, BEST) and path.is_file():
             path = _named_by(path)
@@ -82,8 +88,16 @@ class Checkpoint:
             raise CheckpointError(f"{path / MANIFEST} is not what was written; the checkpoint is damaged.")
         if STATE not in files:
             raise CheckpointError(f"{path / MANIFEST} does not list {STATE}.")
+        outside = [name for name in files if not (LISTED.fullmatch(name) and name.isprintable())]
+        if outside:
+            raise CheckpointError(
+                f"{path / MANIFEST} lists {outside[0]!r}, which is no file of a checkpoint; it was not "
+                "written by dsft."
+            )
         cls._check_file(path, STATE, files[STATE])
-        return cls(path, files, _json(path / STATE), digest)
+        checkpoint = cls(path, files, _json(path / STATE), digest)
+        checkpoint._check_step(manifest.get("step"))
+        return checkpoint
 
     @property
     def step(self) -> int:
@@ -125,6 +139,23 @@ class Checkpoint:
             part = self._file(piece.file).get_slice(piece.key)[low - piece.start : high - piece.start]
             result[low - start : high - start] = part
         return result
+
+    def _check_step(self, listed: Any) -> None:
+        """`listed`: the manifest's step. The newest checkpoint is found by its folder's name, so a name of
+        another step would make each start go on from the wrong one."""
+        try:
+            step = self.step
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path / STATE} does not say its step ({error!r}).") from None
+        if listed != step:
+            raise CheckpointError(
+                f"{self.path / MANIFEST} says step {listed}, and {STATE} step {step}; it was not written by "
+                "dsft."
+            )
+        if STEP.fullmatch(self.path.name) and self.path.name != f"step-{step}":
+            raise CheckpointError(
+                f"{self.path} holds step {step}; rename it to step-{step}, or move it out of this folder."
+            )
 
     @staticmethod
     def _check_file(path: Path, name: str, written: Written) -> None:
@@ -270,11 +301,13 @@ def seal(manifest: Mapping[str, Any]) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there; the checkpoint was not committed.") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is torn.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; the checkpoint is damaged.") from None
 
 
 def verify(path: Path) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import random
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsft.checkpoint.read import Checkpoint, find, verify
+from dsft.checkpoint.read import Checkpoint, find, seal, verify
 from dsft.errors import CheckpointError, LockedError
 
 
@@ -193,6 +197,73 @@ def test_a_manifest_that_says_something_else_is_found(maker: Any) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="MANIFEST.json is not what was written"):
         Checkpoint.open(maker.step(1))
+
+
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest that says other things, and has the SHA-256 of what it says."""
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    change(manifest)
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
+
+
+def listing(name: str) -> Callable[[dict[str, Any]], None]:
+    file = Path("/etc/passwd").read_bytes()
+    facts = {"size": len(file), "sha256": hashlib.sha256(file).hexdigest()}
+    return lambda manifest: manifest["files"].update({name: facts})
+
+
+def sized(size: float) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["files"]["rank-00000.safetensors"].update(size=size)
+
+
+FORGED = {
+    "a path upwards": (listing("../" * 20 + "etc/passwd"), "lists '../../"),
+    "a path upwards from model": (listing("model/../" + "../" * 20 + "etc/passwd"), "lists 'model/../"),
+    "an absolute path": (listing("/etc/passwd"), "lists '/etc/passwd'"),
+    "a NUL in a name": (listing("model/a\0b"), r"lists 'model/a\\x00b'"),
+    "half a character in a name": (listing("\ud800"), r"lists '\\ud800'"),
+    "an infinite size": (sized(math.inf), "holds the number Infinity"),
+    "another step": (lambda manifest: manifest.update(step=99), "says step 99, and state.json step 2"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_manifest_is_passed_over_with_a_line(two: Any, what: str) -> None:
+    change, said = FORGED[what]
+    forge(two.step(2), change)
+    found = find(two.run, "auto")
+    assert found.path == two.step(1)
+    (note,) = found.notes
+    assert re.search(f"^step-2 is passed over: .*MANIFEST.json {said}", note)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "9" * 5_000, "/dev/zero"])
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state.json"])
+def test_json_that_cannot_be_parsed_is_passed_over_with_a_line(two: Any, name: str, text: str) -> None:
+    path = two.step(2) / name
+    path.unlink()
+    path.symlink_to(text) if text == "/dev/zero" else path.write_text(text)
+    if name == "state.json" and text != "/dev/zero":
+        written = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        forge(two.step(2), lambda manifest: manifest["files"].update({name: written}))
+    found = find(two.run, "auto")
+    assert found.path == two.step(1)
+    assert len(found.notes) == 1 and f"{name} " in found.notes[0]
+
+
+@pytest.mark.parametrize("name", ["step-99", "step-02"])
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(two: Any, name: str) -> None:
+    shutil.copytree(two.step(2), two.run / "checkpoints" / name)
+    two.step(2).rename(two.run / "elsewhere")
+    found = find(two.run, "auto")
+    assert found.path == two.step(1)
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith(f"{name} is passed over: ")
+    assert "holds step 2; rename it to step-2" in found.notes[0]
+    with pytest.raises(CheckpointError, match="holds step 2"):
+        find(two.run, str(two.run / "checkpoints" / name))
+    assert verify(two.run / "elsewhere").startswith(f"{two.run / 'elsewhere'} is whole: step 2, ")
 
 
 def test_verify_says_what_it_found(maker: Any) -> None:
