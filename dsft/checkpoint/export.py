@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.card import CARD, Form, model_card
-from dsft.checkpoint.files import CHUNK, Entry, copy_files, sync_folder, write_json, write_tensors
+from dsft.checkpoint.files import (
+    CHUNK,
+    Entry,
+    Written,
+    copy_files,
+    damages,
+    digest_of,
+    sync_folder,
+    write_json,
+    write_tensors,
+)
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
@@ -33,12 +44,13 @@ from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.dtypes import DTYPES
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
+from dsft.spec.json_file import read_json
 
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""
 
 ORIGIN = "dsft_export.json"
-"""Says which checkpoint an export is of, and lists its files."""
+"""Says which checkpoint an export is of, and lists its files with their sizes and SHA-256."""
 
 BESIDE = "beside.safetensors"
 """In a checkpoint's model folder: what a model's file holds beside the parameters. Most have nothing."""
@@ -115,32 +127,33 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
 
 def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
     """Write `out`: the adapter as peft saves one, and the tokenizer. Gives a line that says what was done;
-    where `out` is this very export already, nothing is. Raises as `export` does."""
+    where `out` is this very export already, and whole, nothing is. Raises as `export` does."""
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest, "form": "adapter"}
-    if _is_export_of(out, origin):
+    replaces = _replaces(out, origin)
+    if replaces is None:
         return f"{out}: the adapter after step {checkpoint.step}, exported before"
     adapter = Adapter.of(checkpoint, _on_meta(checkpoint), dtype)
 
-    def write(aside: Path) -> None:
+    def write(aside: Path) -> dict[str, Written]:
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
         entries = [Entry(name, shape, dtype) for name, shape in adapter.shapes.items()]
         pieces = (piece for entry in entries for piece in _pieces(adapter, entry.name, entry))
-        write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})
+        return {WEIGHTS: write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})}
 
     size = _write_folder(checkpoint, out, origin, write, "adapter")
     rows = rows_of(checkpoint)
     more = f", all {max(rows.stop, rows.held):,} embeddings among them" if rows else ""
-    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes{more}"
+    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes{more}{replaces}"
 
 
 def export(
     checkpoint: Checkpoint, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
 ) -> str:
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
-    Gives a line that says what was done; where `out` is this very export already, nothing is.
+    Gives a line that says what was done; where `out` is this very export already, and whole, nothing is.
 
     `dtype`: of the weights, by default that of train.precision. Tied weights stand once. Raises
     CheckpointError for a model whose files hold other tensors than its modules, for parameters that are
@@ -149,7 +162,8 @@ def export(
     """
     dtype = dtype or DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
-    if _is_export_of(out, origin):
+    replaces = _replaces(out, origin)
+    if replaces is None:
         return f"{out}: the model after step {checkpoint.step}, exported before"
     model = _on_meta(checkpoint)
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
@@ -157,28 +171,34 @@ def export(
     _check_names(values, checkpoint.path, model)
     whole = WithBeside(values, checkpoint.model_folder)
 
-    def write(aside: Path) -> None:
+    def write(aside: Path) -> dict[str, Written]:
         (aside / BESIDE).unlink(missing_ok=True)
         _write_config(aside, model, dtype)
-        _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
+        return _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
 
     merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
     size = _write_folder(checkpoint, out, origin, write, "merged" if merged else "model")
-    return f"{out}: the model after step {checkpoint.step}, {size:,} bytes"
+    return f"{out}: the model after step {checkpoint.step}, {size:,} bytes{replaces}"
 
 
 def _write_folder(
-    checkpoint: Checkpoint, out: Path, origin: Mapping[str, Any], write: Callable[[Path], None], form: Form
+    checkpoint: Checkpoint,
+    out: Path,
+    origin: Mapping[str, Any],
+    write: Callable[[Path], dict[str, Written]],
+    form: Form,
 ) -> int:
-    """`out` with the checkpoint's model folder, what `write` adds and its card; its size in bytes."""
+    """`out` with the checkpoint's model folder, what `write` adds and its card; its size in bytes. `write`
+    gives the checksums of its large files, so that these are not read again."""
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         copy_files(checkpoint.model_folder, aside)
-        write(aside)
+        large = write(aside)
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
-        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
-        write_json(aside / ORIGIN, {"from": origin, "sizes": sizes})
+        files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
+        listed = {name: asdict(written) for name, written in files.items()}
+        write_json(aside / ORIGIN, {"from": origin, "files": listed})
         _replace(out, aside)
         for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # of exports that were killed
             shutil.rmtree(path, ignore_errors=True)
@@ -188,7 +208,7 @@ def _write_folder(
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return sum(sizes.values())
+    return sum(written.size for written in files.values())
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:
@@ -198,16 +218,22 @@ def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> Ge
     return GenerationConfig.from_model_config(config)
 
 
-def _is_export_of(out: Path, origin: Mapping[str, Any]) -> bool:
-    """Whether `out` is a whole export of this origin. LockedError where it is no export at all."""
+def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
+    """None where `out` is the export of this origin and every file is as it was written: it stays. Else what
+    is to be said of what it replaces. Reads all of `out`. LockedError where `out` is no export at all."""
     try:
-        found = json.loads((out / ORIGIN).read_bytes())
-        whole = all((out / name).stat().st_size == size for name, size in found["sizes"].items())
-        return whole and found["from"] == origin
+        found = read_json(out / ORIGIN)
+        if found["from"] != origin:
+            return ""
+        if "files" not in found:  # of an earlier dsft, which listed sizes alone
+            return "; it replaces one that has no checksums"
+        files = {name: Written(**facts) for name, facts in found["files"].items()}
+        damaged = next(damages(out, files), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if out.exists() and not (out / ORIGIN).exists() and not (out.is_dir() and not any(out.iterdir())):
             raise LockedError(f"{out} is there and was not written by dsft; give another path.") from None
-        return False
+        return ""
+    return damaged and f"; it replaces one in which {damaged}"
 
 
 def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -246,23 +272,25 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 def _write_weights(
     values: Values, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
-) -> None:
-    """`in_file`: parameter's name -> its name in the file."""
+) -> dict[str, Written]:
+    """`in_file`: parameter's name -> its name in the file. Gives the checksum of each file of weights."""
     held = {in_file[name]: name for name in values.shapes}
     shapes = {in_file[name]: shape for name, shape in values.shapes.items()}
     shards = _shards(shapes, dtype, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
+    written: dict[str, Written] = {}
     for name, entries in zip(names, shards, strict=True):
         pieces = (piece for entry in entries for piece in _pieces(values, held[entry.name], entry))
-        write_tensors(folder / name, entries, pieces, {"format": "pt"})
+        written[name] = write_tensors(folder / name, entries, pieces, {"format": "pt"})
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
         where = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
         write_json(
             folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
         )
+    return written
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[Entry]]:

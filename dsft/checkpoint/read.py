@@ -11,7 +11,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsft.checkpoint.files import Written, digest_of
+from dsft.checkpoint.files import Written, damage, damages
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
 from dsft.spec.json_file import read_json
@@ -35,8 +34,6 @@ MODEL = "model"
 STEP = re.compile(r"step-(\d+)")
 LISTED = re.compile(rf"(?:{MODEL}/)?(?!\.\.?$)[^/]+")
 """A file that a manifest lists: of the folder itself, or of its model folder."""
-THREADS = 8
-"""Files that are hashed at a time: about 1.5 GB/s each, where the disk gives it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,8 @@ class Checkpoint:
                 f"{path / MANIFEST} lists {outside[0]!r}, which is no file of a checkpoint; it was not "
                 "written by dsft."
             )
-        cls._check_file(path, STATE, files[STATE])
+        if damaged := damage(path / STATE, files[STATE]):
+            raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
         checkpoint = cls(path, files, _json(path / STATE), digest)
         checkpoint._check_step(manifest.get("step"))
         return checkpoint
@@ -124,8 +122,8 @@ class Checkpoint:
 
         Raises CheckpointError naming the first file or parameter that is not as it was written.
         """
-        with ThreadPoolExecutor(THREADS) as pool:  # hashing runs outside Python's lock
-            list(pool.map(lambda item: self._check_file(self.path, *item), self.files.items()))
+        for damaged in damages(self.path, self.files):
+            raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
         for name, shape in self.shapes.items():
             numel = torch.Size(shape).numel()
             for kind in self.state["kinds"]:
@@ -155,25 +153,6 @@ class Checkpoint:
         if STEP.fullmatch(self.path.name) and self.path.name != f"step-{step}":
             raise CheckpointError(
                 f"{self.path} holds step {step}; rename it to step-{step}, or move it out of this folder."
-            )
-
-    @staticmethod
-    def _check_file(path: Path, name: str, written: Written) -> None:
-        file = path / name
-        try:
-            size = file.stat().st_size
-            found = digest_of(file) if size == written.size else None
-        except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error.strerror}); the checkpoint is not whole."
-            ) from None
-        if found is None:
-            raise CheckpointError(
-                f"{file} has {size} bytes where {written.size} were written; the checkpoint is torn."
-            )
-        if found != written:
-            raise CheckpointError(
-                f"{file} is not what was written (SHA-256 differs); the checkpoint is damaged."
             )
 
     def _pieces_of(self, name: str, kind: str, start: int, stop: int) -> list[Piece]:

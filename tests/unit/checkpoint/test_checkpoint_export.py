@@ -91,6 +91,35 @@ def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "dsft_export.json"])
+def test_an_export_with_a_flipped_bit_is_made_again(maker: Any, tmp_path: Path, name: str) -> None:
+    out, checkpoint = tmp_path / "out", saved(maker)
+    export(checkpoint, out)
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    damaged = bytearray(whole[name])
+    damaged[len(damaged) // 2] ^= 1
+    (out / name).write_bytes(damaged)
+    line = export_checkpoint(checkpoint.path, out)
+    assert "exported before" not in line
+    if name != "dsft_export.json":
+        assert line.endswith(
+            f"; it replaces one in which {out / name} is not what was written (SHA-256 differs)"
+        )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert export_checkpoint(checkpoint.path, out).endswith(", exported before")
+
+
+def test_an_export_without_checksums_is_made_again(maker: Any, tmp_path: Path) -> None:
+    """As an earlier dsft wrote them, with the sizes of the files alone."""
+    out, checkpoint = tmp_path / "out", saved(maker)
+    export(checkpoint, out)
+    origin = json.loads((out / "dsft_export.json").read_text())
+    sizes = {name: file["size"] for name, file in origin.pop("files").items()}
+    (out / "dsft_export.json").write_text(json.dumps(origin | {"sizes": sizes}))
+    assert export(checkpoint, out).endswith("; it replaces one that has no checksums")
+    assert export(checkpoint, out).endswith(", exported before")
+
+
 def test_what_a_killed_export_left_is_removed_and_nothing_else(maker: Any, tmp_path: Path) -> None:
     for name in ("out.tmp-0a1b2c3d", "out.tmp-0a1b2c3d-old", "outer.tmp-0a1b2c3d", "out-2"):
         (tmp_path / name).mkdir()
