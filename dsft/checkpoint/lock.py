@@ -12,19 +12,56 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from dsft.errors import LockedError, StorageError
+from dsft.launch.disk import where_gone
 
 NAME = ".lock"
 
 
+@dataclass(frozen=True)
+class Held:
+    """A lock that this process holds. device and inode: of its file, as stat(2) gives them."""
+
+    path: Path
+    device: int
+    inode: int
+
+    def check(self) -> None:
+        """To be called before something in the folder is written.
+
+        Raises LockedError where the file on the disk is no longer the one that is locked: somebody removed
+        or replaced it, and another job may have locked the new one. Raises StorageError where the folder is
+        gone.
+        """
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            if gone := where_gone(self.path):
+                raise StorageError(gone) from None
+            raise self._lost("") from None
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be looked at ({error.strerror}).") from None
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            raise self._lost(f" and is now that of {holder(self.path.parent, self.path.name)}")
+
+    def _lost(self, to: str) -> LockedError:
+        return LockedError(
+            f"{self.path.parent} is no longer held by this run: its lock {self.path.name} was removed or "
+            f"replaced while it trained{to}. Nothing more is written there; once no other job uses the "
+            "folder, the same command goes on from its newest checkpoint."
+        )
+
+
 @contextmanager
-def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[None]:
+def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[Held]:
     """Hold the folder, made where it is not there, until the block ends. By rank 0, for all ranks of its job.
-    name: of the lock; key: of the spec, that says where the folder is.
+    name: of the lock; key: of the spec, that says where the folder is. Gives what tells whether it is still
+    held.
 
     Raises LockedError naming the holder's process and host; StorageError where the disk cannot lock.
     """
@@ -33,6 +70,7 @@ def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[No
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
+        found = path.stat()
     except Timeout:
         raise LockedError(
             f"{folder} is used by {holder(folder, name)}; wait until it ends, stop it, or choose another "
@@ -46,7 +84,7 @@ def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[No
     try:
         with suppress(OSError):  # a full disk: then it is held without a name
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        yield
+        yield Held(path, found.st_dev, found.st_ino)
     finally:
         lock.release()
 

@@ -7,6 +7,7 @@ them. Touches one file.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from dsft.errors import StorageError
+from dsft.launch.disk import no_inodes, where_gone
 
 Record = Mapping[str, float]
 STEP = "train/global_step"
@@ -91,7 +93,9 @@ def _cut(path: Path, resume_step: int) -> None:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """One sentence for a disk that is full or gone."""
-    return StorageError(
-        f"{path} cannot be written ({error.strerror}): free space there, or change output_dir."
-    )
+    """What is wrong, in one sentence: a disk that is full or cannot be written, or a folder that is gone."""
+    if error.errno == errno.ENOENT and (gone := where_gone(path)):
+        return StorageError(gone)
+    inodes = no_inodes(path.parent) if error.errno == errno.ENOSPC else None
+    reason, remedy = (inodes, "remove files there") if inodes else (error.strerror, "free space there")
+    return StorageError(f"{path} cannot be written ({reason}): {remedy}, or change output_dir.")

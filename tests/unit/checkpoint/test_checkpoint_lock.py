@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,32 @@ def test_of_many_that_start_together_one_holds_it(tmp_path: Path) -> None:
     ended = [job.communicate()[1] for job in jobs]
     assert sorted(said) == [""] * 5 + ["held\n"]
     assert sum("LockedError" in text for text in ended) == 5
+
+
+@pytest.mark.parametrize("by", ["removed", "taken over", "replaced"])
+def test_who_holds_it_notices_that_the_lock_is_no_longer_on_the_disk(tmp_path: Path, by: str) -> None:
+    run = tmp_path / "run"
+    with hold(run) as lock:
+        lock.check()
+        (run / ".lock").rename(tmp_path / "moved")
+        if by == "replaced":
+            (run / ".lock").write_text("process 1 on elsewhere")
+        with hold(run) if by == "taken over" else nullcontext() as other:
+            with pytest.raises(LockedError, match="is no longer held by this run") as error:
+                lock.check()
+            if other is not None:
+                other.check()
+        says = f"process {os.getpid()} on " if by == "taken over" else "process 1 on elsewhere"
+        assert (says in str(error.value)) == (by != "removed")
+        assert error.value.exit_code == 73
+
+
+def test_who_holds_a_folder_that_is_removed_is_told_that_it_is_gone(tmp_path: Path) -> None:
+    with hold(tmp_path / "run") as lock:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(StorageError, match="run is gone"):
+            lock.check()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from dsft.errors import StorageError
 from dsft.report.jsonl import MetricsFile, read_metrics
+from tests.small_disk import small_disk, take_all_inodes
 
 STEP = "train/global_step"
 
@@ -110,8 +111,25 @@ def test_bytes_that_are_no_text_are_dropped(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_refuses_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="metrics.jsonl cannot be written .*: free space there"):
-        MetricsFile(tmp_path / "absent" / "metrics.jsonl", 0)
+        MetricsFile(tmp_path / "file" / "metrics.jsonl", 0)
+
+
+def test_a_folder_that_was_removed_is_said_to_be_gone(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="run is gone: it was removed or moved") as error:
+        MetricsFile(tmp_path / "run" / "metrics.jsonl", 0)
+    assert "space" not in str(error.value)
+
+
+def test_a_disk_without_inodes_is_not_said_to_be_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=1m,nr_inodes=8") as disk:
+        take_all_inodes(disk)
+        with pytest.raises(StorageError, match=r"no inodes left for another file.*: remove files there"):
+            MetricsFile(disk / "metrics.jsonl", 0)
+        (disk / "file-0").unlink()
+        write(disk / "metrics.jsonl", 1)
+        assert steps(disk / "metrics.jsonl") == [1]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
