@@ -30,10 +30,11 @@ from dsft.checkpoint.files import (
     CHUNK,
     Entry,
     Written,
-    copy_files,
     damages,
     digest_of,
+    read_files,
     sync_folder,
+    write_files,
     write_json,
     write_tensors,
 )
@@ -102,6 +103,15 @@ def write_model_folder(
         generation_config.save_pretrained(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
+
+
+def read_model_files(folder: Path) -> dict[str, bytes]:
+    """What `write_model_folder` and `write_beside` have just written there, for `save` to put into each
+    checkpoint. Some tens of MB, most of it the tokenizer. Raises StorageError."""
+    try:
+        return read_files(folder)
+    except OSError as error:
+        raise StorageError(f"{error.filename or folder} cannot be read ({error.strerror}).") from None
 
 
 def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -193,7 +203,7 @@ def _write_folder(
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        copy_files(checkpoint.model_folder, aside)
+        write_files(aside, read_files(checkpoint.model_folder))
         large = write(aside)
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}

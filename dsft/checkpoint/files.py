@@ -93,16 +93,17 @@ def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def copy_files(source: Path, target: Path) -> dict[str, Written]:
-    """The files of a folder, small ones and without folders below, into a new one; by name."""
-    target.mkdir()
-    copied = {
-        path.name: write_bytes(target / path.name, [path.read_bytes()])
-        for path in sorted(source.iterdir())
-        if path.is_file()
-    }
-    sync_folder(target)
-    return copied
+def read_files(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, small ones and without folders below, by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, Written]:
+    """A new folder with these files in it."""
+    folder.mkdir()
+    written = {name: write_bytes(folder / name, [content]) for name, content in files.items()}
+    sync_folder(folder)
+    return written
 
 
 def write_json(path: Path, value: Any) -> Written:

@@ -28,9 +28,9 @@ from dsft.checkpoint.files import (
     CHUNK,
     Entry,
     Written,
-    copy_files,
     sync_folder,
     write_aside,
+    write_files,
     write_json,
     write_tensors,
 )
@@ -38,6 +38,7 @@ from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, Checkpo
 from dsft.checkpoint.retain import Retention, retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
+from dsft.launch.disk import no_inodes
 
 T = TypeVar("T")
 SPARE = 2**20
@@ -108,13 +109,14 @@ def save(
     facts: Facts,
     group: Group,
     *,
-    model_folder: Path,
+    model_files: Mapping[str, bytes],
     retention: Retention,
 ) -> str:
     """Commit `checkpoints/step-N`, N being facts.progress["step"]; gives a line that says what was done.
 
-    A collective. `fragments` and `shapes` are this rank's. `model_folder` (config, tokenizer, …) is copied
-    in, so that the checkpoint can be exported by itself. A step that is committed and whole is left as it is.
+    A collective. `fragments` and `shapes` are this rank's. `model_files` (config, tokenizer, …), which rank 0
+    alone needs, are written into its model folder, so that the checkpoint can be exported by itself. A step
+    that is committed and whole is left as it is.
     Raises StorageError on every rank where one could not write; what was there before is then still there.
     """
     folder = run / "checkpoints"
@@ -130,7 +132,7 @@ def save(
     except DsftError:
         group.first(lambda: shutil.rmtree(aside, ignore_errors=True))
         raise
-    group.first(lambda: _commit(folder / name, aside, parts, facts, model_folder))
+    group.first(lambda: _commit(folder / name, aside, parts, facts, model_files))
     removed = group.first(lambda: _prune(run, int(facts.progress["step"]), retention))
     return f"{folder / name} is committed" + (f"; removed {', '.join(removed)}" if removed else "")
 
@@ -204,9 +206,11 @@ def _elements(parts: Iterable[Part]) -> Counter[str]:
     return sum((Counter(part.elements) for part in parts), Counter())
 
 
-def _commit(final: Path, aside: Path, parts: list[Part], facts: Facts, model_folder: Path) -> None:
+def _commit(
+    final: Path, aside: Path, parts: list[Part], facts: Facts, model_files: Mapping[str, bytes]
+) -> None:
     try:
-        model = copy_files(model_folder, aside / MODEL)
+        model = write_files(aside / MODEL, model_files)
         state = asdict(facts) | {"parameters": _shapes(parts), "kinds": sorted(_elements(parts))}
         files = {part.name: part.written for part in parts} | {STATE: write_json(aside / STATE, state)}
         files |= {f"{MODEL}/{name}": written for name, written in model.items()}
@@ -233,9 +237,10 @@ def _prune(run: Path, step: int, retention: Retention) -> list[str]:
 
 
 def _not_written(folder: Path, error: OSError, needed: int) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    inodes = no_inodes(folder) if error.errno == errno.ENOSPC else None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not inodes:
         return _too_full(folder, shutil.disk_usage(folder).free, needed)
-    reason = error.strerror or error
+    reason = inodes or error.strerror or error
     return f"{error.filename or folder} cannot be written ({reason}); older checkpoints are as they were."
 
 

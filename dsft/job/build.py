@@ -3,13 +3,13 @@ engine and the reference, proved on real rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from dsft.checkpoint.export import write_beside
+from dsft.checkpoint.export import read_model_files, write_beside
 from dsft.checkpoint.read import Checkpoint
 from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
@@ -46,10 +46,13 @@ def objective_of(spec: Spec) -> Objective:
 
 @dataclass(frozen=True)
 class Built:
-    """This rank's part of the model, its engine, and the reference where the objective has one."""
+    """This rank's part of the model, its engine, and the reference where the objective has one. model_files:
+    of the run's model folder, on rank 0, as they were when it was written: each checkpoint gets these,
+    whatever is written over the folder's while the run trains."""
 
     policy: Policy
     engine: Engine
+    model_files: Mapping[str, bytes]
     reference: Source | None = None
 
 
@@ -76,11 +79,17 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     policy = world.each(part)
     if switched_off:
         start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
-    world.first(lambda: write_beside(job.model_folder, kept_beside(policy.causal_lm)))
+    files: dict[str, bytes] = {}
+
+    def write() -> None:
+        write_beside(job.model_folder, kept_beside(policy.causal_lm))
+        files.update(read_model_files(job.model_folder))
+
+    world.first(write)
     engine = build_engine(policy, spec, job.config, world, objective)
     if not objective.needs_reference:
-        return Built(policy, engine)
-    return Built(policy, engine, source_of(spec, inputs, world, policy, engine, stored, start))
+        return Built(policy, engine, files)
+    return Built(policy, engine, files, source_of(spec, inputs, world, policy, engine, stored, start))
 
 
 def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:

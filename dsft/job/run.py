@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsft.checkpoint.compare import check_same_run
-from dsft.checkpoint.lock import hold
+from dsft.checkpoint.lock import Held, hold
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
 from dsft.engine.ops import prepare_ops
@@ -42,7 +42,7 @@ def run(job: Job) -> None:
     with together(job, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
-        world.first(lambda: take_folder(job.folder, held))
+        lock = world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
@@ -56,7 +56,7 @@ def run(job: Job) -> None:
         if not done:
             with swap_folders(job, world, say) as swapping:
                 ready = replace(swapping, config=prepare_ops(spec, swapping.config, world, say))
-                saved = train(ready, world, start, progress, say)
+                saved = train(ready, world, start, progress, say, lock)
         job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"
@@ -96,14 +96,14 @@ def still_owes(progress: Progress, folder: Path, world: World) -> bool:
     return progress.owes_evaluation and not world.first(is_told)
 
 
-def take_folder(folder: Path, held: ExitStack) -> None:
+def take_folder(folder: Path, held: ExitStack) -> Held:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir."
         ) from None
-    held.enter_context(hold(folder))
+    return held.enter_context(hold(folder))
 
 
 def prove_shared(folder: Path, world: World) -> None:

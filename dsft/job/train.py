@@ -15,6 +15,7 @@ from dsft.checkpoint.compare import (
     check_same_rows,
     check_same_run,
 )
+from dsft.checkpoint.lock import Held
 from dsft.checkpoint.read import Checkpoint, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
@@ -46,9 +47,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say) -> Path | None:
+def train(
+    job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say, lock: Held
+) -> Path | None:
     """Build the engine, bring it to `progress`, and go on to the last step. The checkpoint of its end; None
-    where no step is left."""
+    where no step is left. Raises what `lock.check` does where another job may write into the run's folder."""
     spec, folder = job.spec, job.folder
     inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
     world.prove_same(world.each(lambda: of_inputs(spec, inputs)))
@@ -96,7 +99,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         facts = facts_of(job, inputs, ran_by, progress, held_out_loss, reference, unchanged=unchanged)
         fragments, shapes = engine.owned(), engine.shapes()
         report.line(
-            save(folder, fragments, shapes, facts, world, model_folder=job.model_folder, retention=retention)
+            save(folder, fragments, shapes, facts, world, model_files=built.model_files, retention=retention)
         )
         tell_proof(proof, report.line)
 
@@ -106,7 +109,7 @@ def train(job: Job, world: World, start: Checkpoint | None, progress: Progress, 
         world.sum,
         during("evaluation", evaluate, memory) if evaluate else None,
         tell,
-        during("save", keep, memory),
+        if_held(lock, world, during("save", keep, memory)),
         world.world_size,
         world.rank,
         mfu_of(job, inputs, counted, world),
@@ -142,6 +145,17 @@ def tell_proof(proof: str | DsftError | None, say: Say) -> None:
         raise proof
     if proof is not None:
         say(proof)
+
+
+def if_held(lock: Held, world: World, work: Callable[P, T]) -> Callable[P, T]:
+    """`work`, which writes into the run's folder, once rank 0 has seen that the lock is still held; a
+    collective. Raises on all ranks what `lock.check` does."""
+
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        world.first(lock.check)
+        return work(*args, **kwargs)
+
+    return checked
 
 
 def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P, T]:

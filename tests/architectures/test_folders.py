@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from dsft.checkpoint.export import export, write_beside
+from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
@@ -70,7 +71,8 @@ def exported(policy: Policy, folder: Path) -> Path:
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
-    save(folder, fragments, shapes, facts, Alone(), model_folder=model_folder, retention=Retention(None))
+    files = read_files(model_folder)
+    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Retention(None))
     export(Checkpoint.open(folder / "checkpoints" / "step-0"), folder / "out")
     return folder / "out"
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint, write_beside
+from dsft.checkpoint.files import read_files
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.data.steps.batch import MicroBatch
@@ -109,7 +110,7 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         facts = Facts({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
         save(
             folder / f"{kind}-{mode}", engine.owned(), engine.shapes(), facts, world,
-            model_folder=folder / f"{kind}-model", retention=Retention(None, None),
+            model_files=read_files(folder / f"{kind}-model"), retention=Retention(None, None),
         )  # fmt: skip
         engine._engine.destroy()
         return outcome

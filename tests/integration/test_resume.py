@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.integration.runs import TRAIN, records, shows_traceback, train, trained, write_spec
-from tests.launching import alone
+from tests.launching import ROOT, alone
 
 pytestmark = pytest.mark.timeout(400)
 
+MEDDLING = ROOT / "tests" / "integration" / "meddling.py"
 PIPELINE = ("parallel.pipeline_stages=2", "parallel.zero_stage=1", "train.micro_batch_size=3")
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
@@ -144,6 +145,19 @@ def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path:
     assert used.returncode == 73 and f"{run} is used by process 1 on elsewhere" in used.stderr
     for result in (never, used):
         assert not shows_traceback(result.stderr)
+
+
+def test_a_run_whose_folder_is_changed_meanwhile(stopped: Path, tmp_path: Path) -> None:
+    """Checkpoints have the chat template of the start; without the lock nothing is saved."""
+    run = tmp_path / "runs" / "small"
+    result = alone(MEDDLING, [str(run), str(copy_stopped_at_4(stopped, tmp_path)), "parallel.zero_stage=0"])
+    assert result.returncode == 73 and not shows_traceback(result.stderr)
+    said = " ".join(result.stderr.split())
+    assert f"{run} is no longer held by this run: its lock .lock was removed" in said
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-4", "step-8"]
+    template = (run / "checkpoints" / "step-4" / "model" / "chat_template.jinja").read_text()
+    assert (run / "model" / "chat_template.jinja").read_text() != template
+    assert (run / "checkpoints" / "step-8" / "model" / "chat_template.jinja").read_text() == template
 
 
 def test_bad_rows_stop_the_run_before_it_trains(tmp_path: Path) -> None:

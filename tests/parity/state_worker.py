@@ -30,6 +30,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
@@ -153,7 +154,7 @@ class Case:
             shapes,
             facts,
             self.world,
-            model_folder=run.parent / "model",
+            model_files=read_files(run.parent / "model"),
             retention=Retention(None),
         )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsft.checkpoint.export import write_model_folder
+from dsft.checkpoint.files import read_files
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine.api import Fragment
@@ -125,7 +126,7 @@ class Maker:
                 shapes,
                 replace(facts(step), held_out_loss=loss),
                 group,
-                model_folder=self.model_folder,
+                model_files=read_files(self.model_folder),
                 retention=Retention(keep_last, keep_best),
             ),
         )

@@ -17,6 +17,7 @@ import dsft.model.files
 from dsft.chat import Sampling, load
 from dsft.checkpoint.compare import check_same_rows
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
+from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
@@ -74,7 +75,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[Checkpoint, Any]:
             shapes,
             state,
             rank,
-            model_folder=folder / "model",
+            model_files=read_files(folder / "model"),
             retention=Retention(None, None),
         )
 

@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from dsft.checkpoint.files import Entry, write_tensors
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.checkpoint.retain import best_checkpoint
 from dsft.errors import DsftError, StorageError
+from tests.small_disk import small_disk, take_all_inodes
 
 
 def test_a_committed_checkpoint_holds_every_element_and_lists_every_file(maker: Any) -> None:
@@ -157,43 +157,40 @@ def test_one_rank_that_cannot_write_stops_all_and_leaves_the_older(
     assert find(maker.run, "auto").path == maker.step(1)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, 3 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a small disk")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
 @pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 0.95])
 def test_a_full_disk_leaves_the_older_checkpoint(
-    maker: Any, small_disk: Path, room: float, monkeypatch: Any
+    maker: Any, tmp_path: Path, room: float, monkeypatch: Any
 ) -> None:
     """The disk has room for a part of the new checkpoint. At 0.0 that is seen before anything is written; for
     the others it seems free until the kernel says otherwise, as where other jobs fill it meanwhile."""
-    other = type(maker)(small_disk, maker.model_folder, maker.tensors | {"big": torch.randn(20_000)})
-    other.save(1)
-    digest = Checkpoint.open(other.step(1)).digest
-    needed = sum(8 * tensor.numel() for tensor in other.tensors.values())
-    free = shutil.disk_usage(small_disk).free
-    (small_disk / "filler").write_bytes(b"x" * (free - int(room * needed) - 40_000 * (room > 0)))
-    if room:
-        usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**40))
-    for result in other.save(2):
-        assert isinstance(result, StorageError)
-        assert "where this checkpoint needs" in str(result) or "No space left" in str(result)
-    assert other.names() == {"step-1", "latest"}
-    Checkpoint.open(other.step(1)).verify()
-    assert Checkpoint.open(other.step(1)).digest == digest
+    with small_disk(tmp_path / "disk", "size=3m") as disk:
+        other = type(maker)(disk, maker.model_folder, maker.tensors | {"big": torch.randn(20_000)})
+        other.save(1)
+        digest = Checkpoint.open(other.step(1)).digest
+        needed = sum(8 * tensor.numel() for tensor in other.tensors.values())
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(b"x" * (free - int(room * needed) - 40_000 * (room > 0)))
+        if room:
+            usage = namedtuple("usage", "total used free")
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**40))
+        for result in other.save(2):
+            assert isinstance(result, StorageError)
+            assert "where this checkpoint needs" in str(result) or "No space left" in str(result)
+        assert other.names() == {"step-1", "latest"}
+        Checkpoint.open(other.step(1)).verify()
+        assert Checkpoint.open(other.step(1)).digest == digest
+
+
+def test_a_disk_without_inodes_is_not_said_to_be_full(maker: Any, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=9m,nr_inodes=40") as disk:
+        other = type(maker)(disk, maker.model_folder, maker.tensors)
+        other.save(1)
+        take_all_inodes(disk)
+        for result in other.save(2):
+            assert isinstance(result, StorageError)
+            assert "the disk has no inodes left for another file" in str(result)
+            assert "where this checkpoint needs" not in str(result)
+        assert other.names() == {"step-1", "latest"}
 
 
 @pytest.mark.parametrize("moment", ["fsync", "rename", "replace", "rmtree"])
