@@ -205,7 +205,8 @@ def fit(
             raise NonFiniteError(
                 f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps "
                 f"in a row, the last on examples {list(batch.example_ids)[:8]}; nothing was applied. Lower "
-                "optim.learning_rate, look at those rows, or go on from the last checkpoint."
+                "optim.learning_rate, look at those rows, or go on from a checkpoint of step "
+                f"{progress.step - progress.nonfinite_in_a_row} or before, with the later ones moved away."
             )
 
         paused = time.perf_counter()

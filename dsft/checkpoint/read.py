@@ -108,6 +108,11 @@ class Checkpoint:
         return None if loss is None else float(loss)
 
     @property
+    def nonfinite_in_a_row(self) -> int:
+        """Steps up to this one that were skipped in a row, as their gradients were not finite."""
+        return int(self.state["progress"].get("nonfinite_in_a_row", 0))
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> full shape of every parameter."""
         return {name: tuple(shape) for name, shape in self.state["parameters"].items()}

@@ -26,8 +26,9 @@ class Retention:
 def retain(run: Path, step: int, retention: Retention) -> list[str]:
     """Name the best one, then remove what neither is new nor good; the names of the removed.
 
-    The checkpoint of `step`, just committed, always stays; a torn one does not count, and one of a later step
-    is left alone. OSError where `best` cannot be written; nothing is removed then.
+    The checkpoint of `step`, just committed, always stays. A torn one does not count, nor does one that was
+    saved while steps were being skipped in a row, so neither pushes out one that a run can go back to. One of
+    a later step is left alone. OSError where `best` cannot be written; nothing is removed then.
     """
     folders = [path for path in step_folders(run) if step_of(path) <= step]
     best = _best_first(folders)[: retention.keep_best] if retention.keep_best is not None else []
@@ -39,7 +40,8 @@ def retain(run: Path, step: int, retention: Retention) -> list[str]:
     kept = 0
     for path in folders:
         if retention.keep_last is None or kept < retention.keep_last:
-            kept += looks_whole(path)
+            checkpoint = whole_by_size(path)
+            kept += checkpoint is not None and checkpoint.nonfinite_in_a_row == 0
         elif path not in best:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)
@@ -54,20 +56,22 @@ def best_checkpoint(run: Path) -> Checkpoint | None:
         return None
 
 
-def looks_whole(path: Path) -> bool:
-    """All listed files are there with their sizes; digests are not read."""
+def whole_by_size(path: Path) -> Checkpoint | None:
+    """The checkpoint where all listed files are there with their sizes; digests are not read."""
     try:
-        files = Checkpoint.open(path).files
-        return all((path / name).stat().st_size == written.size for name, written in files.items())
+        checkpoint = Checkpoint.open(path)
+        files = checkpoint.files
+        is_whole = all((path / name).stat().st_size == written.size for name, written in files.items())
     except (CheckpointError, OSError):
-        return False
+        return None
+    return checkpoint if is_whole else None
 
 
 def _best_first(folders: list[Path]) -> list[Path]:
     """The whole ones that were evaluated, by held-out loss; of equal ones the earlier."""
     found = []
     for path in folders:
-        loss = Checkpoint.open(path).held_out_loss if looks_whole(path) else None
-        if loss is not None:
-            found.append((loss, step_of(path), path))
+        checkpoint = whole_by_size(path)
+        if checkpoint is not None and checkpoint.held_out_loss is not None:
+            found.append((checkpoint.held_out_loss, step_of(path), path))
     return [path for _, _, path in sorted(found)]

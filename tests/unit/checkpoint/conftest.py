@@ -116,15 +116,18 @@ class Maker:
         keep_last: int | None = None,
         keep_best: int | None = None,
         loss: float | None = None,
+        skipped: int = 0,
     ) -> list[str | DsftError]:
+        """skipped: in a row before the save, as their gradients were not finite."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        progress = facts(step).progress | {"nonfinite_in_a_row": skipped}
         return on_ranks(
             ranks,
             lambda group: save(
                 self.run,
                 self.fragments(group.rank, ranks),
                 shapes,
-                replace(facts(step), held_out_loss=loss),
+                replace(facts(step), progress=progress, held_out_loss=loss),
                 group,
                 model_files=read_files(self.model_folder),
                 retention=Retention(keep_last, keep_best),

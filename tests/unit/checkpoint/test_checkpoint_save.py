@@ -77,6 +77,18 @@ def test_a_torn_checkpoint_does_not_count_as_kept(maker: Any) -> None:
     assert maker.names() == {"step-1", "step-2", "step-3", "latest"}
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_saves_between_skipped_steps_push_out_no_good_checkpoint(maker: Any, keep_last: int) -> None:
+    for step, skipped in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3)):
+        maker.save(step, keep_last=keep_last, skipped=skipped)
+    good = {"step-1", "step-2"} if keep_last == 2 else {"step-2"}
+    assert good | {"step-5"} <= maker.names()
+    assert find(maker.run, "auto").path == maker.step(5)
+    maker.save(6, keep_last=keep_last)
+    maker.save(7, keep_last=keep_last)
+    assert maker.names() == {"step-7", "latest"} | ({"step-6"} if keep_last == 2 else set())
+
+
 def test_a_checkpoint_of_a_later_step_is_never_removed(maker: Any) -> None:
     for step in (1, 9):
         maker.save(step)
