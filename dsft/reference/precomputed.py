@@ -107,7 +107,7 @@ def precompute(
         return store.read(folder, key, sizes, tell)
 
     def look(tell: Say = lambda text: None) -> tuple[int, int]:
-        store.check(folder, key)
+        store.check(folder, key, tell)
         missing = read(tell).num_missing
         return missing, sum(sizes) - missing
 
@@ -123,6 +123,7 @@ def precompute(
             began = time.monotonic()
             _score(asked, processes, say)
             say(_done(missing, there, asked.num_again, time.monotonic() - began))
+    processes.first(lambda: store.check(folder, key, say))
     found = processes.first(lambda: read(lambda text: None))
     if found.num_missing:
         raise StorageError(

@@ -2,7 +2,7 @@
 
 Takes a folder and a Key. Gives arrays, and the numbers of the pairs that are not there yet. A folder holds
 
-    key.json                      the components of its key
+    key.json                      the components of its key, and their digest
     shard-<digest>.safetensors    pairs I64 (k,), their numbers in one dataset, and logps F64 (k, 2), of the
                                   chosen and of the rejected answer; its metadata name the key and the dataset
 
@@ -30,6 +30,7 @@ from dsft.data.cache.block import TEMPORARY, whole_file
 from dsft.errors import CheckpointError, StorageError
 from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
+from dsft.spec.json_file import read_json
 from dsft.spec.schema import Spec
 
 KEY = "key.json"
@@ -65,8 +66,9 @@ def store_folder(spec: Spec, key: Key) -> Path:
     return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
 
 
-def check(folder: Path, key: Key) -> None:
+def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
     """That what the folder holds, if anything, is of this key. By anyone, at any time: nothing is written.
+    `say` is told where key.json is damaged and the shards, which name their key themselves, are of this key.
 
     Raises CheckpointError where it holds what another key gave, naming what differs; StorageError where it
     cannot be read.
@@ -75,6 +77,11 @@ def check(folder: Path, key: Key) -> None:
         held = _components(folder / KEY)
         if held is None:
             _check_shards(folder, key)
+            if (folder / KEY).exists():
+                say(
+                    f"warning: {folder / KEY} is damaged and is not used; what is stored still is, since "
+                    "each shard names its key itself. Remove the file to be rid of this line."
+                )
         else:
             _check(folder, held, key)
     except OSError as error:
@@ -94,19 +101,23 @@ def prepare(folder: Path, key: Key) -> None:
                 path.unlink(missing_ok=True)
         if _components(folder / KEY) is None:
             with whole_file(folder / KEY) as out:
-                out.write(json.dumps({"components": key.components}, indent=1, sort_keys=True).encode())
+                content = {"components": key.components, "digest": key.digest}
+                out.write(json.dumps(content, indent=1, sort_keys=True).encode())
     except OSError as error:
         raise _not_written(folder, error) from None
 
 
 def _components(path: Path) -> Components | None:
-    """None where it is not there or damaged: it is written anew then, since every shard names its key
-    itself."""
+    """None where it is not there or damaged: `prepare` writes it again then, since every shard names its key
+    itself. One that an earlier dsft wrote has no digest, and is taken as it is."""
     try:
-        found = json.loads(path.read_bytes())["components"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        found = read_json(path)
+        components, digest = found["components"], found.get("digest")
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(components, dict) or digest not in (None, Key(components).digest):
+        return None
+    return components
 
 
 def _check(folder: Path, held: Components, key: Key) -> None:

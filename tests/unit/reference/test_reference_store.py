@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import warnings
@@ -184,6 +185,36 @@ def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, sai
     with pytest.raises(CheckpointError, match=said):
         store.prepare(folder, other)
     assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
+
+
+def test_a_flipped_bit_of_the_key_is_told_as_damage(folder: Path) -> None:
+    """Never as another template, tokenizer, …, which is nothing that the user could put back."""
+    add(folder, 0, *range(9))
+    path = folder / "key.json"
+    content = path.read_bytes()
+    told: list[str] = []
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        store.check(folder, MINE, told.append)
+    assert len(told) > len(content) / 2
+    assert set(told) == {
+        f"warning: {path} is damaged and is not used; what is stored still is, since each shard names its "
+        "key itself. Remove the file to be rid of this line."
+    }
+    path.write_bytes(content)
+    told.clear()
+    store.check(folder, MINE, told.append)
+    assert not told
+
+
+def test_a_key_of_an_earlier_dsft_has_no_digest(folder: Path) -> None:
+    held = json.loads((folder / "key.json").read_text())
+    (folder / "key.json").write_text(json.dumps({"components": held["components"]}))
+    store.check(folder, MINE)
+    with pytest.raises(CheckpointError, match=r"train\.precision was bf16, now fp32"):
+        store.check(folder, Key(COMPONENTS | {"precision": "fp32"}))
 
 
 def test_every_component_has_its_words_and_all_are_told() -> None:
