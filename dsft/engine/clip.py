@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsft.engine.norm import condensed
 from dsft.engine.ties import is_copy
 
 
@@ -46,7 +47,7 @@ class StepClip:
             nn.utils.clip_grads_with_norm_(with_gradient, self._max_norm, self.norm)
 
     def _global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm([condensed(gradient) for gradient in gradients])
         if self._stages is None:
             return norm
         squared = norm.square()
