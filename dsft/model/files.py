@@ -82,7 +82,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         """Raises MissingInputError for a file that cannot be read."""
-        self._path = path
+        self.path = path
         try:
             with safe_open(path, framework="pt", backend="pread"):  # which checks the header and the size
                 pass
@@ -107,7 +107,7 @@ class File:
         tensor."""
         dtype = DTYPES[self.dtype(key)]
         first = self._begin + self._tensors[key]["data_offsets"][0] + start * dtype.itemsize
-        with self._path.open("rb", buffering=0) as file:
+        with self.path.open("rb", buffering=0) as file:
             file.seek(first)
             for piece in out.split(PIECE):
                 if piece.dtype == dtype:
@@ -122,7 +122,7 @@ class File:
         while left:
             count = file.readinto(left)
             if not count:
-                raise MissingInputError(f"{self._path} ends too early; give the folder whole.")
+                raise MissingInputError(f"{self.path} ends too early; give the folder whole.")
             left = left[count:]
 
 
@@ -161,6 +161,11 @@ class FileValues:
             whole = (self._whole(key, out.dtype) for _, key in conversion.parts)
             self._converted |= conversion.apply(whole, self._model)
         out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
+
+    def origin(self, name: str) -> str:
+        """As `Values.origin`; of a tensor that several are made into, the first of these."""
+        key = self._keys[name] if name in self._keys else self._conversions[name].parts[0][1]
+        return f"{self._file_of[key].path.name}: {key}"
 
     def _check_types(self, parameters: Iterable[str]) -> None:
         for key in (self._keys[name] for name in parameters if name in self._keys):

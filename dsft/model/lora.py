@@ -22,7 +22,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.adapter_names import ADAPTER, is_adapter, plain_name
 from dsft.model.init import module_seed
 from dsft.model.vocabulary import vocabulary_names
-from dsft.model.weights import Keep, Weights
+from dsft.model.weights import Keep, Weights, check_finite
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
@@ -197,6 +197,7 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
         names = [n for n, (module, local) in places.items() if getattr(module, local) is parameter]
         if parameter.requires_grad:
             parameter.data.copy_(file.get_tensor(names[0]))
+            check_finite(parameter.data.view(-1), f"{where}: {WEIGHTS}: {names[0]}", parameter.shape)
         elif names and not torch.equal(file.get_tensor(names[0]).to(parameter.dtype), parameter.data):
             raise MissingInputError(
                 f"{where}: {names[0]} has other values than this run's model, where it is not trained; train "

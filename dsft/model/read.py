@@ -3,7 +3,8 @@ each tensor once, or only the range of it that a rank keeps.
 
 Names and conversions between file and module are transformers' own (`get_model_conversion_mapping`). Whatever
 the files lack, hold besides, or hold in another shape is an error, except where transformers allows it: the
-second name of a tied tensor, a buffer that is computed, what a class says to ignore.
+second name of a tied tensor, a buffer that is computed, what a class says to ignore. A parameter that is not
+finite is an error too, found by the rank that reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from dsft.errors import MissingInputError
 from dsft.model.init import initialise, initialising, leave_alone
 from dsft.model.vocabulary import Values
-from dsft.model.weights import Keep, Named, Places, in_order, own_tensors
+from dsft.model.weights import Keep, Named, Places, check_finite, in_order, own_tensors
 
 SHOWN = 5
 """How many tensors an error names."""
@@ -70,6 +71,8 @@ class ReadWeights:
     def _read(self, old: Tensor, start: int, out: Tensor) -> None:
         first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)
         self._values.read(first, start, out)
+        if isinstance(old, nn.Parameter):  # a buffer may hold -inf, as a mask does
+            check_finite(out, f"{self._values.where}: {self._values.origin(first)}", old.shape, start)
         for other in others:
             again = torch.empty_like(out)
             self._values.read(other, start, again)
@@ -101,6 +104,9 @@ class WholeValues:
         self.unexpected = unexpected
         self._tensors = model.state_dict()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def origin(self, name: str) -> str:
+        return name
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         out.copy_(self._tensors[name].reshape(-1)[start : start + len(out)])

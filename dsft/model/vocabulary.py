@@ -36,6 +36,10 @@ class Values(Protocol):
         """Names of what is there besides."""
         ...
 
+    def origin(self, name: str) -> str:
+        """The file that has the tensor, and its name there."""
+        ...
+
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
         tensor."""
@@ -85,6 +89,7 @@ class WithNewRows:
             name: (size, *shape[1:]) if name in self._held else shape for name, shape in values.shapes.items()
         }
         self._means: dict[str, Tensor] = {}
+        self.origin = values.origin
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """As `Values.read`."""

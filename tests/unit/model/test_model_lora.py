@@ -155,6 +155,14 @@ def test_a_saved_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         policy(rank=2, path=str(tmp_path / "nowhere"))
 
 
+def test_a_saved_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    values = {name: torch.zeros(p.shape) for name, p in policy(rank=2).named_trained().items()}
+    name = "model.layers.1.self_attn.q_proj.lora_A.weight"
+    values[name][1, 3] = float("nan")
+    with pytest.raises(MissingInputError, match=rf"{WEIGHTS}: .*{name} has the value nan at \[1, 3\]"):
+        policy(rank=2, path=save_adapter(tmp_path, values))
+
+
 def test_a_base_that_is_not_there_is_told(tmp_path: Path) -> None:
     gone = Model(name_or_path=str(tmp_path / "gone"))
     with pytest.raises(MissingInputError, match=r"gone' has no readable weights"):

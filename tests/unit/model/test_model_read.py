@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,70 @@ def test_what_is_not_this_model_is_an_error(
     change(tmp_path, how)
     with pytest.raises(MissingInputError, match=words):
         read(tmp_path)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def with_value(value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """In the embedding of token 70 alone."""
+
+    def changed(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        held[EMBEDDING][70, 5] = value
+        return held
+
+    return changed
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(value: str, tied: bool, tmp_path: Path) -> None:
+    save(tmp_path, tie_word_embeddings=tied)
+    change(tmp_path, with_value(float(value)))
+    words = rf"model\.safetensors: {EMBEDDING} has the value {value} at \[70, 5\], read as float32"
+    with pytest.raises(MissingInputError, match=words):
+        read(tmp_path)
+
+
+def test_each_rank_looks_at_what_it_reads(tmp_path: Path) -> None:
+    """Row 70 of 96 stands in the last third."""
+    save(tmp_path)
+    change(tmp_path, with_value(math.nan))
+    for rank in (0, 1):
+        shares(tmp_path, torch.bfloat16, rank)
+    with pytest.raises(MissingInputError, match=r"nan at \[70, 5\], read as bfloat16"):
+        shares(tmp_path, torch.bfloat16, 2)
+
+
+def test_a_weight_that_is_too_large_for_fp16_is_told(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, with_value(1e5))
+    assert float(read(tmp_path).causal_lm.get_parameter(EMBEDDING).detach()[70, 5]) == 1e5
+    with pytest.raises(MissingInputError, match=r"inf at \[70, 5\], read as float16.*bf16 or fp32"):
+        read(tmp_path, torch.float16)
+
+
+def test_a_converted_and_a_pickled_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = save(tmp_path / "mixture", "mixtral")
+
+    def changed(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        key = next(name for name in held if "experts.1" in name)
+        held[key][0, 0] = math.nan
+        return held
+
+    change(tmp_path / "mixture", changed)
+    with pytest.raises(MissingInputError, match=r"model\.safetensors: .*experts.*has the value nan"):
+        read(tmp_path / "mixture")
+    model = save(tmp_path / "pickled")
+    model.get_parameter(EMBEDDING).data[70, 5] = math.nan
+    for file in (tmp_path / "pickled").glob("model*"):
+        file.unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    with (
+        pytest.warns(UserWarning, match="has no safetensors files"),
+        pytest.raises(MissingInputError, match=rf"pickled': {EMBEDDING} has the value nan at \[70, 5\]"),
+    ):
+        read(tmp_path / "pickled")
 
 
 def test_what_transformers_leaves_aside_is_no_error(tmp_path: Path) -> None:
