@@ -29,7 +29,10 @@ METRICS = (
     "logps/rejected",
 )  # fmt: skip
 """As TRL names them: rewards with β; accuracies, the fraction of pairs whose chosen answer has the greater
-reward; log-probabilities are sums, of simpo and orpo means per token, of which their rewards are made."""
+reward, by more than `rounding`; log-probabilities are sums, of simpo and orpo means per token, of which their
+rewards are made."""
+
+EPSILON = torch.finfo(torch.float32).eps
 
 REFERENCE_FREE = frozenset({"simpo", "orpo"})
 NLL = "nll_loss"  # TRL's name of the mean over the chosen answers' tokens, before its weight
@@ -132,8 +135,26 @@ def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
     """Sums over the pairs, in the order of METRICS."""
     chosen, rejected = rewards(logps, pairs, dpo).unbind(1)
     shown = logps / _num_tokens(logps, pairs) if dpo.loss_type in REFERENCE_FREE else logps
-    figures = (chosen, rejected, chosen - rejected, (chosen > rejected).double(), *shown.unbind(1))
+    margins = chosen - rejected
+    won = (margins > rounding(logps, pairs, dpo)).double()
+    figures = (chosen, rejected, margins, won, *shown.unbind(1))
     return tuple(figure.sum() for figure in figures)
+
+
+def rounding(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+    """(n,) the margin that float32 rounding alone can give a pair: a smaller one is a tie, and counts as not won.
+
+    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums that the rewards are made of: those of both answers by the
+    policy and by the reference; of simpo and orpo by the policy, per token. The |y| are one nat for each token,
+    since a token's log-probability is the difference of two larger numbers.
+    """
+    num_tokens = _num_tokens(logps, pairs)
+    sizes = torch.maximum(logps.abs(), num_tokens)
+    if dpo.loss_type in REFERENCE_FREE:
+        sizes = sizes / num_tokens
+    elif pairs.reference is not None:
+        sizes = sizes + torch.maximum(pairs.reference[: len(logps)].abs(), num_tokens)
+    return dpo.beta * EPSILON * sizes.sum(1)
 
 
 def _against_reference(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:

@@ -92,6 +92,22 @@ def test_the_metrics_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_margin_within_rounding_is_a_tie_and_not_won(loss_type: Any) -> None:
+    """Of answers of 100 and 80 tokens, one float32 rounding of the sums apart from the reference, or for the
+    losses without one from each other; then ten."""
+    pairs = pairs_of([[100, 80]], [[-800.0, -640.0]])
+    one = 2.0**-23 * 800
+    for apart, won in ((one, 0.0), (-one, 0.0), (10 * one, 1.0), (-10 * one, 0.0)):
+        assert found(Dpo(loss_type=loss_type), [[-800.0 + apart, -640.0]], pairs)["rewards/accuracies"] == won
+
+
+def test_certain_answers_round_by_their_tokens() -> None:
+    pairs = pairs_of([[1000, 1000]], [[-0.01, -0.02]])
+    for apart, won in ((1e-4, 0.0), (1e-3, 1.0)):
+        assert found(Dpo(), [[-0.01 + apart, -0.02]], pairs)["rewards/accuracies"] == won
+
+
 @pytest.mark.parametrize("loss_type", ["sigmoid", "robust", "hinge", "apo_zero", "ipo"])
 def test_where_policy_and_reference_are_one(loss_type: Any) -> None:
     expected = {"sigmoid": LN2, "robust": LN2, "hinge": 1.0, "apo_zero": 1.0, "ipo": 25.0}
