@@ -118,7 +118,8 @@ class Run:
     of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
     ranks' steps cost; ask: begins a collective on whether the run is to stop, and gives what waits for the
     answer, the reason or None; replicas: compares what ranks hold alike; mark: is told what begins now, and
-    how many steps are done."""
+    how many steps are done; skipped: names the rows of a step that was not applied, from its micro-batches
+    and its window's loss, a collective."""
 
     sum: Callable[[Tensor], Tensor]
     evaluate: Callable[[int], Record] | None
@@ -133,6 +134,9 @@ class Run:
     replicas: Alike | None = None
     ask: Callable[[], Callable[[], str | None]] = lambda: lambda: None
     mark: Callable[[Doing, int], None] = lambda doing, step: None
+    skipped: Callable[[int, GlobalStep, Sequence[MicroBatch], float], str] = (
+        lambda step, batch, micro_batches, loss: f"examples {list(batch.example_ids)[:8]}"
+    )
 
 
 @dataclass
@@ -200,11 +204,15 @@ def fit(
             record = training_record(window, objective, run, progress, saves=bool(planned.saves or stop))
             norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
             run.report(record | norm | loss_scale_record(result))
+            # In fp16 an overflow of a finite loss is how the loss scale is found.
+            loss = record["train/loss"]
+            if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
+                named = run.skipped(progress.step, batch, micro_batches, loss)
             window = Window()
         if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
             raise NonFiniteError(
                 f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps "
-                f"in a row, the last on examples {list(batch.example_ids)[:8]}; nothing was applied. Lower "
+                f"in a row, the last on {named}; nothing was applied. Lower "
                 "optim.learning_rate, look at those rows, or go on from a checkpoint of step "
                 f"{progress.step - progress.nonfinite_in_a_row} or before, with the later ones moved away."
             )
@@ -338,7 +346,7 @@ def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix:
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)  # of NaN NaN
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

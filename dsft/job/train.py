@@ -29,6 +29,7 @@ from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
 from dsft.job.host import on_hosts
 from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
+from dsft.job.skipped import skipped_rows
 from dsft.job.tell import describe, facts_of, open_report
 from dsft.job.together import ask_all
 from dsft.job.watch import watch_hosts
@@ -119,6 +120,7 @@ def train(
         Replicas(engine.replicated, world, spec.train.compare_ranks_every),
         ask_all(job, world),
         job.pulse.mark,
+        skipped_rows(engine, inputs.train, world, report.line),
     )
     memory.enter("steady")
     try:

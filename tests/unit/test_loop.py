@@ -181,6 +181,22 @@ def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
     assert [progress.step for progress in log.saved] == [1, 2, 3]
 
 
+def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> None:
+    asked: list[tuple[int, float]] = []
+
+    def named(step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+        asked.append((step, loss))
+        return f"a.jsonl:{batch.example_ids[0]} (rank 1)"
+
+    log = Log()
+    engine, run = FakeEngine(nonfinite={1, 3}), replace(log.run(), skipped=named)
+    fit(engine, OBJECTIVE, Steps(), schedule(log_every=5, save_every=None), run, Progress())
+    assert [step for step, _ in asked] == [2, 4] and all(math.isnan(loss) for _, loss in asked)
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row, the last on a\.jsonl:3 \(rank 1\);"):
+        engine = FakeEngine(nonfinite={2, 3})
+        fit(engine, OBJECTIVE, Steps(), schedule(max_nonfinite_in_a_row=2), run, Progress())
+
+
 def test_speed_counts_all_ranks_tokens() -> None:
     log = Log()
     fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(evaluate=False), Progress())
@@ -195,6 +211,13 @@ def test_held_out_loss_is_exact_over_tokens() -> None:
         OBJECTIVE, torch.tensor([[30.0]], dtype=torch.float64), [{"tokens": 20}], [None]
     )
     assert record == {"eval/loss": 1.5, "eval/perplexity": pytest.approx(math.exp(1.5))}
+
+
+@pytest.mark.parametrize(("total", "expected"), [(math.nan, math.nan), (1e5, math.inf), (math.inf, math.inf)])
+def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either(total: float, expected: float) -> None:
+    sums = torch.tensor([[total]], dtype=torch.float64)
+    record = evaluation_record(OBJECTIVE, sums, [{"tokens": 20}], [None])
+    assert record["eval/perplexity"] == pytest.approx(expected, nan_ok=True)
 
 
 def test_named_sets_have_losses_of_their_own_and_count_by_their_tokens() -> None:

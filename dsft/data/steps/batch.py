@@ -92,6 +92,7 @@ class GlobalStep:
     epoch          how much of the data has been seen after this step, in epochs
     example_ids    global: indices into the dataset of the examples of this step
     sources        global, by name, where the data has several
+    dealt          this rank's: the examples of each of its micro-batches, in their order there
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -101,3 +102,4 @@ class GlobalStep:
     example_ids: tuple[int, ...]
     squared: int = 0
     sources: Mapping[str, OfSource] = field(default_factory=dict)
+    dealt: tuple[tuple[int, ...], ...] = ()

@@ -45,16 +45,16 @@ class TrainSteps:
         """Step `index` of the run, from 0, through any number of epochs."""
         drawn = self._order.step(index)
         ids, lengths = drawn.ids, self._dataset.lengths[drawn.ids].astype(np.int64)
+        laid = Laid(self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha)
         return GlobalStep(
-            micro_batches=tuple(
-                Laid(self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha)
-            ),
+            micro_batches=tuple(laid),
             counts=_counts(self._dataset, ids),
             num_tokens=int(lengths.sum()),
             epoch=drawn.epoch,
             example_ids=tuple(ids.tolist()),
             squared=int(self._dataset.squares[drawn.ids].sum()),
             sources=self._sources(drawn, lengths),
+            dealt=laid.dealt,
         )
 
     def _sources(self, drawn: Drawn, lengths: NDArray[np.int64]) -> Mapping[str, OfSource]:
@@ -97,6 +97,7 @@ class Laid(Sequence[MicroBatch]):
         self._lay = lay if packed else collate
         lengths = dataset.lengths if packed else dataset.widths
         self._hands = micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank)
+        self.dealt = tuple(tuple(ids[hand].tolist()) for hand in self._hands)
 
     def __len__(self) -> int:
         return len(self._hands)

@@ -1,0 +1,106 @@
+"""A step that was not applied: which rows are named, padded, packed and as pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.steps import TrainSteps
+from dsft.engine.api import Kept, log_probabilities
+from dsft.job.skipped import skipped_rows
+from dsft.plan.batch import BatchSizes
+
+PAD, COUNT = 1, 12
+PADDED, PACKED = BatchSizes(COUNT, 2, 3, 2), BatchSizes(COUNT, 2, 3, 2, tokens_per_micro_batch=24)
+
+
+def dataset(pairs: bool) -> Dataset:
+    """Example i holds the token 100 + i, and stands in line i + 1 of a file."""
+    examples = []
+    for i in range(COUNT):
+        lengths = (2 + i % 3, 3 + i % 2) if pairs else (3 + i % 5,)
+        trained = np.arange(sum(lengths)) > 0
+        ids = np.full(sum(lengths), 100 + i, dtype=np.int32)
+        examples.append(Example(ids, trained, f"a.jsonl:{i + 1}", lengths))
+    return Dataset.of(examples, pairs=pairs)
+
+
+class Scorer:
+    """NaN at the tokens of some examples, and at every padding, which is no target."""
+
+    def __init__(self, *faults: int) -> None:
+        self.faults, self.passes = torch.tensor([PAD, *(100 + i for i in faults)]), 0
+
+    def score(
+        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+    ) -> tuple[Tensor, ...]:
+        self.passes += 1
+        found = (torch.isin(batch.input_ids, self.faults) for batch in micro_batches)
+        logps = (torch.zeros(fault.shape).masked_fill(fault, math.nan) for fault in found)
+        return tuple(kept(one, batch) for one, batch in zip(logps, micro_batches, strict=True))
+
+
+class World:
+    """This rank is the second; the first has found nothing, or `other`."""
+
+    def __init__(self, *other: int) -> None:
+        self.other = list(other)
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [self.other, mine]
+
+
+def skipped(scorer: Scorer, world: Any, batch: BatchSizes, loss: float, pairs: bool = False) -> list[str]:
+    data, said = dataset(pairs), []
+    step = TrainSteps(data, batch, 1, 0, PAD).step(0)
+    said.append(skipped_rows(scorer, data, world, said.append)(7, step, step.micro_batches, loss))
+    return said
+
+
+def mine(batch: BatchSizes, pairs: bool = False) -> list[int]:
+    return sorted(i for ids in TrainSteps(dataset(pairs), batch, 1, 0, PAD).step(0).dealt for i in ids)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("batch", [PADDED, PACKED], ids=["padded", "packed"])
+def test_the_rows_whose_loss_is_not_finite_are_named_with_their_rank(batch: BatchSizes, pairs: bool) -> None:
+    for bad in mine(batch, pairs):
+        line, named = skipped(Scorer(bad), World(), batch, math.nan, pairs)
+        assert named == f"a.jsonl:{bad + 1} (rank 1)"
+        assert line == f"warning: step 7 was skipped: the loss is not finite on {named}"
+
+
+def test_of_many_rows_the_first_are_named() -> None:
+    others = [i for i in range(COUNT) if i not in mine(PADDED)]
+    _, named = skipped(Scorer(*range(COUNT)), World(*others), PADDED, math.inf)
+    assert named.startswith(f"a.jsonl:{others[0] + 1} (rank 0), ")
+    assert named.count("a.jsonl") == 8 and named.endswith(" and 4 more")
+
+
+def test_a_finite_loss_is_not_computed_again() -> None:
+    scorer = Scorer(*range(COUNT))
+    line, named = skipped(scorer, World(), PADDED, 2.0)
+    assert scorer.passes == 0
+    assert "the gradient is not finite while the loss is, its rows are a.jsonl:" in line
+    assert named.endswith(" and 4 more") and "rank" not in named
+
+
+def test_where_no_row_is_at_fault_without_dropout_all_are_given() -> None:
+    line, _ = skipped(Scorer(), World(), PADDED, math.nan)
+    assert "but is when scored again without dropout, its rows are a.jsonl:" in line
+
+
+def test_a_stage_without_the_head_finds_nothing() -> None:
+    class NoHead(Scorer):
+        def score(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            return ()
+
+    assert skipped(NoHead(), World(0), PADDED, math.nan)[1] == "a.jsonl:1 (rank 0)"
