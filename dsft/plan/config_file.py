@@ -8,7 +8,8 @@ used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,19 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.plan.batch import BatchSizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
+from dsft.plan.ds_values import wrong_values
 from dsft.spec.aliases import descriptions
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
+from dsft.spec.json_file import read_json
 from dsft.spec.not_offered import in_json, switched_off_keys
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
 from dsft.spec.unbuilt import unbuilt
 from dsft.spec.wording import worded
+
+LARGEST = 2**20
+"""Bytes of a file; those in use have a few thousand."""
 
 SPEC_DECIDES = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline "
@@ -77,18 +83,17 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     that cannot be used and, with `strict`, for each that the spec overrules."""
     file = read_config_file(path)
     name = path.name
-    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file, spec)])
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
+    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file, spec)])
     decided, decisions = _decided(spec, file)
     base = deepspeed_config(decided, batch)
     overruled = list(_overruled(decided, base, file))
     if strict:
         _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in overruled])
     left_out = {*_LEFT_OUT, *(["fp16"] if decided.train.precision == "fp16" else [])}
-    how = {key: value for key, value in file.items() if key not in left_out}
     problems: list[Problem] = []
-    config = _laid_over(base, how, "", problems)
+    config = _laid_over(base, file, "", left_out, problems)
     _refuse(path, problems)
     notes = [f"{name}: {line}" for line in decisions] + [f"{name}: {key} {rest}" for key, rest in overruled]
     zero = file.get("zero_optimization") or {}
@@ -99,19 +104,15 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
 def read_config_file(path: Path) -> dict[str, Any]:
     """The JSON object in the file, without keys that stand twice."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        values = read_json(path, LARGEST, object_pairs_hook=_no_duplicates)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise MissingInputError(
             f"--deepspeed_config {path}: there is no such file; correct the path"
         ) from error
     except OSError as error:
         raise MissingInputError(f"--deepspeed_config {path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise _bad_file(path, "is not UTF-8 text; a DeepSpeed JSON is expected") from error
-    except json.JSONDecodeError as error:
-        raise _bad_file(
-            path, f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
+    except ValueError as error:
+        raise _bad_file(path, f"{error}; correct the file") from None
     except _Duplicate as error:
         raise _bad_file(path, f"has the key {error.args[0]!r} twice in one section; keep one") from error
     if not isinstance(values, dict):
@@ -129,8 +130,8 @@ class _Duplicate(Exception):
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Duplicate(next(key for key in keys if keys.count(key) > 1))
+        counted = Counter(key for key, _ in pairs)
+        raise _Duplicate(next(key for key, count in counted.items() if count > 1))
     return values
 
 
@@ -167,9 +168,8 @@ def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}"
             )
-    stage = _lookup(file, "zero_optimization.stage")
-    if stage is not None and stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-        yield Problem("zero_optimization.stage", f"{json.dumps(stage)} is no stage; write 0, 1, 2 or 3")
+    for key, clause in wrong_values(file):
+        yield Problem(key, clause)
 
 
 def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
@@ -259,7 +259,8 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
         "eps": optim.eps,
         "momentum": optim.momentum,
     }
-    for name, value in (section.get("params") or {}).items():
+    given = section.get("params")
+    for name, value in given.items() if isinstance(given, Mapping) else ():
         if name in ours:
             yield from _differing(f"optimizer.params.{name}", value, ours[name], spec)
         elif value != "auto":
@@ -267,28 +268,27 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def _laid_over(
-    base: Mapping[str, Any], file: Mapping[str, Any], prefix: str, problems: list[Problem]
+    base: Mapping[str, Any],
+    file: Mapping[str, Any],
+    prefix: str,
+    left_out: Collection[str],
+    problems: list[Problem],
 ) -> dict[str, Any]:
-    """`base` with the file's values; an "auto" takes the value of `base`, or is a problem where that has
-    none."""
+    """`base` with the file's values but for the dotted keys in `left_out`; an "auto" takes the value of
+    `base`, or is a problem where that has none."""
     result = dict(base)
     for key, value in file.items():
         name = f"{prefix}{key}"
         ours = base.get(key)
+        if name in left_out:
+            continue
         if isinstance(value, Mapping):
-            result[key] = _laid_over(ours if isinstance(ours, Mapping) else {}, value, f"{name}.", problems)
+            below = ours if isinstance(ours, Mapping) else {}
+            result[key] = _laid_over(below, value, f"{name}.", left_out, problems)
         elif value == "auto" and key not in base:
             problems.append(
                 Problem(name, '"auto", but nothing in the spec gives a value; write one, or leave it out')
             )
         elif value != "auto" and value is not None:
             result[key] = value
-            if ours is not None and _kind(value) != _kind(ours):
-                problems.append(Problem(name, f"{json.dumps(value)} is no {_kind(ours)}; correct it"))
     return result
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    return "number" if isinstance(value, int | float) else "text"

@@ -1,0 +1,139 @@
+"""Which values the keys of a DeepSpeed JSON may have. Takes a configuration, gives what is wrong; pure.
+
+DeepSpeed 0.19.8 checks some values with a pydantic model, whose traceback every rank prints after it has
+started, and others not at all. The table has every key that `--deepspeed_config` passes on; the bounds are
+those of DeepSpeed's models, and of its code where a model has none. Compared with the installed DeepSpeed in
+tests/unit/plan/test_ds_values.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """words: what a value must be, after "must be"."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    """Also within a float's range: integers may have thousands of digits."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
+
+
+def _whole(least: int) -> Rule:
+    """Also written as a float: JSON files in use have 5e8."""
+
+    def holds(value: Any) -> bool:
+        return _is_number(value) and value == int(value) and least <= value <= sys.maxsize
+
+    return Rule(f"a whole number from {least} on", holds)
+
+
+def _one_of(*values: Any) -> Rule:
+    """Of the same type too: 1.0 and true are not 1."""
+    words = f"{', '.join(map(json.dumps, values[:-1]))} or {json.dumps(values[-1])}"
+    return Rule(words, lambda value: any(type(value) is type(one) and value == one for one in values))
+
+
+SWITCH = _one_of(True, False)
+SIZE, COUNT = _whole(1), _whole(0)
+POSITIVE = Rule("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+DTYPE = _one_of("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
+NAMES = Rule(
+    "a list of names",
+    lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+)
+TEXT = Rule("text", lambda value: isinstance(value, str))
+DEVICE = _one_of("none", "cpu", "nvme")
+SECTION = Rule("a section, {…}", lambda value: isinstance(value, Mapping))
+NO_FILE = Rule(
+    "null, so that DeepSpeed prints it and writes no file beside the run's folder", lambda value: False
+)
+
+_BY_SECTION: Mapping[str, Mapping[str, Rule]] = {
+    "": {
+        "steps_per_print": SIZE,
+        "disable_allgather dump_state memory_breakdown wall_clock_breakdown disable_python_gc": SWITCH,
+        "seq_parallel_communication_data_type": _one_of("fp32", "fp16", "bf16"),
+        "log_level": _one_of("debug", "info", "warning", "error", "critical"),
+    },
+    "optimizer": {"params": SECTION},
+    "fp16": {
+        "auto_cast consecutive_hysteresis": SWITCH,
+        "loss_scale": POSITIVE,
+        "loss_scale_window hysteresis": SIZE,
+        "initial_scale_power min_loss_scale": COUNT,
+    },
+    "bf16": {"enabled immediate_grad_update check_grad_overflow": SWITCH},
+    "torch_autocast": {"dtype": DTYPE, "lower_precision_safe_modules": NAMES},
+    "data_types": {"grad_accum_dtype param_dtype buffer_dtype": DTYPE, "keep_in_fp32_modules": NAMES},
+    "zero_optimization": {
+        "stage": _one_of(0, 1, 2, 3),
+        "reduce_bucket_size allgather_bucket_size sub_group_size": SIZE,
+        "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold": COUNT,
+        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
+        "overlap_comm load_from_fp32_weights stage3_gather_16bit_weights_on_model_save "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters "
+        "round_robin_gradients parameter_alignment memory_efficient_linear pipeline_loading_checkpoint "
+        "override_module_apply log_trace_cache_warnings enable_sanity_checks "
+        "save_muon_momentum_buffer_in_memory": SWITCH,
+    },
+    "zero_optimization.offload_optimizer": {
+        "device": DEVICE,
+        "nvme_path": TEXT,
+        "buffer_count": SIZE,
+        "ratio": _one_of(1, 1.0),
+        "pin_memory pipeline_read pipeline_write fast_init": SWITCH,
+        "cpuadam_cores_perc": SHARE,
+    },
+    "zero_optimization.offload_param": {
+        "device": DEVICE,
+        "nvme_path": TEXT,
+        "buffer_count buffer_size": SIZE,
+        "max_in_cpu": COUNT,
+        "pin_memory": SWITCH,
+    },
+    "zero_optimization.leaf_module": {"classes names name_suffixes": NAMES},
+    "aio": {
+        "block_size queue_depth intra_op_parallelism": SIZE,
+        "single_submit overlap_events": SWITCH,
+    },
+    "flops_profiler": {
+        "enabled detailed": SWITCH,
+        "recompute_fwd_factor": POSITIVE,
+        "profile_step top_modules": SIZE,
+        "module_depth": _whole(-1),
+        "output_file": NO_FILE,
+    },
+    "comms_logger": {"enabled prof_all verbose debug": SWITCH, "prof_ops": NAMES},
+    "timers.throughput": {"enabled synchronized": SWITCH},
+}
+
+RULES: Mapping[str, Rule] = {
+    f"{section}.{name}" if section else name: rule
+    for section, rules in _BY_SECTION.items()
+    for names, rule in rules.items()
+    for name in names.split()
+}
+"""By dotted key. communication_data_type becomes train.reduce_dtype, and is checked as that."""
+
+
+def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Key and clause for each value that DeepSpeed cannot use. null and "auto" are not looked at."""
+    for key, rule in RULES.items():
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value != "auto" and not rule.holds(value):
+            shown = json.dumps(value)
+            shown = shown if len(shown) <= 80 else f"{shown[:76]} ..."
+            yield key, f"{shown}, but it must be {rule.words}; correct it, or leave it out"
