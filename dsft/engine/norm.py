@@ -1,5 +1,5 @@
-"""Makes the 2-norms of gradients exact to float32's rounding on a CPU: dsft's own, and DeepSpeed's of ZeRO 0 and 1
-in bf16.
+"""Makes the 2-norms of gradients exact to float32's rounding on a CPU: dsft's own, and DeepSpeed's of ZeRO 0
+and 1 in bf16.
 
 torch 2.13 adds up the squares of a whole float32 tensor in a few running sums, so that its norm of 40 million
 elements on a CPU is 0.3 % too small and that of 150 million 1.9 %. `torch.linalg.vector_norm(dtype=float64)`

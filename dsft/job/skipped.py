@@ -57,7 +57,7 @@ def _not_finite(
     for faults, ids, micro_batch in zip(scored, batch.dealt, micro_batches, strict=False):
         parts: Sequence[Tensor] = ()
         if ids and micro_batch.lengths is not None:  # packed: one row
-            parts = faults[0].split(data.lengths[list(ids)].tolist())
+            parts = torch.split(faults[0], data.lengths[list(ids)].tolist())
         elif ids:
             parts = faults.view(len(ids), -1).unbind()  # a pair has two rows
         yield from (id for id, part in zip(ids, parts, strict=True) if bool(part.any()))

@@ -142,11 +142,12 @@ def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
 
 
 def rounding(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
-    """(n,) the margin that float32 rounding alone can give a pair: a smaller one is a tie, and counts as not won.
+    """(n,) the margin that float32 rounding alone can give a pair: a smaller one is a tie, and counts as not
+    won.
 
-    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums that the rewards are made of: those of both answers by the
-    policy and by the reference; of simpo and orpo by the policy, per token. The |y| are one nat for each token,
-    since a token's log-probability is the difference of two larger numbers.
+    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums that the rewards are made of: those of both answers by
+    the policy and by the reference; of simpo and orpo by the policy, per token. The |y| are one nat for each
+    token, since a token's log-probability is the difference of two larger numbers.
     """
     num_tokens = _num_tokens(logps, pairs)
     sizes = torch.maximum(logps.abs(), num_tokens)
