@@ -305,6 +305,16 @@ RULES: tuple[Rule, ...] = (
         "engine.py:2639",
     ),
     Rule(
+        "gradient norms of large tensors on a CPU",
+        "mended",
+        ("train.max_grad_norm", ZERO),
+        None,
+        "at ZeRO 0 and 1 in bf16 squares are added up in float32: 0.3 % too small at 4e7 elements, "
+        "1.9 % at 1.5e8",
+        "dsft takes norms of rows of 1,024 elements, which are exact to float32's rounding",
+        "runtime/utils.py:578 and 950, ran",
+    ),
+    Rule(
         "the loss scale of fp16 in a step in which it grows",
         "mended",
         (PRECISION,),
