@@ -132,6 +132,7 @@ class Attempt:
         self._hung: Failure | None = None
         self._stopped_at: float | None = None  # the first rank that ended with 75
         self._asked = 0
+        self._ended_as_asked: int | None = None  # the exit code, where a signal ended all at once
         self._warned: set[int] = set()
         self._began = time.monotonic()
 
@@ -229,6 +230,9 @@ class Attempt:
         if code is None or code == 0:  # unseen: its launcher's code says how it was
             return
         code = rank.code = shell_code(code)
+        is_stopped = self._asked or self._stopped_at is not None
+        if is_stopped and code == 128 + signal.SIGTERM and rank.pulse is None:
+            code = rank.code = STOPPED  # its launcher ended it with the others, before it could handle a signal
         if code == STOPPED:
             self._stopped_at = self._stopped_at or now
             return
@@ -278,7 +282,7 @@ class Attempt:
         for host in self._hosts.values():
             if not host.over and host.hello is not None and now > host.heard + SILENCE:
                 self._lose(host, f"has given no sign of life for {SILENCE:.0f} seconds")
-        self._obey(now)
+        self._obey()
         if self.state in {"running", "stopping"}:
             self._look_for_hangs(now)
         if self._stacks_until is not None and now > self._stacks_until and self._hung is not None:
@@ -313,19 +317,25 @@ class Attempt:
             self._hosts[name].outbox.put(order.message())
         self.state = "running"
 
-    def _obey(self, now: float) -> None:
-        if self._requests.stops == self._asked:
+    def _obey(self) -> None:
+        """A first signal is passed on to the ranks, which save and end; where none of them has given a sign
+        of life there is nothing to save, and all is ended. SIGUSR1 lets every rank do its first step."""
+        stops, number = self._requests.stops, self._requests.signal
+        waits = stops == 1 and number == signal.SIGUSR1
+        if stops == self._asked or (waits and self.state == "starting"):
             return
-        self._asked = self._requests.stops
-        if self._asked == 1 and self.state == "running":
+        self._asked = stops
+        if self.state == "ending":
+            return
+        name = signal.Signals(number).name
+        if stops == 1 and (waits or any(rank.pulse for rank in self.ranks.values())):
             self.state = "stopping"
-            name = signal.Signals(self._requests.signal).name
-            self._tell(
-                f"{name}: saving at the end of this step, then ending; once more (Ctrl-C) ends at once"
-            )
-            self._send({"signal": signal.SIGTERM})
-        elif self.state != "ending":
-            self._tell("ending at once")
+            what = "saving at the end of the first step from now on" if waits else "saving at the end of this step"
+            self._tell(f"{name}: {what}, then ending; once more (Ctrl-C) ends at once")
+            self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
+        else:
+            self._ended_as_asked = STOPPED if stops == 1 else 128 + number
+            self._tell(f"{name}: ending at once{', before any rank has started' if stops == 1 else ''}")
             self._end(0)
 
     def _look_for_hangs(self, now: float) -> None:
@@ -388,8 +398,10 @@ class Attempt:
         code = exit_code(failure)
         if failure is None and self._stopped_at is not None:
             code = STOPPED
-        if self._asked == 2 or (failure is None and code == 0 and not self._all_done()):
-            failure, code = (failure if self._asked < 2 else None), 128 + self._requests.signal
+        if self._ended_as_asked is not None:
+            failure, code = None, self._ended_as_asked
+        elif failure is None and code == 0 and not self._all_done():
+            code = 128 + self._requests.signal
         lost = tuple(host.name for host in self._hosts.values() if host.lost)
         stacks = tuple(number for number, rank in self.ranks.items() if rank.pulse) if self._hung else ()
         return Outcome(code, failure, lost, (), time.monotonic() - self._began, stacks)

@@ -53,6 +53,8 @@ class Part:
         self._starts = {path: _size(path) for path in (self.log, *logs.values())}
         self._logs = logs
         self._ended: set[int] = set()
+        self._asked: int | None = None  # the signal that every rank is to get
+        self._signalled: set[int] = set()
         self._watched: dict[int, int] = {}  # rank -> pidfd
         self._socket = listen(scratch)
         environ = part_environment(order, os.environ)
@@ -96,10 +98,16 @@ class Part:
             yield {"part": ended}
 
     def signal(self, number: int) -> None:
-        """To the ranks alone: what a launcher would make of it is another matter with each."""
-        for rank, pid in self.ranks.items():
-            if rank not in self._ended:
-                _send(pid, number)
+        """Send it once to every rank, now or with its first pulse, before which a rank does not handle signals.
+        Launchers do not get it, since each of them reacts in another way."""
+        self._asked = number
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for rank, pulse in self.pulses.items():
+            if self._asked is not None and rank not in self._signalled | self._ended:
+                self._signalled.add(rank)
+                _send(pulse.pid, self._asked)
 
     def stacks(self) -> None:
         """Ask the ranks that pulse for their stacks; a stopped one is woken for it."""
@@ -136,9 +144,13 @@ class Part:
     def _pulses(self) -> Iterator[Message]:
         for pulse in received(self._socket):
             if pulse.rank in self.order.ranks:
+                is_first = pulse.rank not in self.pulses
                 self.pulses[pulse.rank] = pulse
+                if is_first:
+                    yield {"pulses": [pulse.told()]}
                 if pulse.ended is not None:
                     yield {"told": pulse.told()}
+        self._pass_on()
 
     def _deaths(self, *, all_of_them: bool) -> Iterator[Message]:
         for rank, pid in self.ranks.items():

@@ -4,8 +4,8 @@ ever waiting, since a host whose link is down reads nothing.
 To an agent:   {"order": …} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1},
                {"end": seconds}; or {"sweep": job} alone.
 From an agent: {"hello": {host, pid, addresses, port}}, {"started": pid}, {"rank": r, "pid": p},
-               {"lines": [[rank | null, text], …]}, {"pulses": [pulse, …]} each second, {"told": pulse with
-               "ended"}, {"died": r, "code": n | null, "pulse": its last}, {"part": code},
+               {"lines": [[rank | null, text], …]}, {"pulses": [pulse, …]} each second and with a rank's first,
+               {"told": pulse with "ended"}, {"died": r, "code": n | null, "pulse": its last}, {"part": code},
                {"tail": r | null, "lines": […]}, {"fault": text}, {"end": left} last.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ class Inbox:
         self.descriptor = descriptor
         self.ended = False
         self._rest = b""
+        self._lines: deque[bytes] = deque()
 
     def read(self) -> Iterator[Message | str]:
         """Messages, and as text what is none: a banner that the other host's shell prints."""
@@ -70,6 +72,12 @@ class Inbox:
             yield message if isinstance(message, dict) else text
 
     def lines(self) -> Iterator[bytes]:
+        """Those that have come; whoever stops before the last one gets the others with the next call."""
+        self._take()
+        while self._lines:
+            yield self._lines.popleft()
+
+    def _take(self) -> None:
         while not self.ended:
             try:
                 found = os.read(self.descriptor, 2**16)
@@ -81,7 +89,7 @@ class Inbox:
             *whole, self._rest = (self._rest + found).split(b"\n")
             if self.ended and self._rest:
                 whole.append(self._rest)
-            yield from whole
+            self._lines.extend(whole)
 
 
 class Outbox:

@@ -1,6 +1,7 @@
 """A rank for the supervisor's tests: pulses, steps, saves when it is asked to stop, and fails as it is told.
 
-fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, or error=TEXT
+fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, or late (with step 0:
+                                        it imports until there is a file `go`)
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from dsft.launch.pulse import Pulse, keep_log
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
+while [str(rank), "0", "late"] in faults and not os.path.exists("go"):
+    time.sleep(0.05)
 asked: list[int] = []
-if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # as `dsft.launch.stopping`
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+for each in (signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.launch.stopping`
+        signal.signal(each, lambda number, _: asked.append(number))
 keep_log(os.environ.get("DSFT_LOGS"), rank, world)
 pulse = Pulse(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
 pulse.start()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dsft.supervise.attempt import Attempt
 from dsft.supervise.processes import environment_of
 from tests.unit.supervise.conftest import Start
@@ -83,6 +85,50 @@ def test_asked_to_stop_all_save_and_end(start: Start) -> None:
     outcome = job.outcome()
     assert outcome.code == 75 and outcome.failure is None
     assert "saved" in job.lines
+
+
+LATE = ("0:0:late", "1:0:late", "2:0:late")
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_asked_before_any_rank_has_imported_all_end_at_once(start: Start, asked: signal.Signals) -> None:
+    for moment in ("as soon as it runs", "once the ranks' processes are there"):
+        job = start("600", *LATE)
+        if moment != "as soon as it runs":
+            until(lambda: all(rank.pid for rank in job.attempt.ranks.values()))  # noqa: B023
+        job.requests.take(asked)
+        outcome = job.outcome()
+        assert (outcome.code, outcome.failure) == (75, None), moment
+        assert not any(line.startswith("step") for line in job.lines), moment
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_are_still_importing_get_the_request_later(
+    start: Start, tmp_path: Path, asked: signal.Signals
+) -> None:
+    job = start("600", *LATE[1:])
+    until(lambda: job.attempt.ranks[0].pulse and all(rank.pid for rank in job.attempt.ranks.values()))
+    job.requests.take(asked)
+    until(lambda: "saved" in job.lines)
+    assert len(job.left()) >= 2, "the late ranks live"
+    (tmp_path / "go").touch()
+    outcome = job.outcome()
+    assert (outcome.code, outcome.failure) == (75, None), job.lines
+
+
+@pytest.mark.parametrize("words", [(), LATE])
+def test_sigusr1_ahead_of_the_ranks_waits_for_their_first_step(
+    start: Start, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    job = start("600", *words)
+    if words:
+        until(lambda: all(rank.pid for rank in job.attempt.ranks.values()))
+    job.requests.take(signal.SIGUSR1)
+    until(lambda: job.attempt._asked)
+    (tmp_path / "go").touch()
+    outcome = job.outcome()
+    assert (outcome.code, outcome.failure) == (75, None), job.lines
+    assert "step 1" in job.lines and "saved" in job.lines
 
 
 def test_asked_twice_it_ends_at_once(start: Start) -> None:

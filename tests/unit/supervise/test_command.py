@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,6 +63,33 @@ def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     assert command.reachable(start, lost, asked) is None
     assert time.monotonic() < began + command.PAUSE
+
+
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    [
+        (signal.SIGTERM, "launching"),
+        (signal.SIGINT, "launching"),
+        (signal.SIGUSR1, "launching"),
+        (signal.SIGTERM, "step"),
+    ],
+)
+def test_a_signal_from_the_first_line_on_ends_it_with_75(
+    tmp_path: Path, asked: signal.Signals, at: str
+) -> None:
+    words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "tests/lab/fake_launch.py", *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        said = iter(command.stdout.readline, "")
+        assert any(line.startswith(at) for line in said)
+        command.send_signal(asked)
+        rest = list(said)
+        assert command.wait(60) == 75, rest
+    waits = asked == signal.SIGUSR1 or at == "step"
+    assert ("saved\n" in rest) == waits, rest
 
 
 @pytest.mark.parametrize("port", ["junk", "99999"])

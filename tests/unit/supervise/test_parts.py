@@ -78,6 +78,16 @@ def test_arguments_travel_byte_for_byte(words: list[bytes]) -> None:
     assert order.environ == {"A": "\udcff\n"} and order.ranks == (0, 1)
 
 
+def test_a_message_behind_one_that_ends_the_reading_is_read_by_the_next(tmp_path: Path) -> None:
+    """An agent gets its order and, in the same bytes, that it is to stop."""
+    path = tmp_path / "said"
+    path.write_bytes(b'{"order": 1}\n{"signal": 15}\n{"end"')
+    with path.open("rb") as file:
+        inbox = Inbox(file.fileno())
+        assert next(inbox.read()) == {"order": 1}
+        assert next(inbox.read()) == {"signal": 15}
+
+
 def test_lines_that_are_no_messages(tmp_path: Path) -> None:
     path = tmp_path / "said"
     path.write_bytes(b'Welcome to a!\r\n{"end": 0}\n[1]\nhalf')
