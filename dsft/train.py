@@ -17,6 +17,10 @@ if __name__ == "__main__":
     # on one host passes no PYTHONPATH.
     sys.path[0] = str(ROOT)
 
+    from dsft.launch.stopping import hold
+
+    hold()  # until `live`: the imports below take about a second
+
 import argparse
 import os
 import shlex
@@ -31,7 +35,7 @@ from dsft.launch.environment import Launched, detect
 from dsft.launch.live import live
 from dsft.launch.promise import check_promise
 from dsft.launch.pulse import Pulse
-from dsft.launch.stopping import Stopping
+from dsft.launch.stopping import Stopping, release
 from dsft.launch.torchrun import flags, torchrun_argv
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
@@ -85,6 +89,7 @@ def become_torchrun(arguments: Sequence[str], options: argparse.Namespace) -> No
         load(options.spec, options.overrides)
         words = shlex.join(redact_command(argv[2:], os.environ))
         print(f"launcher: this process becomes torchrun: {words}", flush=True)
+        release()
         os.execv(argv[0], argv)
 
 

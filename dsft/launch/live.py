@@ -1,5 +1,6 @@
 """What a rank does beside its work, from its first moment on: takes its place and its environment; its output
-goes where it is to go, it is heard of, it hears signals, and it does not outlive its launcher."""
+goes where it is to go, it is heard of, it hears signals, it does not outlive its launcher, and its compilers
+do not outlive it."""
 
 from __future__ import annotations
 
@@ -11,18 +12,25 @@ from typing import Any
 
 from dsft.launch.ancestors import watch
 from dsft.launch.environment import Launched
+from dsft.launch.ninja import end_ninja
 from dsft.launch.pulse import LOGS, SOCKET, Pulse, keep_log
 from dsft.launch.stopping import Stopping
 
 
 def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stopping]:
-    """To be called once, in the main thread."""
+    """To be called once, in the main thread. Signals are handled before the first pulse is sent, so that
+    whoever has received one may send a signal."""
     sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
     keep_log(environ.get(LOGS), launched.rank, launched.world_size)
     pulse = Pulse(launched.rank, launched.local_rank, environ.get(SOCKET))
-    pulse.start()
-    stopping = Stopping(pulse.end, speaks=launched.rank == 0)
+
+    def ends(code: int, message: str) -> None:
+        pulse.end(code, message)
+        end_ninja()
+
+    stopping = Stopping(ends, speaks=launched.rank == 0)
     stopping.listen()
+    pulse.start()
     watch(stopping)
     return pulse, stopping
 

@@ -1,13 +1,17 @@
-"""Where ninja stands, which starts the compiler of DeepSpeed's operations: beside this Python, and ssh's PATH
-does not name that folder. Takes an environment, and writes its PATH."""
+"""ninja, which starts the compiler of DeepSpeed's operations: `has_ninja` finds it beside this Python, in a
+folder that ssh's PATH does not name, and writes the environment's PATH; `end_ninja` ends it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 
 def has_ninja(environ: MutableMapping[str, str] = os.environ) -> bool:
@@ -20,3 +24,16 @@ def has_ninja(environ: MutableMapping[str, str] = os.environ) -> bool:
         return False
     environ["PATH"] = os.pathsep.join([path, folder])
     return True
+
+
+def end_ninja() -> None:
+    """Send SIGTERM to a ninja that this process has started, which removes what is half written, and to its
+    compilers. To be called right before this process ends: else its main thread sees a build that failed."""
+    found = []
+    with suppress(psutil.Error):
+        for child in psutil.Process().children():
+            if child.name() == "ninja":
+                found += [child.pid, *(each.pid for each in child.children(recursive=True))]
+    for pid in found:  # without a word between them, as os.kill lets no other thread run
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)

@@ -49,14 +49,14 @@ class Pulse:
         self._at: tuple[Phase, int, float] = ("start", 0, time.monotonic())
         self._path = path
         self._socket: socket.socket | None = None
+        if path:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
 
     def start(self) -> None:
         """Send the first datagram, then one a second from a thread of its own, until the process ends."""
-        if not self._path:
-            return
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        if self._path:
+            threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def mark(self, phase: Phase, step: int | None = None) -> None:
         """Progress: what begins now. step: done so far, None: as before."""

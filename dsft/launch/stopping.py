@@ -13,6 +13,9 @@ first within SAME seconds is still the first, since a terminal and `deepspeed` b
 which Slurm announces the end of a job's time, and `cluster.time_limit` wait for the first step, so that every
 start gets somewhere, and count as nobody's first.
 
+In a process that has called `hold`, signals wait until `listen`: one that comes during the imports, by which
+Python would end, is treated as one before the first step.
+
 Python runs its handlers in the main thread, between two of its instructions: never, while that waits in a
 collective. So the handlers do nothing, and a thread reads what the kernel has C code write (set_wakeup_fd).
 """
@@ -48,6 +51,16 @@ _PROMISE: dict[Stage, str] = {
     "train": "the run saves at the end of its step and stops",
     "end": "the run finishes what it has begun to write",
 }
+
+
+def hold() -> None:
+    """Let these signals wait until `listen`. To be called before anything else is imported."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*HARD, *SOFT))
+
+
+def release() -> None:
+    """Handle the signals that `hold` has kept, and all later ones: before this process becomes another."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HARD, *SOFT))
 
 
 def ignore(code: int, message: str) -> None:
@@ -101,6 +114,7 @@ class Stopping:
 
         os.register_at_fork(after_in_child=forget)
         threading.Thread(target=self._hear, args=(reading,), name="stopping", daemon=True).start()
+        release()
 
     def _hear(self, reading: int) -> None:
         while number := os.read(reading, 1):

@@ -232,7 +232,7 @@ class Attempt:
         code = rank.code = shell_code(code)
         is_stopped = self._asked or self._stopped_at is not None
         if is_stopped and code == 128 + signal.SIGTERM and rank.pulse is None:
-            code = rank.code = STOPPED  # its launcher ended it with the others, before it could handle a signal
+            code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
         if code == STOPPED:
             self._stopped_at = self._stopped_at or now
             return
@@ -330,8 +330,8 @@ class Attempt:
         name = signal.Signals(number).name
         if stops == 1 and (waits or any(rank.pulse for rank in self.ranks.values())):
             self.state = "stopping"
-            what = "saving at the end of the first step from now on" if waits else "saving at the end of this step"
-            self._tell(f"{name}: {what}, then ending; once more (Ctrl-C) ends at once")
+            step = "its next step" if waits else "this step"
+            self._tell(f"{name}: saving at the end of {step}, then ending; once more (Ctrl-C) ends at once")
             self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
         else:
             self._ended_as_asked = STOPPED if stops == 1 else 128 + number

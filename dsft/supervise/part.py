@@ -98,7 +98,7 @@ class Part:
             yield {"part": ended}
 
     def signal(self, number: int) -> None:
-        """Send it once to every rank, now or with its first pulse, before which a rank does not handle signals.
+        """Send it once to every rank, as soon as the rank has pulsed: before that it does not handle signals.
         Launchers do not get it, since each of them reacts in another way."""
         self._asked = number
         self._pass_on()

@@ -4,7 +4,7 @@ ever waiting, since a host whose link is down reads nothing.
 To an agent:   {"order": …} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1},
                {"end": seconds}; or {"sweep": job} alone.
 From an agent: {"hello": {host, pid, addresses, port}}, {"started": pid}, {"rank": r, "pid": p},
-               {"lines": [[rank | null, text], …]}, {"pulses": [pulse, …]} each second and with a rank's first,
+               {"lines": [[rank | null, text], …]}, {"pulses": [pulse, …]} each second and a rank's first,
                {"told": pulse with "ended"}, {"died": r, "code": n | null, "pulse": its last}, {"part": code},
                {"tail": r | null, "lines": […]}, {"fault": text}, {"end": left} last.
 """

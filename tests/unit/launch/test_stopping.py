@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dsft.launch.environment import RENDEZVOUS
 from dsft.launch.stopping import REASONS, Stopping
 
 RANK = """
@@ -115,6 +116,26 @@ def test_a_forked_process_is_not_asked_for_its_parent(start: Callable) -> None:
     os.kill(int(said.split()[1]), signal.SIGTERM)
     out, _ = rank.communicate(timeout=30)
     assert (rank.returncode, out) == (0, f"child ended {signal.SIGTERM.value}\n")
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_during_the_imports_are_kept(tmp_path: Path, asked: signal.Signals) -> None:
+    """Before any handler stands: SIGUSR1 does not kill, and the other one ends it as it does afterwards."""
+    with subprocess.Popen(
+        [sys.executable, "dsft/train.py", "specs/quickstart.yaml", f"output_dir={tmp_path}"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS},
+    ) as rank:  # fmt: skip
+        while "pydantic" not in Path(f"/proc/{rank.pid}/maps").read_text():
+            assert rank.poll() is None
+            time.sleep(0.001)
+        rank.send_signal(signal.SIGUSR1)
+        rank.send_signal(asked)
+        _, err = rank.communicate(timeout=60)
+    assert (rank.returncode, err) == (
+        75,
+        f"stopped by {asked.name} before its first step; the same command starts it again\n",
+    )
 
 
 def test_nohup_is_respected(start: Callable) -> None:
