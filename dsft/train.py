@@ -33,6 +33,7 @@ from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
 from dsft.launch.live import live
+from dsft.launch.port import check_port
 from dsft.launch.promise import check_promise
 from dsft.launch.pulse import Pulse
 from dsft.launch.stopping import Stopping, release
@@ -149,6 +150,7 @@ def train(
     promise = check_promise(spec.cluster, launched)
     if launched.rank == 0:
         print(launched.line(), flush=True)
+    check_port(launched, os.environ)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ from dsft.engine.op import load_everywhere
 from dsft.engine.op_turn import Say
 from dsft.errors import DsftError, WorldError
 from dsft.launch.environment import Launched
+from dsft.launch.port import port_taken
 from dsft.plan.layout import Layout
 from dsft.spec.differing import Difference, differing
 
@@ -134,7 +135,8 @@ def join(
 
     `identity` holds JSON values, by name, that must be the same on all ranks. They are compared, with the
     kind of device, before any collective: ranks with another backend or other code could not take part in
-    one. Raises WorldError where they differ, BuildError or StorageError where the operation cannot be built.
+    one. Raises WorldError where they differ and where rank 0's port is taken, BuildError or StorageError
+    where the operation cannot be built.
     """
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
     warnings.filterwarnings(
@@ -147,8 +149,7 @@ def join(
     if name != "cpu":
         accelerator.set_device(launched.local_rank)
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
-    store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=TIMEOUT))
-    store.set_timeout(TIMEOUT)
+    store = _store(launched)
     meet(store, world.rank, world.world_size, {**(identity or {}), "device": name})
     backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
     dist.init_process_group(  # DeepSpeed takes this group over
@@ -167,6 +168,19 @@ def join(
     if name == "cpu":
         _unname_shared_memory(world)
     return world
+
+
+def _store(launched: Launched) -> Store:
+    """The store at which the ranks meet. Raises WorldError where a program has taken rank 0's port since
+    `check_port` found it free."""
+    try:
+        store, _, _ = next(rendezvous("env://", launched.rank, launched.world_size, timeout=TIMEOUT))
+    except dist.DistNetworkError as error:
+        if launched.rank == 0 and "EADDRINUSE" in str(error):
+            raise port_taken(launched, os.environ) from None
+        raise
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any]) -> None:

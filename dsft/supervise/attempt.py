@@ -330,7 +330,7 @@ class Attempt:
         name = signal.Signals(number).name
         if stops == 1 and (waits or any(rank.pulse for rank in self.ranks.values())):
             self.state = "stopping"
-            step = "its next step" if waits else "this step"
+            step = "the next step" if waits else "this step, if one has begun"
             self._tell(f"{name}: saving at the end of {step}, then ending; once more (Ctrl-C) ends at once")
             self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
         else:

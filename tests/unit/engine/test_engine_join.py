@@ -1,0 +1,22 @@
+"""Joining the process group where another program has rank 0's port, as it may have taken it since the check."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dsft.engine.world import join
+from dsft.errors import WorldError
+from dsft.launch.environment import RENDEZVOUS, Launched
+from dsft.plan.layout import Layout
+
+
+def test_a_port_that_is_taken_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RENDEZVOUS:  # written by `join`
+        monkeypatch.setenv(name, "")
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        launched = Launched("deepspeed", 0, 2, 0, "127.0.0.1", port)
+        with pytest.raises(WorldError, match=rf"port {port}, .*\(--master_port N\)\.$"):
+            join(launched, Layout(2, 1, 2))
