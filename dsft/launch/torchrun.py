@@ -15,10 +15,10 @@ from typing import Any
 
 from dsft.errors import WorldError
 from dsft.launch import openmpi, slurm
-from dsft.launch.launched import counted, free_port, optional_number
+from dsft.launch.launched import counted, optional_number
+from dsft.plan.launch import PORT
+from dsft.plan.torchrun import SIGNALS
 from dsft.spec.hosts import is_host
-
-PORT = 29500  # torchrun's and deepspeed's
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def flags() -> argparse.ArgumentParser:
         ("num_nodes", int, "how many hosts there are"),
         ("node_rank", int, "which of them this is, from 0"),
         ("master_addr", str, "host 0, by a name or address that all hosts know"),
-        ("master_port", int, f"a free port of host 0; by default {PORT}"),
+        ("master_port", int, f"a free port of host 0; by default {PORT}, on one host any that is free"),
         ("num_gpus", int, "processes of this host, one a GPU"),
     ):
         metavar = "N" if kind is int else "HOST"
@@ -148,10 +148,12 @@ def _options(wish: _Wish) -> list[str]:
         raise WorldError(f"{port} is {wish.port}, which is no port; give one of 1 to 65535.")
     alone = count == 1
     return [
-        "--nnodes", str(count), "--node_rank", str(wish.host_rank or 0),
-        "--nproc_per_node", str(wish.processes),
-        "--master_addr", "127.0.0.1" if alone else str(wish.address),
-        "--master_port", str(wish.port or (free_port() if alone else PORT)),
+        SIGNALS, "--nnodes", str(count), "--nproc_per_node", str(wish.processes),
+        *(("--standalone",) if alone and not wish.port else (
+            "--node_rank", str(wish.host_rank or 0),
+            "--master_addr", "127.0.0.1" if alone else str(wish.address),
+            "--master_port", str(wish.port or PORT),
+        )),
     ]  # fmt: skip
 
 

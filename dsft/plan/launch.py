@@ -13,6 +13,11 @@ from pathlib import PurePosixPath
 
 from dsft.spec.schema import Cluster
 
+PORT = 29500  # deepspeed's and torchrun's own default
+
+_FREE_PORT = '$(python3 -c "import socket; s = socket.create_server((str(), 0)); print(s.getsockname()[1])")'
+"""In bash: another one for each run, as several may share this machine."""
+
 THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -58,8 +63,9 @@ def deepspeed_script(
     ]
     if variables and needs_ssh(cluster):
         lines.append(f'export DS_ENV_FILE="$PWD"/{shlex.quote(environment_file(name))}')
-    argv = [*deepspeed_argv(cluster, f"hostfiles/{name}", train, spec), *overrides]
-    lines.append(f'exec {shlex.join(argv)} "$@"')
+    lines.append(f"port=${{MASTER_PORT:-{PORT if needs_ssh(cluster) else _FREE_PORT}}}")
+    program, *words = [*deepspeed_argv(cluster, f"hostfiles/{name}", train, spec), *overrides]
+    lines.append(f'exec {program} --master_port="$port" {shlex.join(words)} "$@"')
     return "\n".join(lines) + "\n"
 
 

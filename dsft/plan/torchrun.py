@@ -9,10 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from dsft.plan.launch import THIS_MACHINE, environment, made_by
+from dsft.plan.launch import PORT, THIS_MACHINE, environment, made_by
 from dsft.spec.schema import Cluster
 
-PORT = 29500  # torch's own default
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""torchrun's option: without it SIGUSR1 is not passed on to the ranks, but kills torchrun."""
+
 RESTARTS = 3  # of an elastic run, each after a host that went or came
 
 _OWN_PLACE = """\
@@ -70,7 +72,14 @@ def torchrun_script(cluster: Cluster, name: str, train: str, spec: str, override
             "",
             _OWN_PLACE,
         ]
-    command = ["exec torchrun", *_options(cluster, name, alone=alone)]
+    if alone:
+        lines += [
+            "listen=(--standalone) # at a free port",
+            "if [[ -n ${MASTER_PORT-} ]]; then",
+            '  listen=(--master-addr=127.0.0.1 --master-port="$MASTER_PORT")',
+            "fi",
+        ]
+    command = [f"exec torchrun {SIGNALS}", *_options(cluster, name, alone=alone)]
     lines.append(" \\\n  ".join([*command, f'{shlex.join([train, spec, *overrides])} "$@"']))
     return "\n".join(lines) + "\n"
 
@@ -79,10 +88,7 @@ def _options(cluster: Cluster, name: str, *, alone: bool) -> Sequence[str]:
     hosts, first = len(cluster.hosts), next(iter(cluster.hosts))
     port = f'"${{MASTER_PORT:-{PORT}}}"'
     if alone:
-        return (
-            f"--nnodes=1 --node-rank=0 --nproc-per-node={cluster.hosts[first]}",
-            f"--master-addr=127.0.0.1 --master-port={port}",
-        )
+        return (f'--nnodes=1 --nproc-per-node={cluster.hosts[first]} "${{listen[@]}}"',)
     processes = '--nproc-per-node="${slots[node_rank]}"'
     if cluster.min_hosts is not None and cluster.min_hosts < hosts:
         endpoint = shlex.quote(f"[{first}]" if ":" in first else first)

@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from dsft.plan.launch import environment
+from dsft.plan.torchrun import SIGNALS
 from dsft.spec.schema import Cluster
 from dsft.supervise.wire import Order
 
@@ -92,7 +93,8 @@ def launcher_argv(world: World, node: int, address: str, port: int) -> list[str]
         return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *info, *rendezvous, *world.program]
     slots = list(world.hosts.values())[node]
     counts = [f"--nnodes={len(world.hosts)}", f"--nproc_per_node={slots}"]
-    return [sys.executable, "-u", "-m", "torch.distributed.run", *counts, *rendezvous, *world.program]
+    torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", SIGNALS]
+    return [*torchrun, *counts, *rendezvous, *world.program]
 
 
 def world_info(hosts: Mapping[str, int]) -> str:

@@ -3,4 +3,5 @@
 # One host, this machine: without ssh and pdsh, which DeepSpeed would ask for its address.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec deepspeed --hostfile hostfiles/one_node --no_ssh_check --master_addr 127.0.0.1 dsft/train.py specs/one_node.yaml "$@"
+port=${MASTER_PORT:-$(python3 -c "import socket; s = socket.create_server((str(), 0)); print(s.getsockname()[1])")}
+exec deepspeed --master_port="$port" --hostfile hostfiles/one_node --no_ssh_check --master_addr 127.0.0.1 dsft/train.py specs/one_node.yaml "$@"

@@ -3,7 +3,10 @@
 # One host, this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec torchrun \
-  --nnodes=1 --node-rank=0 --nproc-per-node=8 \
-  --master-addr=127.0.0.1 --master-port="${MASTER_PORT:-29500}" \
+listen=(--standalone) # at a free port
+if [[ -n ${MASTER_PORT-} ]]; then
+  listen=(--master-addr=127.0.0.1 --master-port="$MASTER_PORT")
+fi
+exec torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  --nnodes=1 --nproc-per-node=8 "${listen[@]}" \
   dsft/train.py specs/one_node.yaml "$@"

@@ -4,4 +4,5 @@
 # DeepSpeed forwards NCCL_*, PYTHON*, UCX_*, MLFLOW_*; others stand in the spec's cluster.env.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec deepspeed --hostfile hostfiles/two_nodes dsft/train.py specs/two_nodes.yaml "$@"
+port=${MASTER_PORT:-29500}
+exec deepspeed --master_port="$port" --hostfile hostfiles/two_nodes dsft/train.py specs/two_nodes.yaml "$@"

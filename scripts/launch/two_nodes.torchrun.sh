@@ -41,7 +41,7 @@ if [[ ! $node_rank =~ ^(0|[1-9][0-9]{0,4})$ || $node_rank -ge ${#hosts[@]} ]]; t
   exit 69
 fi
 
-exec torchrun \
+exec torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   --nnodes=2 --node-rank="$node_rank" --nproc-per-node="${slots[node_rank]}" \
   --master-addr=node1 --master-port="${MASTER_PORT:-29500}" \
   dsft/train.py specs/two_nodes.yaml "$@"

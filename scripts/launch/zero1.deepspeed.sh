@@ -3,4 +3,5 @@
 # The spec has no cluster: all devices of this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec deepspeed dsft/train.py specs/zero1.yaml "$@"
+port=${MASTER_PORT:-$(python3 -c "import socket; s = socket.create_server((str(), 0)); print(s.getsockname()[1])")}
+exec deepspeed --master_port="$port" dsft/train.py specs/zero1.yaml "$@"

@@ -1,4 +1,4 @@
-"""Joining the process group where another program has rank 0's port, as it may have taken it since the check."""
+"""Joining the process group where another program has rank 0's port, which was free at the check."""
 
 from __future__ import annotations
 

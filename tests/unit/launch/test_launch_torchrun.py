@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dsft.errors import WorldError
 from dsft.launch.torchrun import torchrun_argv
-from tests.launching import ROOT
+from tests.launching import ROOT, end_group
 
 FLAGS = [
     "--num_nodes",
@@ -24,8 +27,9 @@ FLAGS = [
     "8",
 ]
 VARIABLES = {"NPROC_PER_NODE": "8", "NNODES": "2", "NODE_RANK": "1", "ADDR": "node1", "PORT": "7"}
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 OPTIONS = [
-    "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8",
+    SIGNALS, "--nnodes", "2", "--nproc_per_node", "8", "--node_rank", "1",
     "--master_addr", "node1", "--master_port", "7",
 ]  # fmt: skip
 BEHIND = ["specs/x.yaml", "train.seed=1", "--strict"]
@@ -52,15 +56,15 @@ def test_both_styles_are_torchruns_options(arguments: list[str], environ: dict[s
 def test_one_host_needs_only_its_processes() -> None:
     for arguments, environ in ((["--num_gpus=2"], {}), ([], {"NPROC_PER_NODE": "2"})):
         argv = torchrun_argv(arguments, environ, "train.py")
-        assert argv is not None and argv[3:9] == [
-            "--nnodes",
-            "1",
-            "--node_rank",
-            "0",
-            "--nproc_per_node",
-            "2",
-        ]
-        assert argv[10] == "127.0.0.1" and int(argv[12]) > 0
+        assert argv is not None
+        assert argv[3:] == [SIGNALS, "--nnodes", "1", "--nproc_per_node", "2", "--standalone", "train.py"]
+
+
+def test_one_host_with_a_port_listens_there() -> None:
+    argv = torchrun_argv(["--num_gpus=2", "--master_port=7"], {}, "train.py")
+    assert argv is not None and argv[8:-1] == [
+        "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", "7",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("environ", [{}, {"PORT": "80", "ADDR": "here"}, VARIABLES | {"RANK": "0"}])
@@ -99,9 +103,44 @@ def test_the_process_becomes_torchrun() -> None:
     """Of its own kind: the two that it starts refuse what the spec promises of them."""
     command = [sys.executable, "dsft/train.py", "--num_gpus", "2", "cluster.hosts={localhost: 3}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "launcher: this process becomes torchrun: torch.distributed.run --nnodes 1" in ended.stdout
+    assert (
+        "launcher: this process becomes torchrun: torch.distributed.run --signals-to-handle=" in ended.stdout
+    )
     assert "promises 3 processes (localhost 3) but torchrun started 2" in ended.stderr
     assert ended.returncode != 0
+
+
+RANK = """
+import os, sys, time
+from dsft.launch.stopping import Stopping
+stopping = Stopping()
+stopping.stage = "train"
+stopping.listen()
+print("listens", flush=True)
+while stopping.reason is None:
+    time.sleep(0.05)
+print("asked by", stopping.reason, flush=True)
+os._exit(75)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_passes_sigusr1_on_with_the_option(tmp_path: Path) -> None:
+    """Slurm sends it ahead of a job's time; without the option it kills torchrun, and its ranks with it."""
+    (tmp_path / "rank.py").write_text(RANK)
+    argv = torchrun_argv(["--num_gpus=1"], {}, str(tmp_path / "rank.py"))
+    assert argv is not None
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as torchrun:  # fmt: skip
+        try:
+            assert torchrun.stdout is not None and torchrun.stdout.readline() == "listens\n"
+            torchrun.send_signal(signal.SIGUSR1)
+            assert torchrun.stdout.read() == "asked by SIGUSR1\n"
+            assert torchrun.wait() == 1
+        finally:
+            end_group(torchrun.pid)
 
 
 @pytest.mark.parametrize("address", ["-x", "--no-python", "$(id)", "a b", "node1;id"])

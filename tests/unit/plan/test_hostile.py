@@ -61,10 +61,16 @@ def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
     place = ("x", "dsft/train.py", "specs/x.yaml", generated)
     arrived = [os.fsencode(word) for word in ["specs/x.yaml", *generated, *typed]]
     stage.run("x.deepspeed.sh", deepspeed_script(cluster, *place), typed)
-    assert stage.asked("deepspeed") == [b"--hostfile", b"hostfiles/x", b"dsft/train.py", *arrived]
+    assert stage.asked("deepspeed") == [
+        b"--master_port=29500",
+        b"--hostfile",
+        b"hostfiles/x",
+        b"dsft/train.py",
+        *arrived,
+    ]
     stage.run("x.torchrun.sh", torchrun_script(cluster, *place), ["--node-rank=1", *typed])
     asked = stage.asked("torchrun")
-    assert asked is not None and asked[5:] == [b"dsft/train.py", *arrived]
+    assert asked is not None and asked[6:] == [b"dsft/train.py", *arrived]
     stage.run("x.slurm.sh", str(slurm_script(cluster, *place)), typed)
     assert stage.asked("srun") == [b"--kill-on-bad-exit=1", b"python", b"dsft/train.py", *arrived]
 
@@ -81,7 +87,7 @@ def test_paths_and_variables_of_a_script_arrive(stage: Stage, texts: list[str], 
     )
     seen.run("x.torchrun.sh", torchrun_script(cluster, *place))
     asked = seen.asked("torchrun")
-    assert asked is not None and asked[5:] == [os.fsencode(word) for word in (train or "t", spec, override)]
+    assert asked is not None and asked[4:] == [os.fsencode(word) for word in (train or "t", spec, override)]
     got = (seen.root / "got").read_bytes().split(b"\0")
     assert got[:-1] == [os.fsencode(value) for value in env.values()]
 
@@ -115,7 +121,7 @@ def test_names_are_hosts_or_refused(stage: Stage, texts: list[str]) -> None:
     asked = stage.asked("torchrun")
     assert asked is not None
     if not set(taken) <= {"localhost"}:
-        assert asked[3] == f"--master-addr={next(iter(taken))}".encode()
+        assert asked[4] == f"--master-addr={next(iter(taken))}".encode()
 
 
 def test_how_many_that_was() -> None:

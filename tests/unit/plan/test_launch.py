@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dsft.plan.launch import deepspeed_argv, deepspeed_script, environment, environment_text
 from dsft.spec.schema import Cluster
@@ -55,6 +59,7 @@ def run_script(root: Path, script: str, *arguments: str) -> dict[str, Any]:
     )
     fake.chmod(0o755)
     environ = {"PATH": f"{fake.parent}:/usr/local/bin:/usr/bin:/bin"}
+    environ |= {name: value for name, value in os.environ.items() if name == "MASTER_PORT"}
     done = subprocess.run(
         ["bash", str(path), *arguments],
         cwd="/",
@@ -97,4 +102,27 @@ def test_a_script_trains_what_its_overrides_say(tmp_path: Path) -> None:
     overrides = ["parallel.zero_stage=3", "name=two\nlines"]
     script = deepspeed_script(None, "x", "dsft/train.py", "specs/x.yaml", overrides)
     seen = run_script(tmp_path, script, "train.seed=1")
-    assert seen["argv"] == ["dsft/train.py", "specs/x.yaml", *overrides, "train.seed=1"]
+    assert seen["argv"][1:] == ["dsft/train.py", "specs/x.yaml", *overrides, "train.seed=1"]
+
+
+@pytest.mark.parametrize("cluster", [None, Cluster(hosts={"localhost": 2})])
+def test_on_this_machine_a_script_finds_a_free_port(tmp_path: Path, cluster: Cluster | None) -> None:
+    script = deepspeed_script(cluster, "x", "dsft/train.py", "specs/x.yaml")
+    with socket.create_server(("", 0)) as taken:
+        ports = {port_of(run_script(tmp_path / str(number), script)) for number in range(3)}
+        assert len(ports) == 3 and not ports & {29500, taken.getsockname()[1]}
+
+
+def test_several_hosts_meet_at_a_known_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = deepspeed_script(TWO, "x", "dsft/train.py", "specs/x.yaml")
+    assert port_of(run_script(tmp_path / "unset", script)) == 29500
+    monkeypatch.setenv("MASTER_PORT", "29777")
+    assert port_of(run_script(tmp_path / "set", script)) == 29777
+    script = deepspeed_script(None, "x", "dsft/train.py", "specs/x.yaml")
+    assert port_of(run_script(tmp_path / "alone", script)) == 29777
+
+
+def port_of(seen: dict[str, Any]) -> int:
+    name, _, port = seen["argv"][0].partition("=")
+    assert name == "--master_port"
+    return int(port)

@@ -54,6 +54,7 @@ def test_a_host_finds_its_place(tmp_path: Path, hostname: str, addresses: str, p
     )
     asked = torchrun(stage, TWO, "train.seed=1", "name=a  b")
     assert asked == [
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "--nnodes=2", f"--node-rank={place}", f"--nproc-per-node={(8, 4)[place]}",
         "--master-addr=node1", "--master-port=29500",
         "dsft/train.py", "specs/x.yaml", "train.seed=1", "name=a  b",
@@ -65,7 +66,7 @@ def test_a_host_that_does_not_know_its_place_is_told_it(tmp_path: Path) -> None:
     done = stage.run("x.torchrun.sh", torchrun_script(TWO, *RUN))
     assert done.returncode == 69 and stage.asked("torchrun") is None
     assert "this host, elsewhere, is none of node1 node2.rack; give --node-rank=N" in done.stderr
-    assert torchrun(stage, TWO, "--node-rank=1", "train.seed=1")[1:3] == [
+    assert torchrun(stage, TWO, "--node-rank=1", "train.seed=1")[2:4] == [
         "--node-rank=1",
         "--nproc-per-node=4",
     ]
@@ -76,16 +77,21 @@ def test_a_host_that_does_not_know_its_place_is_told_it(tmp_path: Path) -> None:
 
 
 def test_this_machine_alone_needs_no_place(tmp_path: Path) -> None:
-    asked = torchrun(Stage(tmp_path, {"hostname": "exit 1"}), Cluster(hosts={"localhost": 2}))
-    assert asked[:5] == [
-        "--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=29500",
-    ]  # fmt: skip
+    stage = Stage(tmp_path, {"hostname": "exit 1"})
+    asked = torchrun(stage, Cluster(hosts={"localhost": 2}))
+    assert asked[1:5] == ["--nnodes=1", "--nproc-per-node=2", "--standalone", "dsft/train.py"]
+
+
+def test_this_machine_alone_listens_at_master_port_where_it_is_set(tmp_path: Path) -> None:
+    stage, script = Stage(tmp_path), torchrun_script(Cluster(hosts={"localhost": 2}), *RUN)
+    stage.run("x.torchrun.sh", script, (), {"MASTER_PORT": "7"})
+    assert words(stage, "torchrun")[3:6] == ["--master-addr=127.0.0.1", "--master-port=7", "dsft/train.py"]
 
 
 def test_an_elastic_run_meets_at_the_first_host(tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"hostname": "echo node2.rack"})
     asked = torchrun(stage, Cluster(hosts={"fe80::1": 8, "node2.rack": 4}, min_hosts=1))
-    assert asked[:6] == [
+    assert asked[1:7] == [
         "--nnodes=1:2", "--nproc-per-node=4", "--max-restarts=3",
         "--rdzv-backend=c10d", "--rdzv-id=x", "--rdzv-endpoint=[fe80::1]:29500",
     ]  # fmt: skip

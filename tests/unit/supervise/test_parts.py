@@ -34,7 +34,8 @@ def test_orders() -> None:
 def test_torchrun(launcher: str) -> None:
     words = launcher_argv(World(launcher, WORLD.hosts, ("t",), "/", "/", "j"), 0, "h", 1)
     assert words[2:] == [
-        "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--node_rank=0",
+        "-m", "torch.distributed.run", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "--nnodes=2", "--nproc_per_node=2", "--node_rank=0",
         "--master_addr=h", "--master_port=1", "t",
     ]  # fmt: skip
 
