@@ -13,7 +13,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.launching import LATE
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+LAUNCHED = {"architectures", "integration", "lab", "parity"}
+"""Folders of tests that start several processes."""
 
 
 def count_gpus() -> int:
@@ -63,6 +69,8 @@ hypothesis.settings.load_profile("dsft")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if LAUNCHED & set(item.path.parts):  # the launch is given up first, which says what its ranks wrote
+            item.add_marker(pytest.mark.timeout(2 * LATE))
         if item.get_closest_marker("long") and "long" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,11 +28,16 @@ from unittest import mock
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-LATE = 300.0  # seconds, for what ranks import, or for killed ones to be gone; six and none on a quiet machine
+LATE = 3600.0
+"""Seconds after which something that a test waits for is taken to hang. This one limit is far above what any
+test takes, so that a busy machine is not a failure."""
+
+_TURNS, _QUIET = 1_000_000, 0.03
+"""Turns of an empty loop, and seconds for them on a quiet machine, rounded up."""
 
 
 def torchrun(
-    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = 300
+    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = LATE
 ) -> subprocess.CompletedProcess[str]:
     """stdout and stderr of all ranks, and the launcher's exit code. Raises TimeoutExpired, with the output so
     far, after `timeout` seconds."""
@@ -61,7 +67,7 @@ def torchrun(
 
 
 def forked(
-    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = 300
+    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = LATE
 ) -> subprocess.CompletedProcess[str]:
     """As `torchrun`, where neither the launcher nor what a rank imports is looked at. With `torchrun` where
     ranks may take a GPU: DeepSpeed looks for it when it is imported, and CUDA knows no fork."""
@@ -70,7 +76,7 @@ def forked(
     return _forked(worker, nproc, args, timeout)
 
 
-def alone(script: Path, args: Sequence[str] = (), timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def alone(script: Path, args: Sequence[str] = (), timeout: float = LATE) -> subprocess.CompletedProcess[str]:
     """As `python SCRIPT ARGS`, with its exit code, where what it imports is not looked at; forked as `forked`
     does, and where that does not, not."""
     if os.environ.get("DS_ACCELERATOR") != "cpu":
@@ -101,6 +107,15 @@ def _forked(
         finally:
             end_group(leader)
         return subprocess.CompletedProcess([str(worker), *args], code, out.read_text(), err.read_text())
+
+
+def allowed(seconds: float) -> float:
+    """A bound on how long something may take, on this machine as it is now: `seconds` where it is quiet, and
+    in proportion longer where an empty loop takes longer because other processes use the cores."""
+    began = time.perf_counter()
+    for _ in range(_TURNS):
+        pass
+    return seconds * max(1.0, (time.perf_counter() - began) / _QUIET)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, small_model
 from tests.launching import ROOT, forked
 
 WORKER = Path(__file__).with_name("worker.py")
-SECONDS = 1800  # a launch takes two minutes where nothing else runs
 DOCS = ROOT / "docs" / "models.md"
 MODES, STEPS = ("zero2", "zero3"), ("padded", "packed")
 FIGURES = ("loss", "gradient", "weights")
@@ -34,7 +33,7 @@ def launch() -> tuple[dict[str, Any], str]:
             model = small_model(kind)
             model.save_pretrained(folder / kind)
             model.config.save_pretrained(folder / f"{kind}-model")
-        done = forked(WORKER, 2, [name], timeout=SECONDS)
+        done = forked(WORKER, 2, [name])
         found: dict[str, Any] = {}
         for path in folder.glob("results.*.json"):
             found |= json.loads(path.read_text())

@@ -1,6 +1,8 @@
 """Makes the tokens of a file in small blocks and prints what happens, for tests that start several of it.
 
-python builder.py FILE FOLDER WORKERS [SECONDS]     SECONDS: slept after each block that is made
+python builder.py FILE FOLDER WORKERS SECONDS [BLOCKS]
+
+It sleeps for SECONDS after each block that is made; once BLOCKS are made it waits to be killed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def made(path: Path, cache: Cache) -> StoredRows:
     return tokenised(Source(str(path)), Renderer(byte_level_tokenizer()), task="pretrain", cache=cache)
 
 
-def main(path: str, folder: str, workers: str, seconds: str = "0") -> None:
+def main(path: str, folder: str, workers: str, seconds: str, blocks: str = "0") -> None:
     small_blocks()
     done = 0
 
@@ -47,6 +49,8 @@ def main(path: str, folder: str, workers: str, seconds: str = "0") -> None:
             done = pace.done
             print("made", done, flush=True)
             time.sleep(float(seconds))
+            while 0 < int(blocks) <= done:
+                time.sleep(1)
 
     rows = made(Path(path), Cache(Path(folder), int(workers), print, progress))
     print("digest", rows.digest, done, flush=True)

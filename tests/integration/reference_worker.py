@@ -1,6 +1,8 @@
 """Scores or trains as dsft does, and says what a test wants to know of it.
 
-python reference_worker.py score SPEC RANKS         `dsft reference`, with a shard for every micro-batch
+python reference_worker.py score SPEC RANKS [stall] `dsft reference`, with a shard for every micro-batch; with
+                                                    `stall` each rank writes two of them and then waits to be
+                                                    killed
 torchrun … reference_worker.py train SPEC KEY=VALUE training; prints how many models a rank built, and by how
                                                     much making the store raised its peak of memory
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,12 +22,27 @@ from dsft.launch.end import end
 from dsft.model import build
 from dsft.reference import precomputed
 from dsft.reference.passes import Pass
+from tests.launching import LATE
 
 
-def score(spec: str, ranks: str) -> int:
+class Stalls(float):
+    """As the seconds after which a rank writes a shard: with each micro-batch, twice."""
+
+    def __le__(self, other: object) -> bool:
+        Stalls.written += 1
+        if Stalls.written > 2:
+            time.sleep(LATE)
+        return True
+
+    written = 0
+
+
+def score(spec: str, ranks: str, stall: str = "") -> int:
     from dsft.reference.command import score as scored
+    from tests.integration.reference_worker import Stalls  # by this name the processes that score know it
 
-    precomputed.Pass = partial(Pass, shard_seconds=0.0)  # type: ignore[misc, assignment]
+    seconds = Stalls() if stall else 0.0
+    precomputed.Pass = partial(Pass, shard_seconds=seconds)  # type: ignore[misc, assignment]
     scored(Path(spec), [], int(ranks))
     return 0
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.launching import ROOT, end_group, forked
+from tests.launching import LATE, ROOT, end_group, forked
 
 TRAIN = ROOT / "dsft" / "train.py"
 
@@ -72,7 +72,7 @@ def train(
     spec: Path, *overrides: str, nproc: int = 2, script: Path = TRAIN
 ) -> subprocess.CompletedProcess[str]:
     """The result is checked by the caller."""
-    return forked(script, nproc, [str(spec), *overrides], timeout=300)
+    return forked(script, nproc, [str(spec), *overrides])
 
 
 def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
@@ -82,7 +82,9 @@ def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
     return result.stdout
 
 
-def command(words: Sequence[str], cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def command(
+    words: Sequence[str], cwd: Path = ROOT, timeout: float = LATE
+) -> subprocess.CompletedProcess[str]:
     """Any launcher, in a session of its own, ended as a whole. `python`, `deepspeed`: this environment's."""
     scripts = Path(sys.executable).parent
     program = {"python": sys.executable, "deepspeed": str(scripts / "deepspeed")}.get(words[0], words[0])

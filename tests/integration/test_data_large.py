@@ -11,7 +11,6 @@ from benchmarks.data import read_in_turn, write_documents
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
 def test_five_gigabytes(tmp_path: Path) -> None:
     path, folder = tmp_path / "large.jsonl", tmp_path / "cache"
     rows = write_documents(path, 5_000_000_000)

@@ -24,7 +24,6 @@ CAUSES = {
 }
 
 
-@pytest.mark.timeout(300)
 def test_the_check_at_step_0() -> None:
     done = forked(Path(__file__).with_name("first_step_worker.py"), 2)
     assert done.returncode == 0, done.stderr[-3000:]

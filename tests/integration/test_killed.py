@@ -39,7 +39,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("instant", "rank", "step", "goes_on_from", "overrides"),
     [
@@ -64,7 +63,6 @@ def test_the_next_start_goes_on_bit_for_bit(
     goes_on(tmp_path, whole(*overrides), (instant, rank, step), goes_on_from, overrides)
 
 
-@pytest.mark.timeout(400)
 def test_so_it_does_with_all_on_a_disk_as_in_host_memory(whole: Callable[..., Path], tmp_path: Path) -> None:
     if reason := why_no_swap():
         pytest.skip(reason)

@@ -45,12 +45,9 @@ def start(root: Path, cluster: Cluster, *arguments: str) -> subprocess.Completed
     path = os.pathsep.join([str(root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "RECORD": str(root), "DS_ACCELERATOR": "cpu", "HOME": str(root)}
     script = str(root / "scripts/launch/x.deepspeed.sh")
-    return subprocess.run(
-        ["bash", script, *arguments], cwd="/", env=environ, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(["bash", script, *arguments], cwd="/", env=environ, capture_output=True, text=True)
 
 
-@pytest.mark.timeout(300)
 def test_other_hosts_get_the_command_and_the_variables(tmp_path: Path) -> None:
     cluster = Cluster(
         hosts={"node1": 2, "node2": 2}, interface="eth0", env={"HF_HUB_OFFLINE": "1", "WORDS": "two words"}
@@ -71,7 +68,6 @@ def test_other_hosts_get_the_command_and_the_variables(tmp_path: Path) -> None:
     assert words[-3:] == ["dsft/train.py", "specs/x.yaml", "parallel.zero_stage=3"]
 
 
-@pytest.mark.timeout(300)
 def test_one_named_host_is_reached_too(tmp_path: Path) -> None:
     done = start(tmp_path, Cluster(hosts={"node7": 2}))
     assert done.returncode == 0, done.stderr
@@ -80,7 +76,6 @@ def test_one_named_host_is_reached_too(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rank*.json"))
 
 
-@pytest.mark.timeout(300)
 def test_this_machine_alone_needs_no_ssh(tmp_path: Path) -> None:
     done = start(tmp_path, Cluster(hosts={"localhost": 2}, env={"WORDS": "two words"}), "name=a b")
     assert done.returncode == 0, done.stderr

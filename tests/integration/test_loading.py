@@ -16,8 +16,6 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from tests.integration.runs import trained, write_spec
 from tests.launching import ROOT, torchrun
 
-pytestmark = pytest.mark.timeout(400)
-
 MEDIUM = TINY | {
     "vocab_size": 32_000,
     "hidden_size": 768,

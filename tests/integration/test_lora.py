@@ -19,7 +19,7 @@ from dsft.errors import CheckpointError
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
 from tests.launching import alone
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LORA = "model.lora={rank: 4, alpha: 8, use_dora: true, modules_to_save: [lm_head]}"
 FORMAT = {"format": "pt"}

@@ -18,14 +18,13 @@ pytest.importorskip("deepspeed")
 def cases() -> list[dict[str, Any]]:
     """What the worker's first rank says of each stage, type and offload."""
     with on_the_cpu():
-        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2, timeout=590)
+        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(found) == 14
     return found
 
 
-@pytest.mark.timeout(600)
 def test_the_memory_table_is_what_deepspeed_allocates(cases: list[dict[str, Any]]) -> None:
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
@@ -36,7 +35,6 @@ def test_the_memory_table_is_what_deepspeed_allocates(cases: list[dict[str, Any]
     assert [case["case"] for case in cases if not case["freed"]] == []
 
 
-@pytest.mark.timeout(600)
 def test_the_traffic_is_what_deepspeed_sends(cases: list[dict[str, Any]]) -> None:
     assert {
         case["case"]: (case["sent"], case["to_send"])

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.integration.runs import records, trained, write_spec
-
-pytestmark = pytest.mark.timeout(400)
 
 HELD_OUT = "builtin:quickstart-heldout"
 ASKED = (

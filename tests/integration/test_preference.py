@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.runs import records, trained, write_spec
 
-pytestmark = pytest.mark.timeout(600)
-
 STEPS, MIDDLE = 6, 3
 METRICS = (
     *("train/loss", "train/grad_norm", "train/rewards/chosen", "train/rewards/rejected"),

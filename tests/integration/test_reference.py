@@ -3,6 +3,7 @@ once, written by other ranks than it is read by, and never in the process that t
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from dsft.checkpoint.lock import hold
 from dsft.inputs import read_inputs
 from dsft.plan.promised import load
 from dsft.plan.reference import reference_model
@@ -24,7 +26,7 @@ from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.store import Stored, store_folder
 from tests.integration.runs import records
-from tests.launching import ROOT, end_group, torchrun
+from tests.launching import LATE, ROOT, end_group, torchrun
 from tests.unit.reference.small import model, rows
 
 WORKER = Path(__file__).parent / "reference_worker.py"
@@ -63,11 +65,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(spec: Path, ranks: int) -> subprocess.Popen[str]:
+def started(spec: Path, ranks: int, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(WORKER), "score", str(spec), str(ranks)],
-        cwd=ROOT, env=None, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        [sys.executable, str(WORKER), "score", str(spec), str(ranks), *words],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 
@@ -80,25 +82,28 @@ def held(spec_path: Path) -> Stored:
 
 def test_killed_and_gone_on_with_by_one_of_two_jobs(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
-    first = started(spec, 2)
+    first = started(spec, 2, "stall")
     try:
-        shards, end = folder / "runs" / ".cache" / "reference", time.monotonic() + 240
-        while len(list(shards.glob("*/shard-*.safetensors"))) < 3 and time.monotonic() < end:
+        shards = folder / "runs" / ".cache" / "reference"
+        while len(list(shards.glob("*/shard-*.safetensors"))) < 4:
             assert first.poll() is None, first.communicate()[0]
             time.sleep(0.01)
         children = psutil.Process(first.pid).children(recursive=True)
         assert len(children) == 2
         first.send_signal(signal.SIGKILL)
         first.communicate()
-        assert not psutil.wait_procs(children, timeout=20)[1], "a child outlives its parent"
+        assert not psutil.wait_procs(children, timeout=LATE)[1], "a child outlives its parent"
     finally:
         end_group(first.pid)
     there = PAIRS + HELD_OUT - held(spec).num_missing
     assert 0 < there < PAIRS + HELD_OUT
 
+    (store_of_it,) = shards.iterdir()
     both = [started(spec, 1) for _ in range(2)]
     try:
-        said = [job.communicate(timeout=240)[0] for job in both]
+        with hold(store_of_it, store.LOCK):
+            told = [until_it_waits(job) for job in both]
+        said = [before + job.communicate()[0] for before, job in zip(told, both, strict=True)]
     finally:
         for job in both:
             end_group(job.pid)
@@ -107,8 +112,18 @@ def test_killed_and_gone_on_with_by_one_of_two_jobs(folder: Path) -> None:
     assert len(made) == 1, said
     assert f"{PAIRS + HELD_OUT - there} pairs scored in" in made[0] and f"{there} were there" in made[0]
     assert "4 of these scored again, with the same result" in made[0]
-    assert any("scores the same pairs; waiting for it" in text for text in said if text not in made)
     check_values(spec, folder / "model", held(spec))
+
+
+def until_it_waits(job: subprocess.Popen[str]) -> str:
+    """What it says until it has found that another job holds the store."""
+    assert job.stdout is not None
+    said = ""
+    while "scores the same pairs; waiting for it" not in said:
+        line = job.stdout.readline()
+        assert line, said
+        said += line
+    return said
 
 
 def check_values(spec_path: Path, where: Path, found: Stored) -> None:

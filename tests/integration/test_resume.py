@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 from tests.integration.runs import TRAIN, records, shows_traceback, train, trained, write_spec
 from tests.launching import ROOT, alone
 
-pytestmark = pytest.mark.timeout(400)
-
 MEDDLING = ROOT / "tests" / "integration" / "meddling.py"
 PIPELINE = ("parallel.pipeline_stages=2", "parallel.zero_stage=1", "train.micro_batch_size=3")
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.runs import records, trained, write_spec
-from tests.launching import ROOT, end_group, forked, free_port
+from tests.launching import LATE, ROOT, allowed, end_group, forked, free_port
 
 SLOW = ROOT / "tests" / "integration" / "slow.py"
 STEPS = 60
@@ -55,7 +55,7 @@ class Typed:
         return next(each for each in self.processes() if "deepspeed.launcher.launch" in each.cmdline())
 
     def wait_for_steps(self, number: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LATE
         while self.said.read_text().count(f"/{STEPS}  loss") < number:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
             time.sleep(0.05)
@@ -65,8 +65,8 @@ class Typed:
         all_of_it = self.processes()
         began = time.monotonic()
         fault()
-        code = self.process.wait(60)
-        alive = psutil.wait_procs(all_of_it, timeout=60)[1]
+        code = self.process.wait(LATE)
+        alive = psutil.wait_procs(all_of_it, timeout=LATE)[1]
         assert not alive, f"{alive} live on: {self.said.read_text()}"
         return time.monotonic() - began, code
 
@@ -106,35 +106,34 @@ def goes_on_from(run: Typed, step: int) -> bool:
     return f"going on from step {step}: " in run.said.read_text()
 
 
-@pytest.mark.timeout(600)
 def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path) -> None:
     with typed("deepspeed", folder) as run:  # one rank is asked: all save the same step
         seconds, code = run.end_after(lambda: run.rank(1).terminate())
-        assert (code, seconds < SAVES) == (75, True)
+        assert (code, seconds < allowed(SAVES)) == (75, True)
         saved = latest(folder)
         assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in run.said.read_text()
 
     with typed("deepspeed", folder) as run:  # M11: raw ranks train on, nobody's children
         assert goes_on_from(run, saved)
         seconds, code = run.end_after(run.process.terminate)
-        assert (code, seconds < LIMIT) == (-signal.SIGTERM, True)
+        assert (code, seconds < allowed(LIMIT)) == (-signal.SIGTERM, True)
         assert saved < latest(folder), "it was saved on the way"
         saved = latest(folder)
 
     with typed("deepspeed", folder) as run:  # M12: launch.py is killed; deepspeed itself says 0
         assert goes_on_from(run, saved)
         seconds, _ = run.end_after(lambda: run.launch().kill())
-        assert seconds < LIMIT and latest(folder) == saved
+        assert seconds < allowed(LIMIT) and latest(folder) == saved
 
     with typed("torchrun", folder) as run:  # M9
         assert goes_on_from(run, saved)
         seconds, code = run.end_after(lambda: run.rank(1).kill())
-        assert (code, seconds < LIMIT) == (1, True)
+        assert (code, seconds < allowed(LIMIT)) == (1, True)
 
     with typed("torchrun", folder) as run:  # Ctrl-C: a terminal signals the whole group
         assert goes_on_from(run, saved)
         seconds, code = run.end_after(lambda: os.killpg(run.process.pid, signal.SIGINT))
-        assert (code, seconds < SAVES) == (1, True)
+        assert (code, seconds < allowed(SAVES)) == (1, True)
         assert saved < latest(folder)
         saved = latest(folder)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.lab.slurm import Slurm, cluster
+from tests.launching import LATE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ("node1", "node2")
@@ -108,7 +109,7 @@ class Lab:
         argv: Sequence[str],
         env: Mapping[str, str] | None = None,
         cwd: Path | str = ROOT,
-        timeout: float = 120,
+        timeout: float = LATE,
         **popen: Any,
     ) -> subprocess.CompletedProcess[str]:
         """stdout, stderr and exit code, which the caller checks. Raises TimeoutExpired, with the output so
@@ -123,7 +124,7 @@ class Lab:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # a grandchild may hold the pipes
-                expired.stdout, expired.stderr = process.communicate(timeout=5)
+                expired.stdout, expired.stderr = process.communicate(timeout=60)
             raise
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 

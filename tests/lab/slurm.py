@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.launching import LATE
+
 if TYPE_CHECKING:
     from tests.lab.hosts import Lab
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "setpriv")
-READY = 45.0  # seconds that the daemons may take until every node is idle; two on a quiet machine
 
 # Two tasks may share a processor: each host has two, and a test's ranks are few and small.
 # Two devices that are there stand for GPUs, so that a script that asks for them is taken; a task is given
@@ -70,7 +71,7 @@ class Slurm:
         said = self.lab.run("node1", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
-    def wait(self, job: str, timeout: float = 300) -> dict[str, str]:
+    def wait(self, job: str, timeout: float = LATE) -> dict[str, str]:
         """The job's state once it has ended. Raises TimeoutError."""
         until = time.monotonic() + timeout
         while (found := self.state(job)).get("JobState") in (
@@ -174,7 +175,7 @@ def _munge_files(folder: Path, host: str) -> list[str]:
 
 
 def _wait_until_idle(lab: Lab, first: str, folder: Path) -> None:
-    until = time.monotonic() + READY
+    until = time.monotonic() + LATE
     while True:
         said = lab.run(first, ["sinfo", "--noheader", "--Node", "--format=%N %T"])
         states = [line.split()[-1] for line in said.stdout.splitlines()]

@@ -14,6 +14,7 @@ import pytest
 
 from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
 from tests.lab.slurm import why_not as no_slurm
+from tests.launching import LATE, allowed
 
 ROUND_TRIP = """
 import socket, time
@@ -61,7 +62,7 @@ def test_hosts_are_two(lab: Lab) -> None:
 
 def test_processes_are_seen_from_outside_and_not_from_the_other_host(lab: Lab) -> None:
     process = lab.start("node1", ["ssh", "node2", "MARK=of-a-test exec sleep 600"])
-    until = time.monotonic() + 60
+    until = time.monotonic() + LATE
     while not (found := [seen for seen in lab.processes("of-a-test") if seen.argv[0] == "sleep"]):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -70,7 +71,7 @@ def test_processes_are_seen_from_outside_and_not_from_the_other_host(lab: Lab) -
     assert lab.outside("node2", seen.inside) == seen.pid
     assert "sleep" not in lab.run("node1", ["sh", "-c", "cat /proc/[0-9]*/comm"]).stdout
     os.kill(seen.pid, signal.SIGKILL)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(LATE) != 0
     lab.reset()
     assert lab.processes() == []
 
@@ -86,7 +87,7 @@ def test_a_host_is_cut_slowed_and_mended(lab: Lab) -> None:
     echo = lab.start("node2", [sys.executable, "-c", ECHO], stdout=subprocess.PIPE)
     assert echo.stdout is not None and echo.stdout.readline() == "ready\n"
     seconds, bits = map(float, lab.run("node1", [sys.executable, "-c", ROUND_TRIP]).stdout.split())
-    assert 0.04 <= seconds < 0.4 and 0.5e6 < bits <= 2.0e6
+    assert 0.04 <= seconds < allowed(0.4) and 0.5e6 / allowed(1) < bits <= 2.0e6
     lab.reset()
     assert reached(lab, "node2") == 0
 
@@ -112,7 +113,7 @@ def test_a_killed_owner_leaves_no_process() -> None:
     assert len(pids) >= 3 and Path(folder).exists()  # ssh, sshd, sleep
     owner.kill()
     owner.communicate()
-    until = time.monotonic() + 30
+    until = time.monotonic() + LATE
     while any(psutil.pid_exists(int(pid)) for pid in pids):
         assert time.monotonic() < until
         time.sleep(0.05)

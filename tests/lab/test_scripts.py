@@ -14,10 +14,8 @@ from dsft.plan.generate import generate_files
 from tests.integration.runs import SPEC
 from tests.lab.hosts import Lab
 from tests.lab.slurm import why_not
+from tests.launching import LATE
 
-pytestmark = pytest.mark.timeout(600)
-
-LATE = 280.0  # seconds, on a busy machine
 CLUSTER = "cluster: {hosts: {'node[1-2]': 1}, interface: e0, accelerator: {name: cpu}, time_limit: 3600}\n"
 
 

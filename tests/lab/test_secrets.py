@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.lab.hosts import Lab
 from tests.lab.test_supervised_faults import SLOW, dsft, running, until
-
-pytestmark = pytest.mark.timeout(600)
 
 MARK = secrets.token_hex(16)
 """What all of them begin with."""

@@ -25,16 +25,15 @@ import pytest
 from tests.integration.runs import SPEC, records, trained, write_spec
 from tests.lab.hosts import ROOT, Lab, Seen
 from tests.lab.slurm import why_not as no_slurm
+from tests.launching import LATE, allowed
 
 FAKE = Path(__file__).with_name("fake_launch.py")
 SLOW = ROOT / "tests" / "integration" / "slow.py"
 CLUSTER = "cluster: {hosts: {node1: 1, node2: 1}, interface: e0, hang_timeout: 4}\n"
 T = TypeVar("T")
 
-pytestmark = pytest.mark.timeout(400)
 
-
-def until(look: Callable[[], T], seconds: float = 240) -> T:
+def until(look: Callable[[], T], seconds: float = LATE) -> T:
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, "too late"
@@ -78,11 +77,11 @@ class Run:
 
     def ended(self, began: float, within: float) -> tuple[int, str]:
         """Its exit code and what it said; every process of the job is gone `within` seconds after `began`."""
-        code = self.command.wait(120)
-        until(lambda: not self.lab.processes("DSFT_JOB="), 60)
+        code = self.command.wait(LATE)
+        until(lambda: not self.lab.processes("DSFT_JOB="))
         took = time.monotonic() - began
         said = (self.folder / "out").read_text()
-        assert took < within, f"{took:.1f} s\n{said}"
+        assert took < allowed(within), f"{took:.1f} s\n{said}"
         return code, said
 
 
@@ -128,7 +127,7 @@ def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
     stepping.command.kill()
     code, _ = stepping.ended(began, 5)
     assert code == -signal.SIGKILL
-    until(lambda: not stepping.lab.processes("dsft.supervise"), 10)
+    until(lambda: not stepping.lab.processes("dsft.supervise"))
 
 
 def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tmp_path: Path) -> None:
@@ -138,8 +137,8 @@ def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tm
         until(lambda: run.stepping(5))
         began = time.monotonic()
         lab.cut("node2")
-        until(lambda: not lab.processes("DSFT_JOB=", "node2"), 60)
-        assert time.monotonic() - began < 30
+        until(lambda: not lab.processes("DSFT_JOB=", "node2"))
+        assert time.monotonic() - began < allowed(30)
         until(lambda: run.stepping(5, attempt=2))
         assert list(run.status()["ranks"]) == ["0"]
         run.command.send_signal(signal.SIGTERM)
@@ -154,7 +153,8 @@ def test_a_stopped_rank_is_named_and_its_stack_kept(stepping: Run) -> None:
     stepping.signal_rank(1, signal.SIGSTOP)
     code, said = stepping.ended(began, 15)
     assert code == 124
-    assert re.search(r"rank 1 on node2, step \d+: has given no sign of life for 4 seconds", said)
+    silent = re.search(r"rank 1 on node2, step \d+: has given no sign of life for (\d+) seconds", said)
+    assert silent is not None and int(silent[1]) >= 4, said
     assert "fake_rank.py" in (stepping.logs / "rank-1.stack").read_text()
 
 

@@ -17,11 +17,9 @@ from tests.integration.runs import records, trained
 from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
 from tests.lab.observed import Rank, install, ranks
 from tests.lab.slurm import why_not as no_slurm
+from tests.launching import LATE
 from tests.unit.reference.small import model, rows
 
-pytestmark = pytest.mark.timeout(900)
-
-LATE = 400.0  # seconds, for one run on a busy machine; ten on a quiet one
 TRAIN = "dsft/train.py"
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 STEPS = 3
@@ -91,19 +89,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def on_one_host(place: Place) -> Path:
     """The run's folder: two processes on node1."""
     words = ["torchrun", "--nproc_per_node", "2", TRAIN, str(place.spec), "name=one", f"cluster.hosts={ONE}"]
-    _well(place.lab.run("node1", words, timeout=LATE))
+    _well(place.lab.run("node1", words))
     assert _map(ranks(place.seen, "one")) == {0: ("node1", 0), 1: ("node1", 1)}
     return place.folder / "runs" / "one"
 
 
 def deepspeed(place: Place, name: str) -> str:
     words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(place.spec), f"name={name}"]
-    return _well(place.lab.run("node1", words, timeout=LATE))
+    return _well(place.lab.run("node1", words))
 
 
 def openmpi(place: Place, name: str) -> str:
     words = ["deepspeed", "--hostfile", str(place.hostfile), "--launcher", "openmpi"]
-    return _well(place.lab.run("node1", [*words, TRAIN, str(place.spec), f"name={name}"], timeout=LATE))
+    return _well(place.lab.run("node1", [*words, TRAIN, str(place.spec), f"name={name}"]))
 
 
 def torchrun(place: Place, name: str) -> str:
@@ -150,14 +148,14 @@ def srun(place: Place, name: str) -> str:
     _skip_without_slurm()
     with place.lab.slurm():
         words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAIN, str(place.spec), f"name={name}"]
-        return _well(place.lab.run("node1", words, timeout=LATE))
+        return _well(place.lab.run("node1", words))
 
 
 def sbatch(place: Place, name: str) -> str:
     """The script that `dsft generate` writes, from the folder that it was made in."""
     _skip_without_slurm()
     generated = ["dsft", "generate", str(place.spec), "cluster.launcher=slurm"]
-    _well(place.lab.run("node1", [*generated, "--out", str(place.folder)], timeout=LATE))
+    _well(place.lab.run("node1", [*generated, "--out", str(place.folder)]))
     (script,) = place.folder.glob("**/*.slurm.sh")
     out = place.folder / "sbatch.out"
     with place.lab.slurm() as slurm:
@@ -170,7 +168,7 @@ def sbatch(place: Place, name: str) -> str:
 
 def dsft_launch(place: Place, name: str) -> str:
     words = ["dsft", "launch", str(place.spec), f"name={name}"]
-    return _well(place.lab.run("node1", words, timeout=LATE))
+    return _well(place.lab.run("node1", words))
 
 
 WAYS = {
@@ -211,7 +209,7 @@ def test_zero_3_dpo_and_stages_over_two_hosts_equal_one(place: Place, name: str)
         rows(folder / "pairs.jsonl", 40)
     spec.write_text(text.format(hosts=TWO, folder=folder, steps=STEPS))
     words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(spec), *overrides, f"name={name}"]
-    _well(place.lab.run("node1", words, timeout=LATE))
+    _well(place.lab.run("node1", words))
     assert _map(ranks(place.seen, name)) == {0: ("node1", 0), 1: ("node2", 0)}
     spec.write_text(text.format(hosts="{localhost: 2}", folder=folder, steps=STEPS))
     trained(spec, *overrides, f"name={name}-one")

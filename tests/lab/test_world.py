@@ -15,10 +15,8 @@ import pytest
 from tests.integration.runs import TRAIN, records, trained, write_spec
 from tests.lab.hosts import ROOT, Lab
 from tests.lab.slurm import why_not as no_slurm
+from tests.launching import LATE
 
-pytestmark = pytest.mark.timeout(600)
-
-LATE = 200.0  # seconds, on a busy machine
 ONE_OF_TWO = "cluster={hosts: {node1: 1, node2: 1}, min_hosts: 1}"
 OTHER = "cluster.hosts={node1: 2}"
 SAID = "cluster.hosts promises 2 processes (node1 2) but {} started 2"
@@ -37,11 +35,11 @@ def test_tasks_of_srun_stop_before_torch(lab: Lab, tmp_path: Path, without_torch
     spec = write_spec(tmp_path)
     with lab.slurm():
         words = ["srun", "--nodes=2", sys.executable, str(TRAIN), str(spec), OTHER]
-        ended = lab.run("node1", words, env=without_torch, timeout=LATE)
+        ended = lab.run("node1", words, env=without_torch)
         script = tmp_path / "alone.sh"
         script.write_text(f"#!/bin/sh\nexec {sys.executable} {TRAIN} {spec}\n")
         words = ["sbatch", "--wait", "--nodes=2", f"--output={tmp_path / 'out'}", str(script)]
-        alone = lab.run("node1", words, env=without_torch, timeout=LATE)
+        alone = lab.run("node1", words, env=without_torch)
     assert f"{SAID.format('srun')} on 2 hosts (1 + 1): srun's --nodes and --ntasks-per-node" in ended.stderr
     for rank, host in enumerate(("node1", "node2")):
         assert f"{host}: task {rank}: Exited with exit code 69" in ended.stderr
@@ -64,7 +62,7 @@ def test_processes_of_mpirun_stop_before_torch(
         lab.environ["DSFT_SSH_ARGS"],
     ]
     words += ["-x", "PYTHONPATH", sys.executable, str(TRAIN), str(spec)]
-    ended = lab.run("node1", [*words, OTHER], env=without_torch, timeout=LATE)
+    ended = lab.run("node1", [*words, OTHER], env=without_torch)
     assert f"{SAID.format('mpirun')}: mpirun's -n and hostfile say so" in ended.stderr
     assert ended.returncode == 69 and not lab.processes(str(TRAIN))
 
@@ -73,7 +71,7 @@ def test_ranks_under_pdsh_are_told_all_hosts(lab: Lab, tmp_path: Path) -> None:
     spec, hostfile = write_spec(tmp_path), tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     words = ["deepspeed", "--hostfile", str(hostfile), str(TRAIN), str(spec), OTHER]
-    ended = lab.run("node1", words, timeout=LATE)
+    ended = lab.run("node1", words)
     assert f"{SAID.format('deepspeed')} on 2 hosts (1 + 1): give the launcher" in ended.stdout + ended.stderr
     assert not lab.processes(str(TRAIN)) and not (tmp_path / "runs").exists()
 

@@ -12,14 +12,13 @@ import pytest
 from tests.launching import forked, on_the_cpu
 
 WORKER = Path(__file__).with_name("offload_worker.py")
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("offload") / "found.json"
     with on_the_cpu():
-        done = forked(WORKER, 2, [str(output)], timeout=300)
+        done = forked(WORKER, 2, [str(output)])
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     return json.loads(output.read_text())
 

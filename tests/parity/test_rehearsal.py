@@ -12,14 +12,13 @@ from tests.launching import forked, on_the_cpu
 from tests.parity.cases import rehearsals
 
 WORKER = Path(__file__).with_name("rehearsal_worker.py")
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("rehearsal") / "results.jsonl"
     with on_the_cpu():
-        done = forked(WORKER, 2, [str(output)], timeout=600)
+        done = forked(WORKER, 2, [str(output)])
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     return {result["case"]: result for result in found}

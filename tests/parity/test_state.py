@@ -19,8 +19,6 @@ from tests.launching import forked, on_the_cpu
 from tests.swap_disk import why_no_swap
 
 WORKER = Path(__file__).with_name("state_worker.py")
-pytestmark = pytest.mark.timeout(1800)  # three launches; two or three minutes where nothing else runs
-SECONDS = 600  # a launch; one that takes longer hangs
 EXACT = 0.0
 ROUNDING = 1e-6
 BF16 = 2e-3  # ZeRO 0 adds micro-batches up in bf16, another Adam rounds otherwise: a bf16 weight flips
@@ -98,7 +96,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def launch(folder: Path, ranks: int, cases: list[str]) -> None:
     with on_the_cpu():
-        done = forked(WORKER, ranks, [str(folder), *cases], timeout=SECONDS)
+        done = forked(WORKER, ranks, [str(folder), *cases])
     if done.returncode:
         pytest.fail("\n".join(done.stderr.splitlines()[-60:]))
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import paired
 from benchmarks.paired import Sample
+from tests.launching import LATE
 
 
 def printing(number: float) -> list[str]:
@@ -42,7 +43,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="hangs: more than 3 s"):
         paired.measure({"hangs": command}, rounds=1, timeout=3)
     rank = int((tmp_path / "pid").read_text())
-    _, alive = psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], timeout=LATE)
     assert not alive
 
 

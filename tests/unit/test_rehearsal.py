@@ -102,7 +102,7 @@ except OutOfMemoryError as error:
 def run(*arguments: str) -> str:
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORKER, *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -22,6 +22,7 @@ from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine.api import Fragment
 from dsft.errors import DsftError
+from tests.launching import LATE
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Meeting:
 
     def __post_init__(self) -> None:
         self.values = [None] * self.ranks
-        self.barrier = threading.Barrier(self.ranks, timeout=60)
+        self.barrier = threading.Barrier(self.ranks, timeout=LATE)
 
 
 @dataclass

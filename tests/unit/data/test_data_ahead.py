@@ -17,12 +17,11 @@ THREAD = "dsft-next-step"
 
 
 class Steps:
-    def __init__(self, seconds: float = 0.0, fails_at: int | None = None) -> None:
-        self.seconds, self.fails_at = seconds, fails_at
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
         self.made: list[int] = []
 
     def step(self, index: int) -> GlobalStep:
-        time.sleep(self.seconds)
         self.made.append(index)
         if index == self.fails_at:
             raise DataError("no such row", [])
@@ -46,20 +45,23 @@ def test_no_more_than_one_step_is_begun_ahead() -> None:
     steps = Steps()
     with ahead(steps, 9, CPU) as found:
         found.step(3)
+        wait_for(steps, 4)
         time.sleep(0.05)
         assert steps.made == [3, 4]
 
 
 def test_the_making_of_a_step_hides_behind_the_one_before() -> None:
-    with ahead(Steps(seconds=0.05), 5, CPU) as found:
-        found.step(0)
-        waited = 0.0
-        for index in range(1, 5):
-            time.sleep(0.1)  # the step trains
-            began = time.perf_counter()
+    steps = Steps()
+    with ahead(steps, 5, CPU) as found:
+        for index in range(4):
             found.step(index)
-            waited += time.perf_counter() - began
-    assert waited < 0.04  # of 4 × 0.05 s
+            wait_for(steps, index + 1)  # while the step trains, and before the next one is asked for
+    assert steps.made == [0, 1, 2, 3, 4]
+
+
+def wait_for(steps: Steps, index: int) -> None:
+    while index not in steps.made:
+        time.sleep(0.01)
 
 
 def test_what_fails_ahead_is_raised_by_the_step_that_needs_it_and_the_thread_ends() -> None:

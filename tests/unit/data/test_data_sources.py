@@ -247,7 +247,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     env["PYTHONPATH"] = str(Path(dsft.__file__).parents[1])
     command = [sys.executable, "-c", ASK]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
     finally:
         server.shutdown()
         thread.join()

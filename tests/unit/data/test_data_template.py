@@ -23,6 +23,7 @@ from dsft.data.render.template import (
 from dsft.data.rows import BadRowError, Conversation, Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, MissingInputError
+from tests.launching import allowed
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -131,20 +132,20 @@ def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered(monkeypatch
     assert isinstance(said, str)
     assert said.startswith("the chat template was not done with the row after 0.2 seconds; mend the template")
     assert isinstance(made, Rendered)
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < allowed(4)
 
 
 def test_a_timer_that_ran_before_goes_on() -> None:
     rang = []
     handler = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
-    left = signal.setitimer(signal.ITIMER_REAL, 0.5)
+    left = signal.setitimer(signal.ITIMER_REAL, 2)
     try:
         with time_limit() as restart:
             restart()
             time.sleep(0.2)
-        assert not rang and 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.3
-        time.sleep(0.4)
-        assert rang == [1]
+        assert not rang and 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1.8
+        while not rang:
+            time.sleep(0.02)
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *left)

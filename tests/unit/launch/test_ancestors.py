@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dsft.launch.ancestors import Ancestor, lives
-from tests.launching import ROOT
+from tests.launching import LATE, ROOT, allowed
 
 LEVEL = """
 import subprocess, sys
@@ -87,7 +87,7 @@ class Tree:
     def ready(self) -> tuple[psutil.Process, list[str]]:
         """The rank, and what it watches."""
         path = self.folder / "pid"
-        within(30, path.exists)
+        within(LATE, path.exists)
         pid, *watched = path.read_text().split()
         return psutil.Process(int(pid)), watched
 
@@ -120,10 +120,11 @@ def tree(tmp_path: Path) -> Iterator[Tree]:
 
 
 def within(seconds: float, condition: Callable[[], object]) -> float:
-    """The seconds that it took."""
+    """The seconds that it took; the bound is for a quiet machine."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds
+        took = time.monotonic() - began
+        assert took < seconds or took < allowed(seconds)
         time.sleep(0.02)
     return time.monotonic() - began
 
@@ -158,7 +159,7 @@ def test_ranks_end_at_once_with_the_process_that_started_them(tree: Tree) -> Non
     tree.start([*tree.deepspeed, *tree.launch, *tree.rank("train", "no")])
     rank, _ = tree.ready()
     os.kill(rank.ppid(), signal.SIGKILL)
-    assert within(2, lambda: ended(rank)) < 0.5
+    assert within(2, lambda: ended(rank)) < allowed(0.5)
 
 
 def test_slurms_step(tree: Tree) -> None:
@@ -214,7 +215,7 @@ def test_without_a_launcher_nothing_is_watched(tree: Tree) -> None:
 
 def test_where_it_was_typed_pdsh_stands_beside_the_ranks(tree: Tree) -> None:
     typed = tree.start([*tree.deepspeed, *tree.pdsh, "sleep", "60"])
-    within(10, lambda: psutil.Process(typed.pid).children(recursive=True)[1:])
+    within(LATE, lambda: psutil.Process(typed.pid).children(recursive=True)[1:])
     tree.start([*tree.sshd(), *tree.shell([*tree.launch, *tree.rank()])])
     rank, watched = tree.ready()
     assert watched == ["launch.py", "bash", "sshd", "pdsh", "deepspeed"]
@@ -226,7 +227,7 @@ def test_a_number_that_another_process_has_got_is_not_taken_for_it() -> None:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     assert lives(Ancestor(os.getpid(), ticks, "")) and not lives(Ancestor(os.getpid(), ticks - 1, ""))
     child = subprocess.Popen(["true"])
-    within(10, lambda: ended(psutil.Process(child.pid)))
+    within(LATE, lambda: ended(psutil.Process(child.pid)))
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     assert not lives(Ancestor(child.pid, int(stat[19]), "")), "it has ended, though nobody has asked"
     child.wait()

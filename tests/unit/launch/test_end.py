@@ -27,6 +27,6 @@ end(int(sys.argv[1]))
 @pytest.mark.parametrize("code", [0, 76])
 def test_what_is_left_behind_fails_nothing(code: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, cwd=Path.cwd(), timeout=60
+        [sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, cwd=Path.cwd()
     )
     assert (done.returncode, done.stdout) == (code, "unflushed registered for the end\n"), done.stderr

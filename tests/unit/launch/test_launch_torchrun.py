@@ -102,7 +102,7 @@ def test_half_set_and_contradictory_ones_are_refused_by_name(
 def test_the_process_becomes_torchrun() -> None:
     """Of its own kind: the two that it starts refuse what the spec promises of them."""
     command = [sys.executable, "dsft/train.py", "--num_gpus", "2", "cluster.hosts={localhost: 3}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (
         "launcher: this process becomes torchrun: torch.distributed.run --signals-to-handle=" in ended.stdout
     )

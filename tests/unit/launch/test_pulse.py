@@ -41,23 +41,24 @@ def start(**variables: str) -> subprocess.Popen[str]:
 def listener(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
         bound.bind(str(tmp_path / "pulse"))
-        bound.settimeout(30)
         yield bound
 
 
 def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp_path: Path) -> None:
+    began = time.monotonic()
     with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
+        sent = 1
         while (first := json.loads(listener.recv(4096)))["phase"] != "step":
             assert (first["phase"], first["step"]) == ("start", 0)
-        heard = time.monotonic()
+            sent += 1
         assert {key: first[key] for key in ("rank", "local_rank", "host", "pid", "step")} == {
             "rank": 3, "local_rank": 1, "host": socket.gethostname(), "pid": rank.pid, "step": 7,
         }  # fmt: skip
         second = json.loads(listener.recv(4096))
-        assert time.monotonic() - heard > 0.5
+        assert time.monotonic() - began > 0.9 * sent, "a second lies between two of them"
         assert second == first, "it lives, and does not go on"
         assert 0 < time.monotonic() - second["progress_at"] < 60, "the clock is the host's"
-        rank.communicate("go on\n", timeout=30)
+        rank.communicate("go on\n")
         last = json.loads(listener.recv(4096))
         while "ended" not in last:
             last = json.loads(listener.recv(4096))
@@ -68,7 +69,7 @@ def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp
 @pytest.mark.parametrize("variables", [{}, {"DSFT_PULSE": "/nowhere/pulse"}, {"DSFT_LOGS": "/dev/null/logs"}])
 def test_nobody_need_listen(variables: dict[str, str]) -> None:
     with start(**variables) as rank:
-        out, err = rank.communicate("go on\n", timeout=30)
+        out, err = rank.communicate("go on\n")
     assert (rank.returncode, out) == (0, "trains\n")
     said = err.removesuffix("a library's word\n")
     assert ("cannot be written" in said) == ("DSFT_LOGS" in variables)
@@ -82,7 +83,7 @@ def test_a_busy_listener_holds_no_rank_up(listener: socket.socket, tmp_path: Pat
             while True:
                 other.sendto(b"x", str(tmp_path / "pulse"))
     with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
-        rank.communicate("go on\n", timeout=30)
+        rank.communicate("go on\n")
     assert rank.returncode == 0
 
 
@@ -94,7 +95,7 @@ def test_all_that_a_rank_says_is_kept_with_its_stack_when_asked(tmp_path: Path) 
             wait_for(lambda: log.exists() and log.read_text().count("library") == count)  # noqa: B023
             rank.send_signal(signal.SIGUSR2)
             wait_for(lambda: stack.read_text().count("waits_in_a_collective") == count)  # noqa: B023
-            out, err = rank.communicate("go on\n", timeout=30)
+            out, err = rank.communicate("go on\n")
         assert (rank.returncode, out, err) == (0, "", "")
     header, *lines = log.read_text().splitlines()
     assert header.startswith(f"--- rank 3 of 4 on {socket.gethostname()}, process ")
@@ -102,7 +103,5 @@ def test_all_that_a_rank_says_is_kept_with_its_stack_when_asked(tmp_path: Path) 
 
 
 def wait_for(condition: object) -> None:
-    deadline = time.monotonic() + 30
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
         time.sleep(0.05)

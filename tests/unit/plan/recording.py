@@ -43,7 +43,7 @@ class Stage:
         given = {"PATH": f"{self.root / 'bin'}:{SYSTEM}", "SLURM_SUBMIT_DIR": str(self.root)}
         return subprocess.run(
             ["bash", str(path), *arguments], cwd="/", env=given | dict(environ or {}),
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True,
         )  # fmt: skip
 
     def asked(self, program: str) -> list[bytes] | None:

@@ -67,7 +67,6 @@ def run_script(root: Path, script: str, *arguments: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
     )
     result: dict[str, Any] = json.loads(done.stdout)
     return result

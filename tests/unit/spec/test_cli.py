@@ -151,7 +151,6 @@ def test_quick_and_without_torch(arguments: Sequence[str]) -> None:
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=60,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -171,7 +170,7 @@ def test_output_that_the_terminal_cannot_show(write: Write) -> None:
         "cluster={hosts: {a: 1}}",
     ]
     environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "\\xd7" in done.stdout
 
 

@@ -15,6 +15,7 @@ from dsft.supervise import parts
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Terms
 from dsft.supervise.parts import World
 from dsft.supervise.processes import job_processes, kill_job
+from tests.launching import LATE
 
 HERE = Path(__file__).parent
 
@@ -38,7 +39,7 @@ class Started:
     def _run(self) -> None:
         self._outcome = self.attempt.run()
 
-    def outcome(self, timeout: float = 60) -> Outcome:
+    def outcome(self, timeout: float = LATE) -> Outcome:
         self._thread.join(timeout)
         assert self._outcome is not None, self.lines
         assert self.left() == []
