@@ -47,7 +47,8 @@ class Case:
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
-    store); `shared`: packed pairs whose prompt stands once."""
+    store); `shared`: packed pairs whose prompt stands once; `twice`: one layer's MLP is used twice in each
+    forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -68,6 +69,8 @@ class Case:
     shared: bool = False
     torch_adam: bool = False  # offloaded, where DeepSpeed's CPU Adam cannot be compiled
     shape: str = "llama"  # of SHAPES
+    twice: bool = False
+    unplanned: bool = False
 
     @property
     def name(self) -> str:
@@ -87,6 +90,8 @@ class Case:
             "sft" * (self.sft_weight > 0),
             "torch_adam" * self.torch_adam,
             self.shape * (self.shape != "llama"),
+            "twice" * self.twice,
+            "unplanned" * self.unplanned,
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
@@ -219,6 +224,7 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=True, stages=ranks)
     if ranks == 2:
         yield from _with_torch_adam(ranks)
+        yield from _released_faults(ranks)
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
     if ranks == 2:
@@ -226,6 +232,18 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield from _offloaded(ranks)
     if ranks > 1:
         yield from _pipelines(ranks)
+
+
+def _released_faults(ranks: int) -> Iterator[Case]:
+    """What releases of DeepSpeed got wrong without an error: the gradient of a module used twice (ZeRO
+    2 in bf16, issue 8224), and of all micro-batches but the last where the JSON says that there is one, with
+    CPU offload (ZeRO 1 and 2, pull request 7981)."""
+    for mode in ("zero1", "zero2", "zero3"):
+        yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", twice=True)
+    yield Case("zero2", ranks, "adamw", "four", 0.1, checkpointing=True, precision="bf16", twice=True)
+    for mode in OFFLOADS:
+        yield Case(mode, ranks, "adamw", "varying", 0.1, unplanned=True)
+        yield Case(mode, ranks, "adamw", "four", 0.1, precision="bf16", unplanned=True)
 
 
 def _offloaded(ranks: int) -> Iterator[Case]:

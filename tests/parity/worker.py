@@ -171,6 +171,8 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
     if case.chunked:
         cut_logits(policy)
+    if case.twice:
+        use_twice(policy.causal_lm)
     if case.fault:
         break_gradient(policy, world)
     return policy, config
@@ -331,7 +333,7 @@ def make_spec(case: Case) -> Spec:
             "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages, **offload},
             "train": {
                 "micro_batch_size": 2,
-                "accumulation_steps": 2,
+                "accumulation_steps": 1 if case.unplanned else 2,
                 "precision": case.precision,
                 "max_grad_norm": case.max_norm,
                 "label_smoothing": case.label_smoothing,
@@ -398,6 +400,8 @@ def plain_model(whole: Policy, case: Case) -> nn.Module:
         if case.trains == "trainable":
             parameter.requires_grad_("layers.1." in name or "layers.2.mlp." in name or "norm.weight" in name)
     values = {plain_name(n): p.float() for n, p in whole.causal_lm.named_parameters()}
+    if case.twice:
+        use_twice(model)
     missing, unexpected = model.load_state_dict(values, strict=False)
     second_names = model.all_tied_weights_keys if config.tie_word_embeddings else ()
     assert set(missing) == set(second_names) and not unexpected, (missing, unexpected)
@@ -473,6 +477,14 @@ def break_gradient(policy: Policy, world: World) -> None:
             output.register_hook(lambda gradient: gradient * float("inf"))
 
     policy.causal_lm.model.layers[0].register_forward_hook(on_forward)
+
+
+def use_twice(causal_lm: Any) -> None:
+    """The second layer's MLP is applied to its input and to the same turned round, and both results are added
+    up: in one backward its weights get two gradients of about the same size."""
+    mlp = causal_lm.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden) + forward(hidden.flip(-1))
 
 
 def cut_logits(policy: Policy) -> None:
