@@ -33,6 +33,10 @@ _KEYS = {"tools": "tools", "tool_calls": "calls of tools", "reasoning_content": 
 """What would be left out in silence by a template that does not look at it."""
 
 
+_CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+"""Of a tool, to find out what a template writes of it."""
+
+
 class Part(NamedTuple):
     """Characters of a text, and what an error calls them."""
 
@@ -111,24 +115,29 @@ class Masks:
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
-        """Roles whose turns the template passes over in silence."""
+        """Roles whose turns the template passes over in silence. A template may write a tool's turn only
+        after a call."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
-        talks: dict[str, tuple[list[Message], list[Message]]] = {
-            "system": ([], [question, answer]),
-            "tool": ([question, answer], [answer]),
+        called = {**answer, "tool_calls": [_CALL]}
+        talks: dict[str, list[tuple[list[Message], list[Message]]]] = {
+            "system": [([], [question, answer])],
+            "tool": [([question, answer], [answer]), ([question, called], [answer])],
         }
         found = set()
-        for role, (before, after) in talks.items():
-            try:
-                texts = [
-                    self.template.render([*before, {"role": role, "content": content}, *after])[0]
-                    for content in "12"
-                ]
-            except BadRowError:
-                continue  # then it refuses such rows, too, or takes them in other talks alone
-            if texts[0] == texts[1]:
+        for role, ways in talks.items():
+            written = {self._is_written(role, before, after) for before, after in ways}
+            if False in written and True not in written:
                 found.add(role)
         return frozenset(found)
+
+    def _is_written(self, role: str, before: list[Message], after: list[Message]) -> bool | None:
+        """Whether the words of a turn are in the text; None where the template refuses the conversation."""
+        turns = [{"role": role, "content": content} for content in "12"]
+        try:
+            texts = {self.template.render([*before, turn, *after])[0] for turn in turns}
+        except BadRowError:
+            return None  # then it refuses such rows, too, or takes them in other talks alone
+        return len(texts) == 2
 
     @cached_property
     def _joins_system(self) -> bool:
@@ -143,12 +152,11 @@ class Masks:
     @cached_property
     def _hears_calls_alone(self) -> bool:
         """Of an assistant's turn with calls it passes over the content in silence, as Llama 3.1's does."""
-        call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
         texts = set()
         for content in "12":
             talk: list[Message] = [
                 {"role": "user", "content": "0"},
-                {**_answer(content), "tool_calls": [call]},
+                {**_answer(content), "tool_calls": [_CALL]},
             ]
             try:
                 texts.add(_readable(_Row(talk, (), self.template)).render(len(talk))[0])

@@ -27,7 +27,7 @@ from dsft.spec.chat_templates import CHAT_TEMPLATES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRUTH = Path(__file__).parent / "truth"
+TRUTH, LAYOUT = Path(__file__).parent / "truth", Path(__file__).parent / "layouts"
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 SPECIAL = re.compile(
     r"<\|(?:im_start|im_end|start_header_id|end_header_id|eot_id|end|user|assistant|system|observation)\|>"
@@ -127,6 +127,74 @@ def check(case: str, truth: str, end: str, template: str, tokenizer: PreTrainedT
             list(row.messages), tools=list(row.tools) or None, chat_template=template
         )
         assert rendered.input_ids.tolist() == own["input_ids"]
+
+
+# --- the newest layouts -----------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "gemma4": (
+        "<turn|>",
+        r"<\|(?:turn|tool(?:_call|_response)?)>|<(?:turn|tool(?:_call|_response)?)\|>|<\|\"\|>",
+    ),
+    "gpt_oss": ("<|return|>", r"<\|(?:start|end|message|channel|call|return)\|>"),
+    "mistral_tekken": ("</s>", r"\[/?[A-Z_]+\]"),
+    "qwen3_5": ("<|im_end|>", r"<\|im_(?:start|end)\|>|</?think>|</?tool_call>"),
+}
+"""What ends a turn, and the special tokens. Each file in layouts/ is ours, and writes the tokens of turns,
+calls and results in the order in which the family's published template does; it says what it leaves out."""
+OF_LAYOUTS = [(name, case) for name in LAYOUTS for case in truths(name)]
+
+
+@cache
+def layout(name: str) -> tuple[str, PreTrainedTokenizerBase]:
+    template, tokenizer = (LAYOUT / f"{name}.jinja").read_text(encoding="utf-8"), byte_level_tokenizer()
+    written = template.partition("-#}")[2]
+    tokens = sorted(set(re.findall(LAYOUTS[name][1], written)))
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    if "bos_token" in written:
+        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    return template, tokenizer
+
+
+@pytest.mark.parametrize(("name", "case"), OF_LAYOUTS, ids=[f"{name}-{case}" for name, case in OF_LAYOUTS])
+def test_the_newest_layouts(name: str, case: str) -> None:
+    template, tokenizer = layout(name)
+    check(case, truths(name)[case], LAYOUTS[name][0], template, tokenizer)
+
+
+MISFITS = {
+    (
+        "gemma4",
+        "tools",
+    ): r"turn 2: the chat template does not end it with '<turn\|>\\n' as it ends a last turn",
+    (
+        "gpt_oss",
+        "tools",
+    ): r"turn 2: the chat template does not end it with '<\|return\|>' as it ends a last turn",
+    (
+        "gpt_oss",
+        "talk",
+    ): r"turn 2: the chat template writes 'return\|>' where the row ends with this answer and "
+    r"'end\|>.* in the row; train on the last turn alone \(data.train_on: last\)",
+    (
+        "qwen3_5",
+        "talk",
+    ): r"turn 2: the chat template writes '<think>\\n\\n</think>\\n\\n' when this answer is asked "
+    "for and 'Twelve.* in the row, so the model would learn from what it is never given",
+    (
+        "qwen3_5",
+        "last",
+    ): r"turn 4: the chat template writes '\\n</think>\\n\\n' when this answer is asked for and 'Hm",
+}
+
+
+@pytest.mark.parametrize(("name", "case"), MISFITS, ids=[f"{name}-{case}" for name, case in MISFITS])
+def test_what_the_newest_layouts_have_refused(name: str, case: str) -> None:
+    template, tokenizer = layout(name)
+    row, train_on = conversation(case, "")
+    said = Renderer(tokenizer, template, train_on).render([row])[0]
+    assert isinstance(said, str)
+    assert re.match(MISFITS[name, case], said), said
 
 
 # --- our own ----------------------------------------------------------------------------------------------
