@@ -134,8 +134,8 @@ def apart(found: tuple[Tensor, ...], wanted: list[Tensor]) -> float:
 
 
 def alone(world: World, mode: str, precision: str) -> dict[str, float]:
-    """The engine by itself, and what is left of it."""
-    spec = spec_of(1, MODES[mode], precision)
+    """The engine by itself, and what is left of it. Its config has dropout, which it does not apply."""
+    spec = spec_of(1, MODES[mode], precision, model={"from_config": {**LLAMA, "attention_dropout": 0.3}})
     reference = open_reference(spec, FACTS, world)
     found = batches(world, 0)
     score = apart(reference.engine.score(found), whole_scores(spec, found))
@@ -147,7 +147,8 @@ def alone(world: World, mode: str, precision: str) -> dict[str, float]:
 
 
 def in_stages(world: World) -> dict[str, float]:
-    spec = spec_of(1, {}, stages=world.world_size)
+    dropped = {"from_config": {**LLAMA, "attention_dropout": 0.3}}
+    spec = spec_of(1, {}, stages=world.world_size, model=dropped)
     places = Layout(world.world_size, world.world_size, 1)
     staged = World(world.rank, world.world_size, world.local_rank, places, world.device)
     reference = open_reference(spec, FACTS, staged)

@@ -1,0 +1,95 @@
+"""A reference whose config has dropout: its scores are those without it, wherever they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.steps import Laid
+from dsft.engine.frozen import Frozen
+from dsft.engine.world import World
+from dsft.inputs import Inputs, read_inputs
+from dsft.model.build import build_model
+from dsft.model.policy import Policy
+from dsft.objective.answers import answer_logps
+from dsft.plan.layout import Layout
+from dsft.plan.reference import reference_model
+from dsft.reference import store
+from dsft.reference.key import key_of
+from dsft.reference.live import refer_to_engine
+from dsft.reference.model import Reference
+from dsft.reference.passes import Pass, Scorer, scoring_batch
+from dsft.spec.schema import Spec
+from tests.unit.reference.small import model, rows, spec
+
+WORLD = World(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
+PAIRS = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("model", "other"):
+        model(tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.5}))
+    rows(tmp_path / "a.jsonl", PAIRS)
+    rows(tmp_path / "b.jsonl", 1, "held out")
+    return tmp_path
+
+
+def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, Frozen]:
+    """As `open_reference` gives it, without DeepSpeed. The modules begin in training mode."""
+    policy = build_model(reference_model(asked), inputs.facts, asked.train.seed, torch.float32).train()
+    return policy.requires_grad_(False), Frozen(policy, policy, WORLD)
+
+
+def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
+    return list(Laid(inputs.train, np.arange(PAIRS), scoring_batch(asked, 2, 1), 0, inputs.pad_id))
+
+
+def plain(policy: Policy, batches: Sequence[MicroBatch], *, dropout: bool) -> Tensor:
+    """(n, 2), in the order of the pairs."""
+    policy.train(dropout)
+    found = [(b, answer_logps(policy(b.input_ids, b.position_ids, b.targets), b)) for b in batches]
+    numbers = torch.cat([b.pairs.ids for b, _ in found if b.pairs is not None])
+    return torch.cat([logps for _, logps in found])[numbers.argsort()]
+
+
+def live(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
+    batches = list(refer_to_engine(frozen).refer(micro_batches(asked, inputs)))
+    pairs = [batch.pairs for batch in batches if batch.pairs is not None]
+    found = torch.cat([each.reference for each in pairs if each.reference is not None])
+    return found[torch.cat([each.ids for each in pairs]).argsort()]
+
+
+def precomputed(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
+    key = key_of(asked, reference_model(asked), inputs)
+    kept = Pass(asked, key, store.store_folder(asked, key), 2)
+    store.prepare(kept.folder, key)
+    batch = scoring_batch(asked, 2, 1)
+    scorer = Scorer(kept, [inputs.train], batch, inputs.pad_id, WORLD, Reference(policy, frozen))
+    scorer.score([np.arange(PAIRS)], lambda pace: None)
+    return torch.from_numpy(store.read(kept.folder, key, [PAIRS], pytest.fail).logps[0])
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["of the policy's start", "dpo.reference_model"])
+@pytest.mark.parametrize("scored", [precomputed, live])
+def test_dropout_has_no_part_in_the_scores(scored: Any, other: bool, folder: Path) -> None:
+    changed = {"reference": scored.__name__}
+    if other:
+        changed["reference_model"] = str(folder / "other")
+    asked = spec(folder, {"dpo": changed})
+    inputs = read_inputs(asked, lambda text: None)
+    policy, frozen = opened(asked, inputs)
+    found = scored(asked, inputs, frozen, policy)
+    batches = micro_batches(asked, inputs)
+    torch.testing.assert_close(found, plain(policy, batches, dropout=False), rtol=0, atol=1e-5)
+    assert (plain(policy, batches, dropout=True) - found).abs().max() > 1e-3, "dropout would be seen"
