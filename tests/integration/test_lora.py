@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -93,6 +93,46 @@ def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
     assert not (adapter / "config.json").exists()  # with it transformers takes the folder for a model's
     assert AutoTokenizer.from_pretrained(adapter).chat_template
     assert set(load_file(adapter / "adapter_model.safetensors")) == {f"base_model.model.{n}" for n in names}
+
+
+def test_new_tokens_beside_adapters_under_zero_3(base: Path, tmp_path: Path) -> None:
+    """The rows of a new token that the data has: trained, saved, gone on with and exported, in shards."""
+    new = (
+        "model.add_tokens=[color]",
+        "model.lora={rank: 4, alpha: 8, modules_to_save: [embed_tokens, lm_head]}",
+        "parallel.zero_stage=3",
+        "checkpoint.keep_last=null",
+    )
+    (tmp_path / "whole").mkdir()
+    said = trained(write_spec(tmp_path / "whole"), of(base), *new)
+    assert "1 new row starts from the mean" in said
+    shutil.copytree(run_of(tmp_path / "whole"), run_of(tmp_path / "resumed"))
+    for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
+        shutil.rmtree(run_of(tmp_path / "resumed") / later)
+    assert "going on from step 4" in trained(write_spec(tmp_path / "resumed"), of(base), *new)
+    for key in METRICS:
+        assert records(run_of(tmp_path / "resumed"), key) == records(run_of(tmp_path / "whole"), key), key
+
+    export = run_of(tmp_path / "resumed") / "export"
+    before = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer, first = AutoTokenizer.from_pretrained(export), before.config.vocab_size
+    assert tokenizer.convert_tokens_to_ids("color") == first and len(tokenizer) == first + 1
+    exported = load_file(export / "adapter_model.safetensors")
+    held = Checkpoint.open(run_of(tmp_path / "resumed") / "checkpoints" / "step-10")
+    adapted = AutoPeftModelForCausalLM.from_pretrained(export)
+    for name, tensor in (
+        ("model.embed_tokens.weight", adapted.get_input_embeddings().weight),
+        ("lm_head.weight", adapted.get_output_embeddings().weight),
+    ):
+        old = before.state_dict()[name]
+        mean, numel = old.mean(0), (first + 1) * old.shape[1]
+        assert tensor.shape == (first + 1, old.shape[1])
+        assert torch.equal(tensor, held.read(name, "value", 0, numel).view_as(tensor))
+        assert torch.equal(tensor, exported[f"base_model.model.{name}"])
+        assert (tensor[first] - mean).abs().max() > 5e-3, "the new row is trained"
+    export_checkpoint(held.path, tmp_path / "merged", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=1e-5)
 
 
 def test_held_out_loss_of_a_run_that_continues_the_adapter(adapted: Path, base: Path, tmp_path: Path) -> None:
