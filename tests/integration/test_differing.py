@@ -13,7 +13,7 @@ import torch
 from tests.integration.runs import SPEC, edit_json, shows_traceback, trained, write_model, write_spec
 from tests.launching import ROOT, alone, forked
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DIFFERING = ROOT / "tests" / "integration" / "differing.py"
 TRAIN = ROOT / "dsft" / "train.py"

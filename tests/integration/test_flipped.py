@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import shows_traceback, write_model, write_spec
 from tests.launching import ROOT, forked
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FLIPPING = ROOT / "tests" / "integration" / "flipping.py"
 PROJECTION = "model.layers.1.mlp.up_proj.weight"

@@ -171,13 +171,13 @@ def test_rounding_is_measured_and_more_than_that_refused() -> None:
 
 
 def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
-    """Rewards of 2e-5, where 1e-5 is allowed."""
+    """A reward of 2e-5, where 1e-5 is allowed, and a margin of 1.6e-5 between two rewards of 0.8e-5."""
     start = with_reference(Engine())
     (first, second) = start.micro_batches
     assert first.pairs is not None and first.pairs.reference is not None
-    for nats, passes in ((0.8e-4, True), (2e-4, False)):
+    for nats, passes in (((0.8e-4, 0.0), True), ((2e-4, 0.0), False), ((0.8e-4, -0.8e-4), False)):
         moved = first.pairs.reference.clone()
-        moved[1, 0] += nats
+        moved[1] += torch.tensor(nats)
         changed = replace(first, pairs=replace(first.pairs, reference=moved))
         one = replace(start, micro_batches=[changed, second])
         if passes:
