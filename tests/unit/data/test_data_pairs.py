@@ -270,6 +270,8 @@ def test_a_pair_follows_the_same_tokens() -> None:
         longer is not None and "2 before the chosen one and 1 before the rejected one the first 1" in longer
     )
     assert "the prompt is empty" in str(pair_mistake(rendered([1, 2], 0), rendered([1, 3], 0)))
+    for one, other in ((0, 1), (1, 0)):
+        assert "the prompt is empty" in str(pair_mistake(rendered([1, 2], one), rendered([1, 2], other)))
     assert pair_mistake(rendered([1, 2], 2), rendered([3, 4], 1)) is None  # nothing to train on: left out
 
 

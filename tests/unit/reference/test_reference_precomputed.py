@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dsft.checkpoint.lock import hold
+from dsft.engine import proof
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import Launched
@@ -234,6 +235,12 @@ def test_random_pairs_of_all_datasets_are_chosen() -> None:
     assert (0, 7) not in seen and len(seen) > 70
     assert sum(len(one.ids) for one in choose_again(held, 1000)) == 79
     assert not sum(len(one.ids) for one in choose_again(held, 0))
+
+
+def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_with_the_tokens() -> None:
+    for tokens, times in ((0, 1.0), (1, 1.0), (4, 2.0), (100, 10.0), (400, 40.0)):
+        assert allowed("fp32", tokens) == pytest.approx(times * proof.ALONE["fp32"])
+        assert allowed("bf16", tokens) == pytest.approx(times * proof.ALONE["bf16"])
 
 
 def test_what_is_scored_otherwise_is_refused_with_both_values(folder: Path, passes: list[Pass]) -> None:
