@@ -28,7 +28,7 @@ from unittest import mock
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-LATE = 3600.0
+LATE = 1500.0
 """Seconds after which something that a test waits for is taken to hang. This one limit is far above what any
 test takes, so that a busy machine is not a failure."""
 

@@ -124,7 +124,6 @@ os._exit(75)
 """
 
 
-@pytest.mark.timeout(120)
 def test_torchrun_passes_sigusr1_on_with_the_option(tmp_path: Path) -> None:
     """Slurm sends it ahead of a job's time; without the option it kills torchrun, and its ranks with it."""
     (tmp_path / "rank.py").write_text(RANK)

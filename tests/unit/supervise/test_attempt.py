@@ -86,13 +86,13 @@ def test_asked_to_stop_all_save_and_end(start: Start) -> None:
     assert "saved" in job.lines
 
 
-LATE = ("0:0:late", "1:0:late", "2:0:late")
+LATE_RANKS = ("0:0:late", "1:0:late", "2:0:late")
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_asked_before_any_rank_has_imported_all_end_at_once(start: Start, asked: signal.Signals) -> None:
     for moment in ("as soon as it runs", "once the ranks' processes are there"):
-        job = start("600", *LATE)
+        job = start("600", *LATE_RANKS)
         if moment != "as soon as it runs":
             until(lambda: all(rank.pid for rank in job.attempt.ranks.values()))  # noqa: B023
         job.requests.take(asked)
@@ -105,7 +105,7 @@ def test_asked_before_any_rank_has_imported_all_end_at_once(start: Start, asked:
 def test_ranks_that_are_still_importing_get_the_request_later(
     start: Start, tmp_path: Path, asked: signal.Signals
 ) -> None:
-    job = start("600", *LATE[1:])
+    job = start("600", *LATE_RANKS[1:])
     until(lambda: job.attempt.ranks[0].pulse and all(rank.pid for rank in job.attempt.ranks.values()))
     job.requests.take(asked)
     until(lambda: "saved" in job.lines)
@@ -115,7 +115,7 @@ def test_ranks_that_are_still_importing_get_the_request_later(
     assert (outcome.code, outcome.failure) == (75, None), job.lines
 
 
-@pytest.mark.parametrize("words", [(), LATE])
+@pytest.mark.parametrize("words", [(), LATE_RANKS])
 def test_sigusr1_ahead_of_the_ranks_waits_for_their_first_step(
     start: Start, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
