@@ -8,6 +8,7 @@ line, in which a line break stands as \\n.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +23,15 @@ from transformers.utils import logging
 
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError
+from dsft.model.config import read_config
 
 Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
-UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
-"""What transformers and peft raise for files that are absent, torn, or of another model."""
+UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError)
+"""What transformers and peft raise for files that are absent, torn, of another model or of a package that is
+not installed, and torch for a pickle that holds more than tensors."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def load(folder: Path, sampling: Sampling) -> Talker:
         )
     logging.disable_progress_bar()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if getattr(tokenizer, "chat_template", None) is None:
             raise MissingInputError(
                 f"{folder}: the tokenizer has no chat template, so this model cannot be talked to; put a "
@@ -151,7 +154,9 @@ def load(folder: Path, sampling: Sampling) -> Talker:
 
 
 def _whole(name: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(
+        name, config=read_config(name), dtype="auto", trust_remote_code=False
+    )
 
 
 def _adapted(folder: Path, num_tokens: int) -> Any:
@@ -181,6 +186,8 @@ def _adapted(folder: Path, num_tokens: int) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):  # torch advises to run the code in it
+        return "its weights are a pickle that holds more than tensors, or none at all"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

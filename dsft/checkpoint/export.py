@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.card import CARD, Form, model_card
@@ -42,6 +42,7 @@ from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, row
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.model.config import read_config
 from dsft.model.dtypes import DTYPES
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
@@ -247,9 +248,9 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
 
 
 def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(checkpoint.model_folder, trust_remote_code=False)
+    config = read_config(checkpoint.model_folder)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     return model
 
 

@@ -122,7 +122,9 @@ def _is_mixture(causal_lm: PreTrainedModel) -> bool:
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     return causal_lm
 
 

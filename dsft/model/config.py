@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -181,13 +182,35 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
 def _pretrained(model: Model) -> PreTrainedConfig:
     assert model.name_or_path is not None, "the spec gives name_or_path or from_config"
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=False)
+        return read_config(model.name_or_path)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise MissingInputError(
             f"the model {model.name_or_path!r} cannot be read: {reason} Give a folder with a "
             "config.json, or a hub id that is in the cache or can be downloaded."
         ) from None
+
+
+def read_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """Return the config of a model's folder or hub id, without the choice of kernels that its file may name:
+    transformers would download the code of a kernel from the hub and import it, whatever trust_remote_code
+    says (5.23, `is_kernel` in transformers.integrations.hub_kernels).
+
+    Raises MissingInputError where the file names a kernel of the hub; OSError or ValueError, as transformers
+    does, where there is no config that can be read.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    for part in filter(None, parts):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            kernel = getattr(part, key, None)
+            if kernel is not None and "/" in str(kernel):
+                raise MissingInputError(
+                    f"{name_or_path}: {key} (or {key[1:]}) in config.json names the kernel {str(kernel)!r}, "
+                    "which is code from the hub, and dsft runs no code that comes with a model; remove the "
+                    "key from config.json."
+                )
+    config._attn_implementation = config._experts_implementation = None
     return config
 
 

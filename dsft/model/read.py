@@ -120,9 +120,8 @@ def read_whole(
     config = copy.deepcopy(config)
     config.vocab_size = vocab_size
     where = f"model.name_or_path {name_or_path!r}"
-    loader: Any = AutoModelForCausalLM.from_pretrained  # gives a pair here
     try:
-        read, info = loader(
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
@@ -131,6 +130,7 @@ def read_whole(
             f"{where} has no readable weights: {reason} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
         ) from None
+    read, info = pair
     if info["missing_keys"]:
         raise _unfit(where, [f"{name} is missing" for name in sorted(info["missing_keys"])])
     return WholeValues(read, info["unexpected_keys"], where)

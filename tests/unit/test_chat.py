@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +155,58 @@ def test_folders_whose_files_are_torn(export: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "runs/elsewhere/export"}')
     with pytest.raises(MissingInputError, match="is an adapter of runs/elsewhere/export, which cannot be"):
         load(tmp_path, GREEDY)
+
+
+def copied(export: Path, folder: Path, file: str, **keys: Any) -> Path:
+    """The export once more, with other keys in one of its JSON files."""
+    shutil.copytree(export, folder)
+    found = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(found | keys))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_code_in_the_folder_is_never_run_whatever_is_typed(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """transformers asks whether to run such code, and would take a line of the conversation as the answer."""
+    asked: list[Any] = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "yes")
+    code = {"AutoTokenizer": [None, "evil.EvilTokenizer"], "AutoConfig": "evil.EvilConfig"}
+    folder = copied(export, tmp_path / "evil", file, auto_map=code, tokenizer_class="EvilTokenizer")
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    with contextlib.suppress(MissingInputError):  # or it is read as what transformers itself knows
+        load(folder, GREEDY)
+    assert not asked and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+@pytest.mark.parametrize("kernel", ["org/kernel", {"": "org/kernel@main:one"}])
+def test_a_kernel_of_the_hub_is_refused(export: Path, tmp_path: Path, key: str, kernel: Any) -> None:
+    folder = copied(export, tmp_path / "kernel", "config.json", **{key: kernel})
+    with pytest.raises(MissingInputError, match=rf"{key}.* in config.json names the kernel 'org/kernel.*hub"):
+        load(folder, GREEDY)
+
+
+def test_another_choice_of_kernels_is_left_to_this_machine(export: Path, tmp_path: Path) -> None:
+    """flash_attention_2 is a kernel of the hub for transformers, where flash-attn is not installed."""
+    folder = copied(export, tmp_path / "flash", "config.json", _attn_implementation="flash_attention_2")
+    assert load(folder, GREEDY).model.config._attn_implementation == "sdpa"
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_pickle_that_would_run_code_is_told_of_in_a_sentence(export: Path, tmp_path: Path) -> None:
+    folder = copied(export, tmp_path / "pickle", "config.json")
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        MissingInputError, match=r"cannot be loaded \(its weights are a pickle that holds more"
+    ):
+        load(folder, GREEDY)
 
 
 @pytest.mark.filterwarnings(

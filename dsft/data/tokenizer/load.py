@@ -102,7 +102,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         if (light := _without_torch(Path(name_or_path))) is not None:
             import transformers
 
-            return getattr(transformers, light).from_pretrained(str(name_or_path))  # type: ignore[no-any-return]
+            light_class: Any = getattr(transformers, light)
+            return light_class.from_pretrained(str(name_or_path), trust_remote_code=False)  # type: ignore[no-any-return]
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)

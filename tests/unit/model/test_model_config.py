@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,13 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(MissingInputError, match="weights"):
         build_model(Model(name_or_path=str(tmp_path)), TokenFacts(9, 1, 2, None), 0, torch.float32)
+
+
+def test_a_kernel_of_the_hub_that_a_config_names_is_refused(tmp_path: Path) -> None:
+    """transformers would download and import its code where the package kernels is installed."""
+    config = build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32).causal_lm.config
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_attn_implementation": "org/kernel"}))
+    with pytest.raises(MissingInputError, match="_attn_implementation .* names the kernel 'org/kernel'"):
+        resolve_config(Model(name_or_path=str(tmp_path)), FACTS)
