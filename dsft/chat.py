@@ -7,7 +7,6 @@ line, in which a line break stands as \\n.
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import warnings
@@ -22,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import logging
 
 from dsft.data.tokenizer.load import num_ids
-from dsft.errors import DsftError, MissingInputError
+from dsft.errors import DsftError, MissingInputError, plain
 from dsft.model.config import read_config
+from dsft.spec.json_file import read_json
 
 Message = dict[str, str]
 Write = Callable[[str], None]
@@ -162,7 +162,7 @@ def _whole(name: str) -> Any:
 def _adapted(folder: Path, num_tokens: int) -> Any:
     """The base model that the adapter names, with the adapter merged in; where the tokenizer has more tokens
     than the base, the adapter has all embeddings."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise MissingInputError(
@@ -218,7 +218,7 @@ def _answer(talker: Talker, messages: list[Message], line: str, write: Write, on
         answer = talker.answer(messages, shown)
     except DsftError as error:
         messages.pop()
-        answer = f"error: {error}"
+        answer = plain(f"error: {error}")
         write(answer)
     else:
         messages.append({"role": "assistant", "content": answer})

@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from dsft import __version__
-from dsft.errors import DsftError, StorageError
+from dsft.errors import DsftError, StorageError, plain
+from dsft.report.redact import print_fault, redact_values
 
 app = typer.Typer(
     name="dsft",
@@ -45,16 +46,24 @@ def main() -> None:
     try:
         app(prog_name="dsft")
     except DsftError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {redact_values(str(error), os.environ)}", error=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise
+            print_fault(error)
+            sys.exit(1)
         print("error: the output cannot be written (no space left on device); free some", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
         sys.exit(StorageError.exit_code)
+    except Exception as error:
+        print_fault(error)
+        sys.exit(1)
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    print(plain(text), file=sys.stderr if error else sys.stdout)
 
 
 def _version(wanted: bool) -> None:
@@ -103,11 +112,11 @@ def validate(
     checked = load(spec, overrides or (), check_files=not no_files)
     batch = promised_batch(checked)
     for warning in warnings(checked):
-        print(f"warning: {warning}", file=sys.stderr)
-    print(f"valid: {spec}")
-    print(summary(checked))
+        _say(f"warning: {warning}", error=True)
+    _say(f"valid: {spec}")
+    _say(summary(checked))
     if batch is not None:
-        print(f"  batch     {batch.equation()}")
+        _say(f"  batch     {batch.equation()}")
 
 
 @app.command()
@@ -282,7 +291,7 @@ def verify(
     """Read all of a checkpoint and say whether it is whole."""
     from dsft.checkpoint.read import verify as verified
 
-    print(verified(checkpoint))
+    _say(verified(checkpoint))
 
 
 @app.command()
@@ -298,7 +307,7 @@ def export(
     """Make a Hugging Face folder of a checkpoint: the model, or the adapter where one was trained."""
     from dsft.checkpoint.export import export_checkpoint
 
-    print(export_checkpoint(checkpoint, out, merged=merged))
+    _say(export_checkpoint(checkpoint, out, merged=merged))
 
 
 @app.command()

@@ -18,8 +18,29 @@ Messages are one sentence: the value and where it stands, the rule, the way out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_COLOUR = r"\x1b\[[\d;]*m"
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+_OBEYED = re.compile(_CONTROL)
+_OBEYED_OR_COLOUR = re.compile(f"{_COLOUR}|{_CONTROL}")
+
+
+def plain(text: str, *, colours: bool = False) -> str:
+    """Return the text with every character that a terminal obeys instead of showing it written as an escape,
+    such as \\x1b: control characters but line breaks and tabs, and marks of the writing direction. Whatever
+    came from a file passes through here before it is printed. colours: leave sequences that set a colour."""
+    if colours:
+        return _OBEYED_OR_COLOUR.sub(
+            lambda found: found[0] if len(found[0]) > 1 else _escaped(found[0]), text
+        )
+    return _OBEYED.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class DsftError(Exception):

@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 
 from dsft.checkpoint.lock import NAME as LOCK
-from dsft.errors import MissingInputError
+from dsft.errors import MissingInputError, plain
 from dsft.report.jsonl import STEP
+from dsft.spec.json_file import read_json
 
 STALE = 15.0
 """Seconds after which a status.json that should be two seconds old is told to be old."""
@@ -76,7 +77,7 @@ class Status:
 def print_status(run: str, *, as_json: bool) -> None:
     """Raises MissingInputError where there is no such run."""
     found = status_of(folder_of(run))
-    print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(lines(found)))
+    print(json.dumps(asdict(found), indent=2) if as_json else plain("\n".join(lines(found))))
 
 
 def folder_of(run: str) -> Path:
@@ -251,7 +252,7 @@ def _seconds_since(path: Path) -> float | None:
 def _json(path: Path) -> dict[str, Any] | None:
     """None where there is none, or it is not whole."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if not isinstance(found, dict):
             return None
         _ranks(found, 0.0)
@@ -274,7 +275,7 @@ def _tail(path: Path) -> list[str]:
 def _record(line: str) -> dict[str, float] | None:
     try:
         record = {name: float(value) for name, value in json.loads(line).items()}
-    except (ValueError, AttributeError, TypeError):  # cut at its beginning or its end
+    except (ValueError, AttributeError, TypeError, RecursionError):  # cut at its beginning or its end
         return None
     return record if STEP in record else None
 

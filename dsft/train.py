@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dsft.errors import DsftError, StoppedError
+from dsft.errors import DsftError, StoppedError, plain
 from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
@@ -46,7 +46,7 @@ from dsft.plan.layout import layout
 from dsft.plan.pinned import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
-from dsft.report.redact import redact_command
+from dsft.report.redact import print_fault, redact_command, redact_threads, redact_values
 
 RANK_0_SPEAKS = 3.0
 """Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
@@ -67,17 +67,19 @@ def main(arguments: Sequence[str]) -> int:
         pulse, stopping = live(launched, os.environ)
         train(options, launched, [sys.argv[0], *arguments], stopping, pulse)
     except DsftError as error:
-        pulse.end(error.exit_code, str(error))
+        message = plain(redact_values(str(error), os.environ))
+        pulse.end(error.exit_code, message)
         asked = isinstance(error, StoppedError)
         if rank == 0 or error.of_one_rank:
             who = f"rank {rank}: " if error.of_one_rank else ""
-            print(f"{'' if asked else 'error: '}{who}{error}", file=sys.stderr, flush=True)
+            print(f"{'' if asked else 'error: '}{who}{message}", file=sys.stderr, flush=True)
         else:
             time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
-    except Exception as error:  # a fault of dsft's, or of what it calls: Python shows where
-        pulse.end(1, f"{type(error).__name__}: {error}")
-        raise
+    except Exception as error:  # a fault of dsft's, or of what it calls: the traceback shows where
+        pulse.end(1, redact_values(f"{type(error).__name__}: {error}", os.environ))
+        print_fault(error)
+        return 1
     pulse.end(0)
     return 0
 
@@ -178,4 +180,5 @@ def train(
 
 
 if __name__ == "__main__":
+    redact_threads()
     end(main(sys.argv[1:]))

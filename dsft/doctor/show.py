@@ -16,7 +16,7 @@ from dsft.doctor.finding import Finding, failures
 from dsft.doctor.network import Network
 from dsft.doctor.seen import Seen, listed
 from dsft.doctor.show_network import lines as network_lines
-from dsft.errors import WorldError
+from dsft.errors import WorldError, plain
 
 
 class Progress:
@@ -66,7 +66,7 @@ def print_findings(
         print()
         _print_table(different)
     for line in ["", *network_lines(network)] if network else ():
-        print(line)
+        print(plain(line))
     counts = Counter(finding.level for finding in found)
     told = ", ".join(_counted(counts[level], level) for level in ("failure", "warning"))
     print(f"\n{_counted(len(seen.slots), 'host')} in {seconds:.1f} s: {told}, {counts['pass']} passed")
@@ -77,6 +77,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _wrapped(begin: str, text: str) -> None:
+    text = plain(text)
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 160))
     if not sys.stdout.isatty():  # a line each, for grep
         print(f"{begin}{text}")
@@ -94,7 +95,8 @@ def _print_table(different: Mapping[str, Mapping[str, str]]) -> None:
     rows += [[name, *(group[index] for group in groups)] for index, name in enumerate(different)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(plain(line.rstrip()))
 
 
 def as_json(seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None) -> str:

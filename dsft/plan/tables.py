@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsft.errors import plain
+
 PLAIN_WIDTH = 160  # characters, where the output is no terminal
 
 
@@ -26,7 +28,8 @@ def rendered(parts: Iterable[RenderableType], *, terminal: bool, width: int | No
     console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
     for part in parts:
         console.print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    text = plain(out.getvalue(), colours=terminal)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def heading(words: str) -> Text:

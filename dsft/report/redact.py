@@ -1,12 +1,17 @@
 """Takes text that is about to be written or sent, gives it without the secrets that this process holds.
 
 A secret is the value of an environment variable, of a key or of a command-line option whose name says so
-(HF_TOKEN, wandb.api_key, --password), or what stands before the @ of an address. Touches nothing.
+(HF_TOKEN, wandb.api_key, --password), or what stands before the @ of an address. `print_fault` writes to the
+error output; nothing else is touched.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +27,36 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _SHORTEST = 6  # characters; a shorter value would hide ordinary words
 
 
-def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with (hidden) in the place of every secret."""
+def redact_values(text: str, environ: Mapping[str, str]) -> str:
+    """Return `text` with (hidden) in the place of every value of a secret variable and of what stands before
+    the @ of an address. For messages about a key such as wandb.api_key, which may follow its name."""
     for value in sorted(_values(environ), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    text = _ASSIGNED.sub(lambda found: f"{found['name']}={HIDDEN}", text)
-    text = _LISTED.sub(lambda found: f"{found['name']}: {HIDDEN}", text)
     return _USER_INFO.sub(HIDDEN, text)
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with (hidden) in the place of every secret."""
+    text = redact_values(text, environ)
+    text = _ASSIGNED.sub(lambda found: f"{found['name']}={HIDDEN}", text)
+    return _LISTED.sub(lambda found: f"{found['name']}: {HIDDEN}", text)
+
+
+def print_fault(error: BaseException) -> None:
+    """Print the traceback of an exception that nobody expected, as Python does, without the secrets that its
+    text or the source lines may hold."""
+    text = "".join(traceback.format_exception(error))
+    print(redact(text, os.environ), end="", file=sys.stderr, flush=True)
+
+
+def redact_threads() -> None:
+    """From now on the tracebacks of threads are printed by `print_fault`."""
+
+    def hook(fault: threading.ExceptHookArgs) -> None:
+        if fault.exc_value is not None and not isinstance(fault.exc_value, SystemExit):
+            print_fault(fault.exc_value)
+
+    threading.excepthook = hook
 
 
 def redact_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:

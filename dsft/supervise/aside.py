@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from dsft.errors import plain
 from dsft.supervise.logs import Tail
 
 EVERY = 0.2  # seconds between two looks at a file that grows
@@ -59,6 +60,7 @@ class Voice:
         self._kept, self._printed = _Writer(log.fileno()), _Writer(STDOUT)
 
     def __call__(self, line: str) -> None:
+        line = plain(line.rstrip("\r").rpartition("\r")[2], colours=True)  # of a progress bar its last state
         for each in (self._printed, self._kept):
             each.put(line)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsft.checkpoint.lock import hold
-from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError
+from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, plain
 from dsft.launch.allocation import allocation
 from dsft.launch.launched import master_port
 from dsft.launch.promise import check_hosts
@@ -81,7 +81,7 @@ def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
     start = prepared(path, tuple(overrides), options)
     if options.dry_run:
         for line in dry_run(start):
-            print(line)
+            print(plain(line))
         return 0
     if options.doctor:
         examine(start)
@@ -188,7 +188,7 @@ def examine(start: Start) -> None:
     found = [finding for finding in every if finding.check not in passed_over]
     for finding in found:
         if finding.level == "warning":
-            print(f"warning: {finding}", file=sys.stderr)
+            print(plain(f"warning: {finding}"), file=sys.stderr)
     failed = failures(found)
     if failed:
         text = "\n".join(f"  {finding}" for finding in failed)

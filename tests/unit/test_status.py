@@ -190,6 +190,24 @@ def test_files_that_are_torn_are_left_out(run: Path) -> None:
     assert last_checkpoint(run) == "step-100"
 
 
+@pytest.mark.parametrize("unit", ["[", '{"a":'])
+def test_a_status_or_a_record_that_is_nested_without_end_is_passed_over(run: Path, unit: str) -> None:
+    (run / "logs/status.json").write_text(unit * 50_000)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + unit * 50_000)
+    found = status_of(run)
+    assert found.state == "stopped" and found.step == 120
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(run: Path) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\x9b1m\r\u202e"
+    rank = {"host": evil, "pid": evil, "step": 1, "phase": evil, "pulse_age": 0.5, "progress_age": 2.5}
+    tell(run, command=evil, launcher=evil, ranks={"0": rank})
+    said = CliRunner().invoke(app, ["status", str(run)]).output
+    assert r"command     \x1b]0;title\x07\x1b[2J\x9b1m\r\u202e" in said
+    assert not set(evil[0] + "\x07\x9b\r\u202e") & set(said)
+
+
 def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[1])
     tell(run)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dsft.errors import MissingInputError
 from dsft.launch.environment import RENDEZVOUS
 from dsft.launch.pulse import Pulse
 from dsft.launch.stopping import Stopping
+from dsft.report.redact import redact_threads
 from dsft.train import QUICKSTART, main, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +77,45 @@ def test_one_process_of_many_tells_a_mistake(
         assert main(["train.max_stepz=1"]) == 2 and not jobs
         assert ("max_stepz" in capsys.readouterr().err) is told
         assert bool(waits) is not told
+
+
+def test_no_secret_stands_in_a_traceback_or_a_message(
+    capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ.update(HF_TOKEN="canary-token", WANDB_API_KEY="canary-key")
+    ends: list[Any] = []
+    monkeypatch.setattr(Pulse, "end", lambda self, *words: ends.append(words))
+    text = "GET https://user:canary-key@hub/x with canary-token\x1b[2J failed"
+
+    def fails(error: Exception) -> Any:
+        def run(job: Any) -> None:
+            raise error
+
+        return run
+
+    module: Any = sys.modules["dsft.job"]
+    for error, code in ((RuntimeError(text), 1), (MissingInputError(text), 66)):
+        monkeypatch.setattr(module, "run", fails(error))
+        assert main([str(QUICKSTART)]) == code
+    said = capsys.readouterr().err
+    hidden = "GET https://(hidden)@hub/x with (hidden)"
+    assert "Traceback (most recent call last):\n" in said and f"RuntimeError: {hidden}" in said
+    assert f"error: {hidden}\\x1b[2J failed\n" in said
+    assert [code for code, _ in ends] == [1, 66] and all(hidden in message for _, message in ends)
+    assert "canary" not in said + str(ends)
+
+
+def test_no_secret_stands_in_the_traceback_of_a_thread(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ["HF_TOKEN"] = "canary-token"
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    redact_threads()
+    thread = threading.Thread(target=lambda: int("canary-token"))
+    thread.start()
+    thread.join()
+    said = capsys.readouterr().err
+    assert "ValueError: invalid literal for int() with base 10: '(hidden)'" in said and "canary" not in said
 
 
 def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any]) -> None:

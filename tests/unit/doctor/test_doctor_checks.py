@@ -14,8 +14,10 @@ from dsft.doctor.checks.build import left_over
 from dsft.doctor.checks.network import address_of, chosen, targets
 from dsft.doctor.checks.reach import fault
 from dsft.doctor.command import doctor, findings_of
+from dsft.doctor.finding import Finding
 from dsft.doctor.needs import Place, forwarded, needs_of
 from dsft.doctor.seen import Seen
+from dsft.doctor.show import print_findings
 from dsft.doctor.visit import Silence, Visits
 from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
@@ -71,6 +73,17 @@ def seen(facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any
     said = {name: {"sees": "yes", "reached": reached, "cleared": {}} for name in facts}
     silent = {name: Silence(255, "Connection refused") for name in wanted.hosts if name not in facts}
     return Seen(wanted, Visits(facts, {**said, **(second or {})}, silent))
+
+
+def test_what_a_host_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;x\x07\x9b2J"
+    findings = [Finding("port", "node1", "failure", f"v{evil}", f"w{evil}", f"d{evil}")]
+    facts = {"node1": host("node1", "10.0.0.1"), "node2": host("node2", "10.0.0.2")}
+    facts["node1"]["software"]["versions"]["torch"] = f"2{evil}"
+    print_findings(seen(facts), findings, 1.0)
+    said = capsys.readouterr().out
+    shown = r"\x1b]0;x\x07\x9b2J"
+    assert all(f"{letter}{shown}" in said for letter in "vwd2") and not set("\x1b\x07\x9b") & set(said)
 
 
 def told(found: Seen) -> list[str]:

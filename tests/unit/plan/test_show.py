@@ -13,6 +13,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.layout import Layout
 from dsft.plan.memory import PROCESS, WITH_ZERO
 from dsft.plan.show import as_mapping, as_text
+from dsft.plan.tables import heading, rendered
 from dsft.plan.units import GIB
 
 pytestmark = pytest.mark.usefixtures("counted")
@@ -179,3 +180,9 @@ def test_what_each_host_swaps_to_its_disk_is_shown(plan: Any) -> None:
     assert f"{host} swaps at most 15.3 MiB to its disk" in text(made)
     made = plan(world_size=2, parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
     assert as_mapping(made)["swapped"] == {} and "swaps" not in text(made)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
+    text = rendered([heading("evil \x1b]0;x\x1b\\ \x1b[2J")], terminal=terminal)
+    assert r"evil \x1b]0;x\x1b\ \x1b[2J" in text and ("\x1b[1m" in text) is terminal

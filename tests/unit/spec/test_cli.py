@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dsft import __version__, cli
+from dsft.errors import MissingInputError
 from dsft.spec.load import load_spec
 from tests.unit.spec.conftest import Write
 
@@ -37,6 +38,27 @@ def test_help_and_version(dsft) -> None:  # noqa: ANN001
     code, out, _ = dsft("--help")
     assert code == 0 and "validate" in out and "init" in out
     assert "validate" in "".join(dsft()[1:])
+
+
+def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error that nobody expected has a traceback, and no secret either."""
+    monkeypatch.setenv("HF_TOKEN", "canary-token")
+    text = "canary-token \x1b]0;x\x07 wandb.api_key: no such key"
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, code in ((MissingInputError(text), 66), (OSError(text), 1), (RuntimeError(text), 1)):
+        monkeypatch.setattr(cli, "app", lambda prog_name, error=error: fails(error))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr().err
+        assert ended.value.code == code and "canary" not in said and "(hidden)" in said
+        assert ("Traceback" in said) is (code == 1)
+        if code == 66:
+            assert said == "error: (hidden) \\x1b]0;x\\x07 wandb.api_key: no such key\n"
 
 
 def test_validate(dsft, write: Write) -> None:  # noqa: ANN001

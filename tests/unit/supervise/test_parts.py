@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsft.spec.schema import Cluster
+from dsft.supervise.aside import Voice
 from dsft.supervise.part import part_environment
 from dsft.supervise.parts import World, address_of, forwarded, launcher_argv, orders
 from dsft.supervise.wire import Inbox, Order, Outbox, order_of
@@ -96,3 +97,15 @@ def test_lines_that_are_no_messages(tmp_path: Path) -> None:
         inbox = Inbox(file.fileno())
         assert list(inbox.read()) == ["Welcome to a!", {"end": 0}, "[1]", "half"]
         assert inbox.ended
+
+
+def test_what_ranks_print_cannot_steer_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "launch.log").open("a") as log:
+        voice = Voice(log)
+        voice("error: \x1b]0;x\x07 \x1b[2J \x1b[31mred\x1b[0m")
+        voice("10%\r50%\r100%\r")
+        voice.close()
+    shown = "error: \\x1b]0;x\\x07 \\x1b[2J \x1b[31mred\x1b[0m\n100%\n"
+    assert capfd.readouterr().out == (tmp_path / "launch.log").read_text() == shown
