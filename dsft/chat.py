@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
+from dsft.data.render.renderer import Renderer
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, plain
 from dsft.model.config import read_config
@@ -51,6 +52,8 @@ class Talker:
     model: Any
     tokenizer: Any
     sampling: Sampling
+    turn_end: int | None = None
+    """The token with which the chat template ends an answer; an adapter's base need not stop at it."""
 
     def answer(self, messages: list[Message], write: Write) -> str:
         """The answer to a conversation, given to `write` piece by piece; as far as it came when it is
@@ -94,9 +97,9 @@ class Talker:
         return GenerationConfig(**settings)
 
     def _stops(self) -> list[int]:
-        """The tokens that end an answer, as generation config and tokenizer name them."""
+        """The tokens that end an answer, as generation config, tokenizer and chat template name them."""
         named = self.model.generation_config.eos_token_id
-        stops = set(named if isinstance(named, list) else [named]) | {self.tokenizer.eos_token_id}
+        stops = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id, self.turn_end}
         return sorted(stop for stop in stops if stop is not None)
 
 
@@ -150,7 +153,7 @@ def load(folder: Path, sampling: Sampling) -> Talker:
             f"{folder} cannot be loaded ({_first_line(error)}); write the export anew with dsft export."
         ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Talker(model.to(device).eval(), tokenizer, sampling)
+    return Talker(model.to(device).eval(), tokenizer, sampling, Renderer(tokenizer).turn_end())
 
 
 def _whole(name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.data.cache.store import Cache, cache_folder
+from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import HeldOut, Loaded, load_data
@@ -24,6 +25,9 @@ from dsft.plan.batch import BatchSizes
 from dsft.report.making import shown
 from dsft.spec.pairs import shares_prompts
 from dsft.spec.schema import Spec, Train
+
+
+LOOKED_AT = 200
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,17 @@ class Inputs:
     @cached_property
     def pad_id(self) -> int:
         return pad_id(self.tokenizer)
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The token with which the chat template ends an answer, where rows are trained on it; None of plain
+        texts. Looks at LOOKED_AT rows of all sources."""
+        token = Renderer(self.tokenizer).turn_end()
+        every = max(1, len(self.train) // LOOKED_AT)
+        rows = (self.train[index] for index in range(0, len(self.train), every))
+        return (
+            token if token is not None and any(token in row.input_ids[row.trained] for row in rows) else None
+        )
 
 
 def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -> Inputs:

@@ -57,8 +57,9 @@ ORIGIN = "dsft_export.json"
 BESIDE = "beside.safetensors"
 """In a checkpoint's model folder: what a model's file holds beside the parameters. Most have nothing."""
 
-NOT_AN_ADAPTERS = ("config.json", "generation_config.json", BESIDE)
-"""Of the base alone: an adapter's folder that has them is taken for a model's."""
+NOT_AN_ADAPTERS = ("config.json", BESIDE)
+"""Of the base alone: an adapter's folder that has them is taken for a model's. generation_config.json stays,
+since it names the tokens that end an answer of the adapter's."""
 
 
 class Values(Protocol):
@@ -92,11 +93,19 @@ def write_model_folder(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     name_or_path: str | None = None,
-) -> None:
+    turn_end: int | None = None,
+) -> list[int]:
     """What an export needs beside the tensors, as transformers saves it: config, tokenizer with its chat
     template, generation config (the pretrained model's where there is one, else from the config's special
-    tokens). Each checkpoint carries a copy."""
+    tokens). Each checkpoint carries a copy.
+
+    turn_end: the token with which a trained answer ends. Where the generation config does not stop at it, it
+    is listed there before the tokens that end a text. Returns that list, or none where nothing was changed.
+    """
     generation_config = _generation_config(config, name_or_path)
+    stops = _with_turn_end(generation_config.eos_token_id, tokenizer.eos_token_id, turn_end)
+    if stops:
+        generation_config.eos_token_id = stops
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
@@ -104,6 +113,7 @@ def write_model_folder(
         generation_config.save_pretrained(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
+    return stops
 
 
 def read_model_files(folder: Path) -> dict[str, bytes]:
@@ -227,6 +237,14 @@ def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> Ge
         with contextlib.suppress(OSError):  # a model without one
             return GenerationConfig.from_pretrained(name_or_path)
     return GenerationConfig.from_model_config(config)
+
+
+def _with_turn_end(listed: int | list[int] | None, text_end: Any, turn_end: int | None) -> list[int]:
+    """`listed` (or text_end, where nothing is) behind turn_end; empty where turn_end needs no place in it."""
+    stops = listed if isinstance(listed, list) else [text_end if listed is None else listed]
+    if turn_end is None or turn_end in stops and listed is not None:
+        return []
+    return list(dict.fromkeys([turn_end, *(stop for stop in stops if stop is not None)]))
 
 
 def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:

@@ -69,15 +69,27 @@ def facts_of(
 
 def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
     """Write what the run's folder says of how it was made, and what an export needs beside the weights. Gives
-    a warning for each key of generation_config.json that is not as in `start`: only the export has it."""
+    the lines to be printed: a token that was added to those that end an answer, and a warning for each key of
+    generation_config.json that is not as in `start`, since only the export has it."""
     spec, account = job.spec, inputs.loaded.account
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
     hostfile = job.promise.hostfile if job.promise else None
     origin = Origin(dump_spec(spec), job.config, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
-    write_model_folder(job.model_folder, inputs.config, inputs.tokenizer, job.spec.model.name_or_path)
-    return list(changed_generation(start, job.model_folder)) if start is not None else []
+    tokenizer = inputs.tokenizer
+    stops = write_model_folder(
+        job.model_folder, inputs.config, tokenizer, job.spec.model.name_or_path, inputs.turn_end
+    )
+    lines = list(changed_generation(start, job.model_folder)) if start is not None else []
+    if stops:
+        names: list[str] = tokenizer.convert_ids_to_tokens(stops)
+        listed = " and ".join(f"{name!r} ({stop})" for name, stop in zip(names, stops, strict=True))
+        lines.append(
+            f"export: answers end with {names[0]!r}, which the model did not stop at; its "
+            f"generation_config.json has eos_token_id {listed}"
+        )
+    return lines
 
 
 def shown_config(job: Job, loaded: Loaded) -> dict[str, Any]:

@@ -1,13 +1,25 @@
-"""What a run says at its end."""
+"""What a run says at its end, and how the model that it leaves ends an answer."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from dsft.chat import Sampling, load
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.ending import outcome, refuse_changed_reference, what_next
 from dsft.errors import CheckpointError
+from dsft.inputs import read_inputs
+from dsft.job.api import Job
+from dsft.job.tell import describe
+from dsft.launch.environment import Launched
+from dsft.plan.batch import batch_sizes
+from dsft.plan.layout import layout
 from dsft.spec.schema import Spec
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")
@@ -24,6 +36,64 @@ def spec(task: str, model: dict[str, object]) -> Spec:
             "optim": {"learning_rate": 1.0},
         }
     )
+
+
+TEXT_END, TURN_END = 256, 258  # of the base: its tokens <|pad|> and <|im_end|>
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A base model: its texts end with a token of their own, which no turn of ChatML ends with."""
+    folder = tmp_path / "base"
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, eos_token_id=TEXT_END,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = "<|pad|>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], Any]:
+    """The lines that a run over the base prints, and eos_token_id of what an export of it will have."""
+    (base.parent / "rows.jsonl").write_text(json.dumps(rows) + "\n")
+    made = spec("sft", {"name_or_path": str(base)}).model_copy(update={"output_dir": str(out)})
+    launched = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)
+    job = Job(made, batch_sizes(made.train, 1, made.data, made.task), {}, (), launched,
+              layout(made.parallel, 1), None, ["train.py"])  # fmt: skip
+    lines = describe(job, read_inputs(made, lambda text: None), None)
+    return lines, GenerationConfig.from_pretrained(job.model_folder).eos_token_id
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    if listed:
+        GenerationConfig(eos_token_id=[TEXT_END, TURN_END]).save_pretrained(base)
+    lines, stops = described(base, talk, tmp_path / "runs")
+    assert stops == ([TEXT_END, TURN_END] if listed else [TURN_END, TEXT_END])
+    assert lines == (
+        []
+        if listed
+        else [
+            "export: answers end with '<|im_end|>', which the model did not stop at; its "
+            "generation_config.json has eos_token_id '<|im_end|>' (258) and '<|pad|>' (256)"
+        ]
+    )
+    assert load(base, Sampling())._stops() == [TEXT_END, TURN_END]
+
+
+def test_an_export_of_plain_texts_stops_as_its_base_does(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert described(base, {"text": "a"}, tmp_path / "runs") == ([], TEXT_END)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -69,6 +70,23 @@ class Renderer:
         for start in range(0, len(samples), _BATCH):
             rendered += self._batch(samples[start : start + _BATCH])
         return rendered
+
+    def turn_end(self) -> int | None:
+        """The id of the special token with which the chat template ends an answer and which is trained on;
+        None where there is no such template or token."""
+        talk = Conversation(({"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}))
+        try:
+            made = self.render([talk])[0]
+        except DataError:  # no template, or none that can be trained with
+            return None
+        if isinstance(made, str):
+            return None
+        special = {self.tokenizer.convert_tokens_to_ids(name) for name in self._tokens.special}
+        trained = made.input_ids[made.trained].tolist()
+        while trained and trained[-1] not in special:  # white space after the token
+            trained.pop()
+        behind = list(takewhile(special.__contains__, reversed(trained)))
+        return behind[-1] if behind and behind[-1] != trained[0] else None
 
     def _batch(self, samples: Sequence[Sample]) -> list[Rendered | str]:
         rendered: list[Rendered | str] = [""] * len(samples)

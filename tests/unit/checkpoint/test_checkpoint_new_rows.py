@@ -99,6 +99,8 @@ def test_an_adapter_has_the_embeddings(base: Path, saved: tuple[str, ...], tmp_p
         for found in (adapted, merged):
             assert found.get_input_embeddings().weight.shape == (261, 16)
             torch.testing.assert_close(found(IDS).logits, expected, rtol=0, atol=1e-5)
+    left = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "generation_config.json" in left and "config.json" not in left
     talker = load(tmp_path / "adapter", Sampling(temperature=0.0, max_new_tokens=2))
     assert talker.model.get_input_embeddings().weight.shape == (261, 16)
 

@@ -375,3 +375,28 @@ def test_rows_that_spell_a_token_of_the_template_are_told_of(tmp_path: Path) -> 
     assert written("a", "b", f"x{END}") == [f"1 row spells tokens of the chat template (line 3){plain}"]
     assert written(*[END] * 5) == [f"5 rows spell tokens of the chat template (line 1, 2, 3, …){plain}"]
     assert written("a <|im_", "</s>", "<|pad") == []
+
+
+# --- the token that ends an answer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (None, END),
+        (UNMARKED, END),
+        (UNMARKED.replace(r"<|im_end|>\n", "<|im_end|><|pad|>\n"), END),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+    ids=["marked", "unmarked", "two tokens", "no token", "refuses"],
+)
+def test_the_token_that_ends_an_answer(template: str | None, token: str | None) -> None:
+    found = Renderer(BYTES, template).turn_end()
+    assert found == (None if token is None else BYTES.convert_tokens_to_ids(token))
+
+
+def test_no_template_has_no_token_that_ends_an_answer() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = None
+    assert Renderer(tokenizer).turn_end() is None
