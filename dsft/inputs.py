@@ -26,7 +26,6 @@ from dsft.report.making import shown
 from dsft.spec.pairs import shares_prompts
 from dsft.spec.schema import Spec, Train
 
-
 LOOKED_AT = 200
 
 
