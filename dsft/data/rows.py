@@ -22,6 +22,10 @@ class BadRowError(Exception):
     """Why a row cannot be used: the reason alone; whoever catches it knows the place."""
 
 
+class EndlessTemplateError(BadRowError):
+    """The chat template was stopped: it loops, or makes values, beyond any use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A record of a file: `number` counts from 1 in its block; a blank line has neither row nor mistake."""

@@ -87,7 +87,7 @@ def _sources(data: Data, loaded: Loaded) -> Iterator[Source]:
 
 def _rows_alone(spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache) -> Iterator[Source]:
     """Rows that give no example; none where no row can be made tokens of."""
-    renderer = Renderer(tokenizer, train_on=spec.data.train_on)
+    renderer = Renderer(tokenizer, train_on=spec.data.train_on, name=spec.data.chat_template)
     for source in (*spec.data.train, *spec.data.eval):
         with suppress(DataError):
             rows = rows_of(source, renderer, spec.task, cache)

@@ -20,7 +20,8 @@ from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from dsft.data.render.template import ChatTemplate, prepared, template_error
-from dsft.data.rows import BadRowError, Conversation, Message
+from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Message
+from dsft.errors import DataError, Problem
 
 TrainOn = Literal["assistant", "last", "all"]
 
@@ -134,7 +135,7 @@ class Masks:
         """Whether the words of a turn are in the text; None where the template refuses the conversation."""
         turns = [{"role": role, "content": content} for content in "12"]
         try:
-            texts = {self.template.render([*before, turn, *after])[0] for turn in turns}
+            texts = {self._tried([*before, turn, *after])[0] for turn in turns}
         except BadRowError:
             return None  # then it refuses such rows, too, or takes them in other talks alone
         return len(texts) == 2
@@ -144,7 +145,7 @@ class Masks:
         """A system turn alone is not written: its words stand in the next one (Gemma's, Llama 2's)."""
         turns: list[Message] = [{"role": "system", "content": content} for content in "12"]
         try:
-            texts = {self.template.render([turn])[0] for turn in turns}
+            texts = {self._tried([turn])[0] for turn in turns}
         except BadRowError:
             return False  # then it refuses what such a turn would be found by
         return len(texts) == 1
@@ -159,7 +160,7 @@ class Masks:
                 {**_answer(content), "tool_calls": [_CALL]},
             ]
             try:
-                texts.add(_readable(_Row(talk, (), self.template)).render(len(talk))[0])
+                texts.add(self._tried(_readable(_Row(talk, (), self.template)).messages)[0])
             except BadRowError:
                 return False  # as above
         return len(texts) == 1
@@ -227,14 +228,23 @@ class Masks:
     def _shown(self, text: str) -> str:
         return text.translate({ord(stand_in): name for name, stand_in in self._stand_ins.items()})
 
+    def _tried(self, talk: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Render a short talk that no data file holds, to see what the template does. Raises DataError where
+        it has to be stopped there, since it is then of no use for any row."""
+        try:
+            return self.template.render(talk, prompt=prompt)
+        except EndlessTemplateError as error:
+            problem = Problem("chat template", str(error))
+            raise DataError("conversations cannot be rendered:", [problem]) from error
+
     # --- ends of turns --------------------------------------------------------------------------------------
 
     @cached_property
     def ends(self) -> TurnEnds:
         question: Message = {"role": "user", "content": "0"}
         try:
-            prompt, _ = self.template.render([question], prompt=True)
-            texts = [self.template.render([question, _answer(content)])[0] for content in "12"]
+            prompt, _ = self._tried([question], prompt=True)
+            texts = [self._tried([question, _answer(content)])[0] for content in "12"]
         except BadRowError as error:
             raise template_error(str(error), _WAY_OUT) from error
         tail = _common_end(*texts)
@@ -251,7 +261,7 @@ class Masks:
         marked, others = [], []
         try:
             for content in "12":
-                text, marks = self.template.render([question, _answer(content)])
+                text, marks = self._tried([question, _answer(content)])
                 marked.append("".join(text[start:stop] for start, stop in marks))
                 borders = [0, *(end for mark in marks for end in mark), len(text)]
                 others.append([text[i:j] for i, j in zip(borders[::2], borders[1::2], strict=True)])
@@ -322,6 +332,8 @@ def _readable(row: _Row) -> _Row:
     """Arguments of calls are mappings; some templates (DeepSeek's) take them as JSON text instead."""
     try:
         row.render(len(row.messages))
+    except EndlessTemplateError:
+        return row  # it is told of where the row itself is rendered
     except BadRowError:
         as_text = row._replace(messages=[_with_texts(message) for message in row.messages])
         try:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dsft.data.render.masks import Marked, Masks, TrainOn
-from dsft.data.render.template import template_of, time_limit
-from dsft.data.render.tokens import Tokens
+from dsft.data.render.template import template_of
+from dsft.data.render.tokens import Tokens, unpanicked
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
 
@@ -35,12 +35,14 @@ _PROMPT_MERGED = (
 @dataclass(frozen=True)
 class Renderer:
     """A tokenizer with its chat template, or with `template` in its place. Can be sent to another process.
+    name: of the template, as errors call it; None for the tokenizer's own.
 
     digest: of all that decides which tokens a row becomes."""
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
     train_on: TrainOn = "assistant"
+    name: str | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -92,15 +94,15 @@ class Renderer:
         rendered: list[Rendered | str] = [""] * len(samples)
         texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
         talks: list[tuple[int, Marked]] = []
-        with time_limit() as restart:
-            for i, sample in enumerate(samples):
-                if isinstance(sample, Conversation):
-                    restart()
-                    try:
-                        talks.append((i, self._masks(bool(sample.tools)).of(sample)))
-                    except BadRowError as error:
-                        rendered[i] = str(error)
-        found = _texts([cast(Text, samples[i]) for i in texts], self._tokens, self.train_on)
+        for i, sample in enumerate(samples):
+            if isinstance(sample, Conversation):
+                try:
+                    talks.append((i, self._masks(bool(sample.tools)).of(sample)))
+                except BadRowError as error:
+                    rendered[i] = str(error)
+        found = unpanicked(
+            lambda some: _texts(some, self._tokens, self.train_on), [cast(Text, samples[i]) for i in texts]
+        )
         made = self._tokens.conversations([marked for _, marked in talks])
         for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:
             rendered[i] = one
@@ -118,7 +120,7 @@ class Renderer:
         return self._masks_of(tools=False)
 
     def _masks_of(self, *, tools: bool) -> Masks:
-        template = template_of(self.tokenizer, self.template, tools=tools)
+        template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
         masks = Masks(template, self.train_on, self._tokens.special)
         masks.prove_marks()
         return masks
@@ -129,7 +131,7 @@ class Renderer:
 
     def __getstate__(self) -> dict[str, Any]:
         """What was made of these stays here: compiled templates and patterns cannot be sent."""
-        return {name: getattr(self, name) for name in ("tokenizer", "template", "train_on")}
+        return {name: getattr(self, name) for name in ("tokenizer", "template", "train_on", "name")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -7,28 +7,19 @@ that the template marks with `{% generation %}`. Reads the file of a template.
 from __future__ import annotations
 
 import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.rows import BadRowError, Message
+from dsft.data.render.limits import FREE_SIZE, TIMES_THE_ROW, Limits, bound
+from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TIME_LIMIT = 10.0
-"""Seconds that a template may take for one row."""
-FREE_SIZE = 200_000
-TIMES_THE_ROW = 20
-"""A rendered text may have FREE_SIZE characters, or TIMES_THE_ROW times those of the row's strings."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -39,10 +30,12 @@ Marks = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja text and the special tokens that it may name (bos_token, eos_token, …)."""
+    """A Jinja text and the special tokens that it may name (bos_token, eos_token, …). name: that of
+    data.chat_template; None for the tokenizer's own."""
 
     text: str
     special_tokens: Mapping[str, Any]
+    name: str | None = None
 
     @cached_property
     def is_marked(self) -> bool:
@@ -83,6 +76,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": prompt,
         }
+        self.limits.restart([messages, values["tools"]])
         try:
             return self._written(values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
@@ -95,28 +89,39 @@ class ChatTemplate:
     def _written(self, values: dict[str, Any]) -> tuple[str, Marks]:
         written: list[str] = []
         marks: Marks = []
-        size, largest = 0, FREE_SIZE
+        size = 0
         with self._compiled.environment.activate_tracker(written, marks):
             for part in self._compiled.generate(values):
                 written.append(part)
                 size += len(part)
-                if size > largest:
-                    largest = max(largest, TIMES_THE_ROW * _characters([values["messages"], values["tools"]]))
-                    if size > largest:
-                        raise BadRowError(
-                            f"the chat template writes more than {largest:,} characters, {TIMES_THE_ROW} "
-                            "times what the row holds; mend the template"
-                        )
+                if size > FREE_SIZE and size > self.limits.largest:
+                    raise EndlessTemplateError(
+                        f"{self.called} writes more than {self.limits.largest:,} characters, "
+                        f"{TIMES_THE_ROW} times what the row holds; correct the template"
+                    )
         return "".join(written), marks
+
+    @property
+    def called(self) -> str:
+        """As an error calls it."""
+        return f"the chat template {'of the tokenizer' if self.name is None else self.name}"
+
+    @cached_property
+    def limits(self) -> Limits:
+        limits: Limits = self._compiled.environment.limits
+        return limits
 
     @cached_property
     def _compiled(self) -> Any:
         from jinja2 import TemplateError
         from transformers.utils import chat_template_utils
 
+        # transformers' own sandbox, with the filters and functions that templates count on. It is bounded
+        # before it sees the template, since expressions of constants are computed when it is compiled.
+        sandbox: Any = chat_template_utils._cached_compile_jinja_template("").environment
+        bound(sandbox, self.called)
         try:
-            # transformers' own sandbox, with the filters and functions that templates count on; it is cached
-            return chat_template_utils._compile_jinja_template(self.text)
+            return sandbox.from_string(self.text)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
@@ -176,10 +181,15 @@ def named_template(name: str) -> str:
 
 
 def template_of(
-    tokenizer: PreTrainedTokenizerBase, text: str | None = None, *, tools: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None = None,
+    *,
+    tools: bool = False,
+    name: str | None = None,
 ) -> ChatTemplate:
     """The template `text`, or the tokenizer's own. Of several that it has, as transformers chooses: tool_use
-    for rows with tools, where there is one, else default. Raises DataError where there is none."""
+    for rows with tools, where there is one, else default. name: what an error calls it. Raises DataError
+    where there is none."""
     own: Any = text if text is not None else tokenizer.chat_template
     if isinstance(own, dict):
         chosen = "tool_use" if tools and "tool_use" in own else "default"
@@ -195,50 +205,4 @@ def template_of(
             f"name one with data.chat_template, a Jinja file or one of {', '.join(CHAT_TEMPLATES)}; or take "
             "the tokenizer of the model's chat version with model.tokenizer, or train on text rows",
         )
-    return ChatTemplate(own, dict(tokenizer.special_tokens_map))
-
-
-# --- limits -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def time_limit() -> Iterator[Callable[[], None]]:
-    """Inside, BadRowError is raised TIME_LIMIT seconds after the last call of what this gives.
-
-    Only a process's main thread gets signals: in another one there is no limit. A timer that ran before goes
-    on afterwards with what it had left.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def stop(*_: object) -> None:
-        raise BadRowError(
-            f"the chat template was not done with the row after {TIME_LIMIT:g} seconds; mend the template "
-            "or shorten the row"
-        )
-
-    def restart() -> None:
-        signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, TIME_LIMIT)
-
-    begun = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        yield restart
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-6, left - (time.monotonic() - begun)), interval)
-
-
-def _characters(value: Any) -> int:
-    """Of all strings in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_characters(key) + _characters(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_characters, value))
-    return 0
+    return ChatTemplate(own, dict(tokenizer.special_tokens_map), name)

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,33 @@ _MERGED = (
     "beside them, which the model would never be given; let the content not begin with white space, or take "
     "a template whose prompt the tokenizer does not join with what follows"
 )
+_PANICKED = (
+    "the tokenizer cannot read it ({error}); shorten the row, or correct the pattern in the tokenizer's "
+    "tokenizer.json that takes too long for it"
+)
 _NOT_AS_TEXT = (
     "its contents spell {names}, which the chat template writes, and which this tokenizer cannot read as "
     "plain text; take them out"
 )
+
+
+class TokenizerPanic(Exception):
+    """The tokenizers library panicked on a text; the message is its own."""
+
+
+R = TypeVar("R")
+
+
+def unpanicked(
+    read: Callable[[Sequence[R]], list[Rendered | str]], rows: Sequence[R]
+) -> list[Rendered | str]:
+    """`read(rows)`; where the tokenizer panics, row after row, and of the row that it panics on why."""
+    try:
+        return read(rows)
+    except TokenizerPanic as error:
+        if len(rows) == 1:
+            return [_PANICKED.format(error=" ".join(str(error).split())[:200])]
+    return [one for row in rows for one in unpanicked(read, [row])]
 
 
 class Tokens:
@@ -138,12 +161,18 @@ Encode = Callable[[list[str], bool], list[list[int]]]
 
 
 def _quickly(backend: Any) -> Encode:
-    """Without offsets, which nothing here needs."""
+    """Without offsets, which nothing here needs. Raises TokenizerPanic for texts of which one makes the
+    tokenizers library panic, as a pattern does that needs too many steps for it."""
 
     def encode(texts: list[str], around: bool) -> list[list[int]]:
         backend.no_padding()  # both may have been set by a file, or by another user of the tokenizer
         backend.no_truncation()
-        return [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=around)]
+        try:
+            return [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=around)]
+        except BaseException as error:  # the library's is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerPanic(str(error)) from None
 
     return encode
 
@@ -184,8 +213,11 @@ class Reader:
         self._remembered: dict[str, list[int]] = {}
 
     def read(self, rows: Sequence[Marked]) -> list[Rendered | str]:
-        whole = self._encode([row.text for row in rows], False) if rows else []
-        return [self._row(row, ids) for row, ids in zip(rows, whole, strict=True)]
+        def read(some: Sequence[Marked]) -> list[Rendered | str]:
+            whole = self._encode([row.text for row in some], False) if some else []
+            return [self._row(row, ids) for row, ids in zip(some, whole, strict=True)]
+
+        return unpanicked(read, rows)
 
     def _row(self, row: Marked, ids: list[int]) -> Rendered | str:
         tokens = np.array(ids, dtype=np.int32)

@@ -73,7 +73,7 @@ def load_data(
     nothing is left to train on or to evaluate, and where more was lost than the spec allows.
     """
     data = spec.data
-    renderer = Renderer(tokenizer, train_on=data.train_on)
+    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
 
     def read(what: str, name: str, source: Source) -> Read:
         return Read(what, name, source, rows_of(source, renderer, spec.task, cache))

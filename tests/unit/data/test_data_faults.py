@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from dsft.cli import main
 from dsft.data.sets.load import Loaded, load_data
@@ -193,3 +194,19 @@ def test_the_command_ends_with_code_65(
         main()
     assert ended.value.code == 65
     assert "a.jsonl:17: cut off: the JSON ends before it is complete" in "".join(capsys.readouterr())
+
+
+def test_a_row_that_makes_the_tokenizer_panic_is_named_or_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer: Any = byte_level_tokenizer()
+    split: Any = pre_tokenizers.Split(Regex("(a|aa)+(?=!)"), "isolated")
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    Path("a.jsonl").write_bytes(as_lines([b'{"text": "b"}', b'{"text": "%s"}' % (b"a" * 5000)]))
+    data = Data(train=(Source(path="a.jsonl"),), max_length=64)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the tokenizer cannot read it \("):
+        load_data(Wanted("pretrain", data), tokenizer)
+    dropped = data.model_copy(update={"on_bad_row": "drop", "max_dropped_fraction": 1.0})
+    assert len(load_data(Wanted("pretrain", dropped), tokenizer).train) == 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import signal
+import re
+import resource
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsft.data.render import template as module
+from dsft.data.render import limits
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import (
     ChatTemplate,
@@ -18,12 +18,10 @@ from dsft.data.render.template import (
     named_template,
     prepared,
     template_of,
-    time_limit,
 )
-from dsft.data.rows import BadRowError, Conversation, Rendered
+from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, MissingInputError
-from tests.launching import allowed
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -123,42 +121,134 @@ def test_whatever_fails_in_it_is_a_reason(text: str) -> None:
 # --- limits -----------------------------------------------------------------------------------------------
 
 
-def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIME_LIMIT", 0.2)
-    begun = time.monotonic()
+def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered() -> None:
+    """In any thread: no signal is needed for it."""
     text = "{% if messages[0]['content'] == 'loop' %}" + NESTED + "{% endif %}" + named_template("chatml")
     rows = [Conversation(({"role": "user", "content": said}, ANSWER)) for said in ("loop", "a")]
-    said, made = Renderer(byte_level_tokenizer(), text).render(rows)
-    assert isinstance(said, str)
-    assert said.startswith("the chat template was not done with the row after 0.2 seconds; mend the template")
-    assert isinstance(made, Rendered)
-    assert time.monotonic() - begun < allowed(4)
-
-
-def test_a_timer_that_ran_before_goes_on() -> None:
-    rang = []
-    handler = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
-    left = signal.setitimer(signal.ITIMER_REAL, 2)
-    try:
-        with time_limit() as restart:
-            restart()
-            time.sleep(0.2)
-        assert not rang and 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1.8
-        while not rang:
-            time.sleep(0.02)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *left)
-
-
-def test_in_another_thread_there_is_no_limit_and_no_error() -> None:
+    renderer = Renderer(byte_level_tokenizer(), text, name="loop.jinja")
     found: list[Any] = []
-    renderer = Renderer(byte_level_tokenizer())
-    row = Conversation((QUESTION, ANSWER))
-    thread = threading.Thread(target=lambda: found.extend(renderer.render([row])))
+    thread = threading.Thread(target=lambda: found.extend(renderer.render(rows)))
     thread.start()
     thread.join()
-    assert isinstance(found[0], Rendered)
+    said, made = found
+    way_out = r"goes through its loops more than 5,000,\d+ times for one row, .*; correct its loops"
+    assert isinstance(said, str) and re.fullmatch(rf"the chat template loop\.jinja {way_out}", said)
+    assert isinstance(made, Rendered)
+
+
+def test_one_that_no_row_can_be_rendered_with_is_told_once() -> None:
+    """It is found on a talk of dsft's own, so that no file is read to its end with it."""
+    rows = [Conversation((QUESTION, ANSWER))] * 1000
+    for text in (NESTED, NESTED + named_template("chatml"), "{{ 'A' * 5000000000 }}"):
+        with pytest.raises(DataError, match=r"chat template: the chat template loop\.jinja (goes|makes)"):
+            Renderer(byte_level_tokenizer(), text, name="loop.jinja").render(rows)
+
+
+def test_one_that_is_slow_is_stopped_by_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TIME_LIMIT", 0.01)
+    text = "{% set s = 'x' * 199999 %}{% for i in range(99999) %}{% set y = s[1:] %}{% endfor %}"
+    with pytest.raises(
+        EndlessTemplateError, match=r"the chat template of the tokenizer takes more than 0\.01 seconds"
+    ):
+        written(text)
+
+
+LOOP = "{% set n = namespace(s='abc', l=['x']) %}{% for i in range(60) %}BODY{% endfor %}"
+LARGE = "{% set a = 'x' * 99999 %}"
+ENDLESS = {
+    "three loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "loops over constants": "{% for i in [1, 2, 3, 4, 5, 6, 7, 8, 9] %}" * 12 + "{% endfor %}" * 12,
+    "a recursive loop": "{% for x in range(999) recursive %}{% if loop.depth < 9 %}{{ loop(range(999)) }}"
+    "{% endif %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "filters": "{% for i in range(99999) %}{% set y = range(99999) | select('odd') | select('even') | list %}"
+    "{% endfor %}",
+    "a block": "{% set x %}{% for i in range(99999) %}{{ 'A' * 99999 }}{% endfor %}{% endset %}",
+    "text in a block": "{% set x %}{% for i in range(99999) %}{% for j in range(99999) %}" + "A" * 5000
+    + "{% endfor %}{% endfor %}{% endset %}",
+    "a text": "{{ 'A' * 5000000000 }}",
+    "a list": "{{ ([1] * 5000000000) | length }}",
+    "a number": "{{ 10 ** 10000000000 }}",
+    "numbers": "{% set n = namespace(i=9) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}",
+    "+": LOOP.replace("BODY", "{% set n.s = n.s + n.s %}"),
+    "~": LOOP.replace("BODY", "{% set n.s = n.s ~ n.s %}"),
+    "lists in lists": LOOP.replace("BODY", "{% set n.l = [n.l, n.l] %}") + "{{ n.l }}",
+    "dicts in dicts": LOOP.replace("BODY", "{% set n.l = {'a': n.l, 'b': n.l} %}") + "{{ n.l | tojson }}",
+    "lists compared": LOOP.replace("BODY", "{% set n.l = [n.l, n.l] %}{% set n.s = [n.s, n.s] %}")
+    + "{{ n.l == n.s }}",
+    "kept texts": "{% set n = namespace(l=[]) %}{% for i in range(99999) %}"
+    "{% set n.l = n.l + ['x' * 99999 ~ i] %}{% endfor %}",
+    "%": "{{ '%9999999999d' % 1 }}",
+    "% of a given width": "{{ '%*d' % (5000000000, 1) }}",
+    "the filter format": "{{ '%9999999999d' | format(1) }}",
+    "format": "{{ '{:>9999999999}'.format('x') }}",
+    "format of a given width": "{{ '{:{}}'.format('x', 5000000000) }}",
+    "format_map": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 5000000000}) }}",
+    "ljust": "{{ 'x'.ljust(5000000000) }}",
+    "to_bytes": "{{ (1).to_bytes(5000000000, 'big') }}",
+    "expandtabs": "{{ '\t'.expandtabs(5000000000) }}",
+    "translate": LARGE + "{{ a.translate({120: a}) }}",
+    "replace": LARGE + "{{ a.replace('x', a) }}",
+    "join": LARGE + "{{ a.join(a) }}",
+    "the filter join": LARGE + "{{ range(99999) | map('string') | join(a) }}",
+    "the filter replace": LARGE + "{{ a | replace('x', a) }}",
+    "the filter center": "{{ 'x' | center(5000000000) }}",
+    "the filter indent": "{{ 'x' | indent(5000000000, true) }}",
+    "the filter batch": "{{ [1] | batch(5000000000, 'x') | list | length }}",
+    "the filter slice": "{{ [1] | slice(5000000000) | list | length }}",
+    "the filter wordwrap": LARGE + "{{ a | wordwrap(1, wrapstring=a) }}",
+    "the filter tojson": "{{ messages | tojson(indent=5000000000) }}",
+    "the filter sum": "{{ ([messages] * 99999) | sum(start=[]) | length }}",
+    "strftime_now": "{{ strftime_now('%9999999999Y') }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
+def test_loops_and_values_without_end_are_stopped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the memory is taken: what is made here would need from 40 MB up to all that there is."""
+    monkeypatch.setattr(limits, "FREE_STEPS", 200_000)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        BadRowError,
+        match=r"chat template (of the tokenizer )?(goes through its loops|makes a value of|calls itself)",
+    ):
+        written(text)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 60_000  # KiB
+
+
+def test_no_row_is_too_long_for_what_templates_do() -> None:
+    """Ten megabytes in an answer, and a thousand turns, each with a loop over all of them."""
+    long = [QUESTION, {"role": "assistant", "content": "0123456789\n" * 10**6}]
+    many = [QUESTION, {"role": "assistant", "content": "an answer of some words, " * 4}] * 500
+    text = (
+        "{% for m in messages %}{% set c = m.content | trim %}{% set ns = namespace(s='', l=[]) %}"
+        "{% for n in messages %}{% if n.role == 'system' %}{{ n.content }}{% endif %}{% endfor %}"
+        "{% set ns.s = ns.s + c %}{% set ns.l = ns.l + [c] %}"
+        "{{ '%s: ' % m.role ~ ns.l | join('') | replace('0', 'o') }}\n{% endfor %}{{ messages | tojson }}"
+    )
+    for messages in (long, many):
+        made = written(text, messages)
+        assert len(made) > 2 * sum(len(one["content"]) for one in messages)
+
+
+def test_what_is_bounded_is_what_it_was() -> None:
+    """Each operation, filter and method that is looked at gives what jinja2's own gives."""
+    text = """
+{% for a, b in [(1, 2), (3, 4)] %}{{ loop.index }}/{{ loop.length }}{{ a + b * 2 ** 3 % 5 }}{% endfor %}
+{% for x in range(3) recursive %}{{ x }}{{ loop(range(x)) if x > 1 }}{% endfor %}
+{{ 'a' ~ 1 ~ [1, 'b'] ~ {'k': (1, 2)} }}{{ 'x' * 3 + 'y' + 'z' }}{{ [1] * 2 + [3] }}
+{{ '%05.1f|%s' % (1.25, 'a') }}{{ '%s-%s' | format('a', 1) }}{{ '{:>4}{a}'.format(1, a=2) }}
+{{ 'ab'.ljust(4) }}{{ 'a b' | replace(' ', '_') }}{{ 'a b'.replace(' ', '') }}{{ '-'.join('ab') }}
+{{ ['a', 'b'] | join('+') }}{{ 'ab' | center(6) }}{{ 'a\nb' | indent(2) }}{{ messages | tojson(indent=1) }}
+{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2] | slice(2) | list }}
+{{ messages | map(attribute='role') | list }}
+{% set t %}{{ 'in' }}{{ 5 }}{% endset %}{{ t }}
+{% macro f(a, b='c') %}{{ a }}{{ b }}{% endmacro %}{{ f('d') }}{{ dict(a=1).items() | list }}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first }}
+{{ none_such }}{{ none_such is defined }}{% for x in none_such %}x{% else %}none{% endfor %}"""
+    tokenizer = byte_level_tokenizer()
+    own = tokenizer.apply_chat_template([QUESTION, ANSWER], chat_template=text, tokenize=False)
+    assert written(text) == own
 
 
 def test_far_more_text_than_the_row_has_is_refused() -> None:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.render.masks import Marked, Part
+from dsft.data.render.renderer import Renderer
 from dsft.data.render.tokens import Tokens
-from dsft.data.rows import Rendered
+from dsft.data.rows import Conversation, Rendered, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
 
 if TYPE_CHECKING:
@@ -231,3 +232,22 @@ def test_a_slow_tokenizer_gives_the_same() -> None:
     assert fast_made.ended and slow_made.ended
     said = as_text(slow, [0, ~0, 1])
     assert isinstance(said, str) and "which this tokenizer cannot read as plain text" in said
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_one_bad_row() -> None:
+    """A pattern whose steps grow with each letter; the tokenizers library gives up with a panic of Rust's."""
+    from tokenizers import Regex, pre_tokenizers
+
+    tokenizer: Any = byte_level_tokenizer()
+    split: Any = pre_tokenizers.Split(Regex("(a|aa)+(?=!)"), "isolated")
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    texts = ["b", "a" * 5000, "c"]
+    conversations = [
+        Conversation(({"role": "user", "content": "0"}, {"role": "assistant", "content": text}))
+        for text in texts
+    ]
+    for rows in ([Text(((text, True),)) for text in texts], conversations):
+        made = Renderer(tokenizer).render(rows)
+        assert [isinstance(one, Rendered) for one in made] == [True, False, True]
+        assert isinstance(made[1], str) and made[1].startswith("the tokenizer cannot read it (")
