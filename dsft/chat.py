@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import logging
 
 from dsft.data.render.renderer import Renderer
+from dsft.data.render.template import prepared, template_of
+from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, plain
 from dsft.model.config import read_config
@@ -71,11 +73,10 @@ class Talker:
 
     def _encoded(self, messages: list[Message]) -> Any:
         try:
-            inputs = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # noqa: B902  a template raises what it likes
-            raise DsftError(f"The chat template refuses this conversation: {error}") from None
+            text, _ = template_of(self.tokenizer).render(prepared(messages), prompt=True)
+        except BadRowError as error:
+            raise DsftError(f"The conversation cannot be asked: {error}.") from None
+        inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
         return inputs.to(self.model.device)
 
     def _settings(self, size: int) -> GenerationConfig:

@@ -83,7 +83,7 @@ def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
     )
     lines = list(changed_generation(start, job.model_folder)) if start is not None else []
     if stops:
-        names: list[str] = tokenizer.convert_ids_to_tokens(stops)
+        names = [str(tokenizer.convert_ids_to_tokens(stop)) for stop in stops]
         listed = " and ".join(f"{name!r} ({stop})" for name, stop in zip(names, stops, strict=True))
         lines.append(
             f"export: answers end with {names[0]!r}, which the model did not stop at; its "

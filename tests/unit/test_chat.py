@@ -131,6 +131,16 @@ def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: Talke
     assert len(lines) == 3 and not lines[1].startswith("error")
 
 
+def test_a_template_without_an_end_is_told_and_does_not_hang(export: Path, tmp_path: Path) -> None:
+    folder = copied(export, tmp_path / "loop", "config.json")
+    (folder / "chat_template.jinja").write_text("{{ 'A' * 5000000000 }}")
+    written: list[str] = []
+    converse(load(folder, GREEDY), ["hi"], None, written.append, one_line=True)
+    assert "".join(written).startswith(
+        "error: The conversation cannot be asked: the chat template of the tok"
+    )
+
+
 def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match="is no folder"):
         load(tmp_path / "nothing", GREEDY)
