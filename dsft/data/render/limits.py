@@ -158,7 +158,7 @@ def bound(environment: Any, name: str) -> Limits:
     environment.finalize = partial(_written, limits)
     environment.globals.pop("lipsum", None)
     clock = environment.globals["strftime_now"]
-    environment.globals["strftime_now"] = lambda text: clock(_narrow(limits, text))
+    environment.globals["strftime_now"] = lambda format: clock(_narrow(limits, format))
     environment.filters = {key: _bounded(limits, key, each) for key, each in environment.filters.items()}
     environment.filters |= {_ITEMS: items, _MADE: made}
     return limits
