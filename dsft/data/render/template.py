@@ -13,13 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.render.limits import FREE_SIZE, TIMES_THE_ROW, Limits, bound
+from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, Bounded, OutOfTimeError
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FREE_SIZE = 200_000
+TIMES_THE_ROW = 20
+"""A rendered text may have FREE_SIZE characters, or TIMES_THE_ROW times those of the row's strings."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -65,7 +69,8 @@ class ChatTemplate:
     ) -> tuple[str, Marks]:
         """The text of `prepared` messages, with the generation prompt where asked for, and its marks.
 
-        Raises BadRowError where the template refuses the messages or writes far more than they hold.
+        Raises BadRowError where the template refuses the messages, EndlessTemplateError where it takes more
+        CPU time or memory than `Bounded` allows, or writes far more than the messages hold.
         """
         from jinja2 import TemplateError
 
@@ -76,29 +81,39 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": prompt,
         }
-        self.limits.restart([messages, values["tools"]])
         try:
-            return self._written(values)
+            with Bounded():
+                return self._written(values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
         except RecursionError as error:
-            raise BadRowError("the chat template calls itself without an end; mend it") from error
-        except MemoryError as error:
-            raise BadRowError("the chat template needs more memory than there is; mend it") from error
+            raise BadRowError(f"{self.called} calls itself without end; correct the template") from error
+        except OutOfTimeError:
+            raise EndlessTemplateError(
+                f"{self.called} takes more than {TIME_LIMIT:g} seconds of CPU time for one row; correct its "
+                "loops, or shorten the row"
+            ) from None
+        except MemoryError:
+            raise EndlessTemplateError(
+                f"{self.called} takes more than {MEMORY_LIMIT >> 20:,} MiB of memory for one row; correct "
+                "the template, or shorten the row"
+            ) from None
 
     def _written(self, values: dict[str, Any]) -> tuple[str, Marks]:
         written: list[str] = []
         marks: Marks = []
-        size = 0
+        size, largest = 0, FREE_SIZE
         with self._compiled.environment.activate_tracker(written, marks):
             for part in self._compiled.generate(values):
                 written.append(part)
                 size += len(part)
-                if size > FREE_SIZE and size > self.limits.largest:
-                    raise EndlessTemplateError(
-                        f"{self.called} writes more than {self.limits.largest:,} characters, "
-                        f"{TIMES_THE_ROW} times what the row holds; correct the template"
-                    )
+                if size > largest:
+                    largest = max(largest, TIMES_THE_ROW * _characters([values["messages"], values["tools"]]))
+                    if size > largest:
+                        raise EndlessTemplateError(
+                            f"{self.called} writes more than {largest:,} characters, {TIMES_THE_ROW} times "
+                            "what the row holds; correct the template"
+                        )
         return "".join(written), marks
 
     @property
@@ -107,26 +122,18 @@ class ChatTemplate:
         return f"the chat template {'of the tokenizer' if self.name is None else self.name}"
 
     @cached_property
-    def limits(self) -> Limits:
-        limits: Limits = self._compiled.environment.limits
-        return limits
-
-    @cached_property
     def _compiled(self) -> Any:
         from jinja2 import TemplateError
         from transformers.utils import chat_template_utils
 
-        # transformers' own sandbox, with the filters and functions that templates count on. It is bounded
-        # before it sees the template, since expressions of constants are computed when it is compiled.
-        sandbox: Any = chat_template_utils._cached_compile_jinja_template("").environment
-        bound(sandbox, self.called)
         try:
-            return sandbox.from_string(self.text)
+            # transformers' own sandbox, with the filters and functions that templates count on; it is cached
+            return chat_template_utils._compile_jinja_template(self.text)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
             raise template_error(
-                f"{where}{error}", "mend the Jinja text, or name another template"
+                f"{where}{error}", "correct the Jinja text, or name another template"
             ) from error
 
 
@@ -206,3 +213,14 @@ def template_of(
             "the tokenizer of the model's chat version with model.tokenizer, or train on text rows",
         )
     return ChatTemplate(own, dict(tokenizer.special_tokens_map), name)
+
+
+def _characters(value: Any) -> int:
+    """The number of characters of all strings in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return 0
