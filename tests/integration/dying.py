@@ -2,6 +2,8 @@
 
     dying.py INSTANT RANK STEP SPEC [key=value …]
 
+The ranks' clocks are two hours apart, since nothing may depend on them.
+
 INSTANT: step (before the step's forward), part (half of a rank's file written), manifest (before
 MANIFEST.json), rename (before the folder gets its name), latest (before `latest` names it).
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,8 @@ def arm(instant: str, step: int) -> None:
 
 if __name__ == "__main__":
     instant, rank, step, *arguments = sys.argv[1:]
+    now, ahead = time.time, 3600 if os.environ["RANK"] == "1" else -3600
+    time.time = lambda: now() + ahead
     if os.environ["RANK"] == rank:
         arm(instant, int(step))
     sys.exit(main(arguments))

@@ -153,6 +153,17 @@ def test_a_moved_run_goes_on(two: Any) -> None:
     assert find(moved, "auto").path == moved / "checkpoints" / "step-2"
 
 
+def test_a_run_behind_a_link_goes_on_and_saves(two: Any, tmp_path: Path) -> None:
+    """As where `output_dir` is a link to another disk."""
+    (tmp_path / "disk").mkdir()
+    real = two.run.rename(tmp_path / "disk" / "run")
+    two.run.symlink_to(real)
+    assert find(two.run, "auto").path == two.step(2)
+    two.save(3, keep_last=2)
+    assert find(two.run, "auto").path == two.step(3)
+    assert sorted(path.name for path in (real / "checkpoints").glob("step-*")) == ["step-2", "step-3"]
+
+
 def test_steps_are_ordered_as_numbers(maker: Any) -> None:
     for step in (9, 10):
         maker.save(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -138,6 +139,50 @@ def test_ranks_that_do_not_own_every_element_commit_nothing(maker: Any, monkeypa
     results = maker.save(1)
     assert all(type(result) is DsftError and "elements of value" in str(result) for result in results)
     assert maker.names() == set()
+
+
+def test_retention_and_resume_go_by_steps_and_not_by_times(maker: Any) -> None:
+    """As where the clocks of hosts differ, or a copy has given every folder another time."""
+    for step in (1, 2, 3):
+        maker.save(step)
+        for path in (maker.step(step), maker.step(step) / "MANIFEST.json"):
+            os.utime(path, (10**9 - 1000 * step, 10**9 - 1000 * step))  # the newest looks the oldest
+    maker.save(4, keep_last=2)
+    os.utime(maker.step(4), (0, 0))
+    assert maker.names() == {"step-3", "step-4", "latest"}
+    assert find(maker.run, "auto").path == maker.step(4)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_that_fails_leaves_the_older_checkpoint(maker: Any, code: int, monkeypatch: Any) -> None:
+    """At the flush of one rank's file: a broken disk, one that became read-only, a lost NFS handle."""
+    maker.save(1)
+    flush = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == "rank-00001.safetensors":
+            raise OSError(code, os.strerror(code))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for result in maker.save(2):
+        assert isinstance(result, StorageError)
+        assert "rank 1: " in str(result) and os.strerror(code) in str(result)
+    assert maker.names() == {"step-1", "latest"}
+    monkeypatch.setattr(os, "fsync", flush)
+    assert maker.save(2) == [f"{maker.step(2)} is committed"] * 2
+
+
+def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(maker: Any) -> None:
+    before = os.umask(0o077)
+    try:
+        maker.save(1)
+        maker.save(2, keep_last=1)
+    finally:
+        os.umask(before)
+    made = [path for path in (maker.run / "checkpoints").rglob("*")]
+    assert len(made) > 10
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
 
 
 @pytest.mark.parametrize("failing", [0, 1])

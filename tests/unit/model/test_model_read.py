@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +282,26 @@ def test_a_folder_without_safetensors_is_read_by_transformers(tmp_path: Path) ->
         UserWarning, match="every rank reads the whole model, since it has no safetensors files"
     ):
         assert_equal(read(tmp_path).causal_lm, whole)
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = save(tmp_path / "model", tie_word_embeddings=True)
+    for file in (tmp_path / "model").glob("model*"):
+        file.unlink()
+    torch.save(
+        whole.state_dict() | {"model.norm.weight": Payload()}, tmp_path / "model" / "pytorch_model.bin"
+    )
+    with pytest.raises((MissingInputError, pickle.UnpicklingError)):
+        read(tmp_path / "model")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_conversion_that_is_not_understood_is_left_to_transformers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
     write_folder(tmp_path, Origin(SPEC, {}, None, ["x"], account, {"zero_optimization": {"stage": 3}}))
     assert json.loads((tmp_path / "reference.deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
     assert json.loads((tmp_path / "data.json").read_text()) == account
+
+
+def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        (tmp_path / "run").mkdir()
+        write_folder(tmp_path / "run", Origin(SPEC, {}, "node1 slots=1\n", ["x"], {}))
+    finally:
+        os.umask(before)
+    made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(made) > 5
+    assert [path.name for path in made if path.stat().st_mode & 0o077] == []
 
 
 def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
