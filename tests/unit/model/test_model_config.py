@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -125,15 +124,3 @@ def test_a_kernel_of_the_hub_that_a_config_names_is_refused(tmp_path: Path) -> N
     path.write_text(json.dumps(json.loads(path.read_text()) | {"_attn_implementation": "org/kernel"}))
     with pytest.raises(MissingInputError, match="_attn_implementation .* names the kernel 'org/kernel'"):
         resolve_config(Model(name_or_path=str(tmp_path)), FACTS)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, model_type: str) -> None:
-    build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32).causal_lm.save_pretrained(tmp_path)
-    code = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
-    config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": code, "model_type": model_type}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
-    with pytest.raises(MissingInputError) if model_type == "evil" else nullcontext():
-        build_model(Model(name_or_path=str(tmp_path)), FACTS, 3, torch.float32)
-    assert not (tmp_path / "ran").exists()

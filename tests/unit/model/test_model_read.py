@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,18 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch
     )
     with pytest.raises((MissingInputError, pickle.UnpicklingError)):
         read(tmp_path / "model")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, model_type: str) -> None:
+    save(tmp_path)
+    code = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": code, "model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    with pytest.raises(MissingInputError) if model_type == "evil" else nullcontext():
+        read(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
