@@ -10,6 +10,7 @@ finite is an error too, found by the rank that reads it.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -124,8 +125,10 @@ def read_whole(
         pair: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to run the code in it
+            reason = "a pickled file holds more than tensors, or is damaged."
         raise MissingInputError(
             f"{where} has no readable weights: {reason} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -300,7 +299,7 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch
     torch.save(
         whole.state_dict() | {"model.norm.weight": Payload()}, tmp_path / "model" / "pytorch_model.bin"
     )
-    with pytest.raises((MissingInputError, pickle.UnpicklingError)):
+    with pytest.raises(MissingInputError, match="a pickled file holds more than tensors"):
         read(tmp_path / "model")
     assert not (tmp_path / "ran").exists()
 
