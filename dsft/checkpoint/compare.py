@@ -10,7 +10,7 @@ from typing import Any
 from dsft.checkpoint.read import MODEL, Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
-from dsft.spec.differing import differing
+from dsft.spec.differing import ABSENT, differing
 from dsft.spec.schema import Spec
 
 MAY_DIFFER = (
@@ -49,6 +49,8 @@ MAY_DIFFER = (
 
 WAS, NOW = "was {}", "now {}"
 GENERATION = "generation_config.json"
+_READERS = ("transformers", "tokenizers")
+"""Packages that decide how a model's files are read, and how what was read is written."""
 
 
 def check_same_run(
@@ -89,13 +91,24 @@ def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> N
         )
 
 
-def check_same_model(checkpoint: Checkpoint, built_from: Mapping[str, Any]) -> None:
+def check_same_model(
+    checkpoint: Checkpoint, built_from: Mapping[str, Any], software: Mapping[str, Any]
+) -> None:
     """Compare what the model and its rows are built from now with what the checkpoint's were built from.
 
-    `built_from` is what `dsft.identity.built_from` gives. A checkpoint of an older dsft that does not have it
-    is not compared. Raises CheckpointError naming every key that differs, with both values.
+    `built_from` and `software` are what the functions of these names in `dsft.identity` give. Another version
+    of transformers or tokenizers may know other keys and write a tokenizer in another form, so keys that only
+    one of the two has and the tokenizer's digest are then left to the comparison of rows. A checkpoint of an
+    older dsft that does not have them is not compared. Raises CheckpointError naming every key that differs,
+    with both values.
     """
-    found = differing(checkpoint.state.get("built_from") or built_from, built_from)
+    then = (checkpoint.state.get("software") or software)["versions"]
+    is_same_library = all(then.get(name) == software["versions"].get(name) for name in _READERS)
+    found = [
+        one
+        for one in differing(checkpoint.state.get("built_from") or built_from, built_from)
+        if is_same_library or not (ABSENT in (one.old, one.new) or one.key == "tokenizer")
+    ]
     if found:
         raise CheckpointError(
             f"{checkpoint.path} is of a model built from other files: "

@@ -135,7 +135,7 @@ def compare_with(start: Checkpoint, job: Job, inputs: Inputs, ran_by: Mapping[st
     """Compare everything that decides the numbers with what it was when `start` was saved. Raises
     CheckpointError for what must be the same, and yields a warning for what may differ."""
     check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
-    check_same_model(start, built_from(inputs))
+    check_same_model(start, built_from(inputs), ran_by)
     check_same_base(start, inputs.files)
     check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
     yield from changed_since(start, ran_by)

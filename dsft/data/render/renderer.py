@@ -138,11 +138,13 @@ class Renderer:
 
 
 def tokenizer_text(tokenizer: Any) -> Any:
-    """All that a tokenizer is, as text."""
+    """All that a tokenizer is, as text, but for where its files are: that differs between hosts."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str()
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
-    return [tokenizer.get_vocab(), added, tokenizer.init_kwargs]
+    of_place = ("_file", "_path", "is_local", "local_files_only")
+    settings = {key: value for key, value in tokenizer.init_kwargs.items() if not key.endswith(of_place)}
+    return [tokenizer.get_vocab(), added, settings]
 
 
 # --- texts ------------------------------------------------------------------------------------------------

@@ -155,36 +155,54 @@ def test_frozen_weights_are_those_of_then() -> None:
         check_same_base(found, [("model.safetensors", 400, "abd")])
 
 
+SOFTWARE: dict[str, Any] = {
+    "versions": {"torch": "2.12.0", "transformers": "5.23.0", "tokenizers": "0.23.3"},
+    "device": "cpu",
+}
+BUILT: dict[str, Any] = {
+    "config.json": {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4}},
+    "tokenizer": "1a2b",
+    "chat template": "a",
+}
+
+
+def checkpoint_of(built_from: dict[str, Any], software: dict[str, Any] = SOFTWARE) -> Checkpoint:
+    state = checkpoint().state | {"built_from": built_from, "software": software}
+    return Checkpoint(Path("step-7"), {}, state, "")
+
+
 def test_what_the_model_is_built_from_is_compared_by_key() -> None:
-    built = {
-        "config.json": {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4}},
-        "chat template": "a",
-    }
-    held = Checkpoint(Path("step-7"), {}, checkpoint().state | {"built_from": built}, "")
-    check_same_model(held, built)
-    check_same_model(checkpoint(), built)  # of an older dsft, which did not write it
-    other = built | {"config.json": {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 3.0}}}
+    check_same_model(checkpoint_of(BUILT), BUILT, SOFTWARE)
+    check_same_model(checkpoint(), BUILT, SOFTWARE)  # of an older dsft, which did not write it
+    other = BUILT | {"config.json": {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 3.0}}}
     with pytest.raises(CheckpointError) as error:
-        check_same_model(held, other)
+        check_same_model(checkpoint_of(BUILT), other | {"tokenizer": "ffff"}, SOFTWARE)
     assert "config.json.rms_norm_eps was 1e-06, now 0.5; " in str(error.value)
-    assert "config.json.rope_parameters.rope_theta was 10000.0, now 3.0. " in str(error.value)
+    assert "config.json.rope_parameters.rope_theta was 10000.0, now 3.0; " in str(error.value)
+    assert "tokenizer was '1a2b', now 'ffff'. " in str(error.value)
+
+
+def test_another_library_may_know_other_keys_and_write_a_tokenizer_otherwise() -> None:
+    older = SOFTWARE | {"versions": SOFTWARE["versions"] | {"transformers": "5.22.0"}}
+    other = BUILT | {"config.json": BUILT["config.json"] | {"new_key": 1}, "tokenizer": "ffff"}
+    check_same_model(checkpoint_of(BUILT, older), other, SOFTWARE)
+    with pytest.raises(CheckpointError, match="config.json.new_key was '\\(absent\\)', now 1; tokenizer was"):
+        check_same_model(checkpoint_of(BUILT), other, SOFTWARE)
+    with pytest.raises(CheckpointError, match="chat template was 'a', now 'b'"):
+        check_same_model(checkpoint_of(BUILT, older), other | {"chat template": "b"}, SOFTWARE)
 
 
 def test_a_long_template_is_shown_where_it_differs() -> None:
     long = "x" * 300
-    held = Checkpoint(
-        Path("step-7"), {}, checkpoint().state | {"built_from": {"chat template": long + "A" + long}}, ""
-    )
+    held = checkpoint_of({"chat template": long + "A" + long})
     with pytest.raises(CheckpointError) as error:
-        check_same_model(held, {"chat template": long + "B" + long})
+        check_same_model(held, {"chat template": long + "B" + long}, SOFTWARE)
     assert f"was …'{'x' * 20}A{'x' * 19}'…, now …'{'x' * 20}B{'x' * 19}'…." in str(error.value)
 
 
 def test_other_software_is_told_and_not_refused() -> None:
-    software = {"versions": {"torch": "2.12.0", "peft": "0.19"}, "device": "cpu"}
-    held = Checkpoint(Path("step-7"), {}, checkpoint().state | {"software": software}, "")
-    assert list(changed_since(held, software)) == []
-    now = software | {"versions": {"torch": "2.13.0", "peft": "0.19"}}
-    assert list(changed_since(held, now)) == [
+    assert list(changed_since(checkpoint_of(BUILT), SOFTWARE)) == []
+    now = SOFTWARE | {"versions": SOFTWARE["versions"] | {"torch": "2.13.0"}}
+    assert list(changed_since(checkpoint_of(BUILT), now)) == [
         "warning: versions.torch was '2.12.0', now '2.13.0', since step-7 was saved"
     ]

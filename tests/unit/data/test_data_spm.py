@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from dsft.data.read.builtin import QUICKSTART, builtin_rows
+from dsft.data.render.renderer import tokenizer_text
 from dsft.data.tokenizer import spm
 from dsft.data.tokenizer.load import Added, add_tokens, load_tokenizer, notes
 from dsft.data.tokenizer.spm_model import BPE, USER_DEFINED, parse
@@ -153,6 +156,18 @@ def test_a_folder_with_nothing_else(folder: Path, tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(folder / "bpe-llama.model").get_vocab()
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert spm.bare_model(tmp_path) is None
+
+
+def test_what_a_tokenizer_is_does_not_depend_on_where_its_file_is(folder: Path, tmp_path: Path) -> None:
+    """Hosts may have it in other folders."""
+    texts = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        shutil.copy(folder / "unigram-nfkc.model", tmp_path / place / "tokenizer.model")
+        tokenizer = load_tokenizer(tmp_path / place)
+        assert not tokenizer.is_fast
+        texts.append(json.dumps(tokenizer_text(tokenizer), default=str))
+    assert texts[0] == texts[1] and str(tmp_path) not in texts[0]
 
 
 @pytest.mark.parametrize(
