@@ -76,7 +76,12 @@ class Talker:
             text, _ = template_of(self.tokenizer).render(prepared(messages), prompt=True)
         except BadRowError as error:
             raise DsftError(f"The conversation cannot be asked: {error}.") from None
-        inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        try:
+            inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        except BaseException as error:  # the tokenizers library's panic is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DsftError("The tokenizer cannot read this conversation; /reset forgets it.") from None
         return inputs.to(self.model.device)
 
     def _settings(self, size: int) -> GenerationConfig:
@@ -149,12 +154,13 @@ def load(folder: Path, sampling: Sampling) -> Talker:
                 "chat_template.jinja into the folder, or train with data.chat_template."
             )
         model: Any = _adapted(folder, num_ids(tokenizer)) if adapter else _whole(str(folder))
+        turn_end = Renderer(tokenizer).turn_end()
     except UNREADABLE as error:
         raise MissingInputError(
             f"{folder} cannot be loaded ({_first_line(error)}); write the export anew with dsft export."
         ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Talker(model.to(device).eval(), tokenizer, sampling, Renderer(tokenizer).turn_end())
+    return Talker(model.to(device).eval(), tokenizer, sampling, turn_end)
 
 
 def _whole(name: str) -> Any:

@@ -34,8 +34,12 @@ Identity = dict[str, Any]
 
 
 def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
-    """What is known before a rank joins the others. `config` is the DeepSpeed JSON."""
-    return {"spec": spec.model_dump(mode="json"), "DeepSpeed JSON": dict(config), **software()}
+    """What is known before a rank joins the others. `config` is the DeepSpeed JSON. Values of cluster.env,
+    which may be secret, stand as digests."""
+    told = spec.model_dump(mode="json")
+    if spec.cluster is not None:
+        told["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
+    return {"spec": told, "DeepSpeed JSON": dict(config), **software()}
 
 
 def software() -> Identity:
@@ -44,12 +48,13 @@ def software() -> Identity:
     return {"versions": decisive_versions(), "environment": switches(os.environ)}
 
 
-def of_inputs(spec: Spec, inputs: Inputs) -> Identity:
-    """What a rank has read from its host's disks. Raises MissingInputError for files that cannot be read."""
+def of_inputs(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
+    """What a rank has read from its host's disks; `built` is what `built_from` gives. Raises
+    MissingInputError for files that cannot be read."""
     datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
     lora = spec.model.lora
     found: Identity = {
-        **built_from(inputs),
+        **built,
         "attention": inputs.config._attn_implementation,
         "weights": inputs.files,
         "rows of data.train and data.eval": [data.fingerprint for data in datasets],
@@ -79,5 +84,8 @@ def config_keys(config: PreTrainedConfig) -> Identity:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256, as hex, of all of a tokenizer but its chat template."""
-    text = json.dumps([tokenizer_text(tokenizer), tokenizer.special_tokens_map], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _digest([tokenizer_text(tokenizer), tokenizer.special_tokens_map])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -98,7 +98,7 @@ class Watch(Protocol):
 
 
 class Alike(Protocol):
-    """Compares what several ranks hold alike: `dsft.engine.replicas.Replicas`."""
+    """Compares replicated weights between ranks: `dsft.engine.replicas.Replicas`."""
 
     def mine(self, step: int, *, saves: bool) -> Tensor:
         """(n,) float64 of this rank, summed with the losses; empty where nothing is to be compared."""
@@ -117,7 +117,7 @@ class Run:
     seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
     of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
     ranks' steps cost; ask: begins a collective on whether the run is to stop, and gives what waits for the
-    answer, the reason or None; replicas: compares what ranks hold alike; mark: is told what begins now, and
+    answer, the reason or None; replicas: compares replicated weights; mark: is told what begins now, and
     how many steps are done; skipped: names the rows of a step that was not applied, from its micro-batches
     and its window's loss, a collective."""
 

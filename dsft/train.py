@@ -46,7 +46,7 @@ from dsft.plan.layout import layout
 from dsft.plan.pinned import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
-from dsft.report.redact import print_fault, redact_command, redact_threads, redact_values
+from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
 
 RANK_0_SPEAKS = 3.0
 """Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
     except Exception as error:  # a fault of dsft's, or of what it calls: the traceback shows where
-        pulse.end(1, redact_values(f"{type(error).__name__}: {error}", os.environ))
+        pulse.end(1, plain(redact(f"{type(error).__name__}: {error}", os.environ)))
         print_fault(error)
         return 1
     pulse.end(0)

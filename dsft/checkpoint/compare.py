@@ -147,7 +147,7 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
     Raises CheckpointError where frozen parameters were read from others: what was trained would stand on
     another base."""
     held = checkpoint.state.get("base")
-    if held is None or [list(file) for file in held] == [list(file) for file in files or ()]:
+    if not held or [list(file) for file in held] == [list(file) for file in files or ()]:
         return
     name = checkpoint.state["spec"]["model"]["name_or_path"]
     raise CheckpointError(

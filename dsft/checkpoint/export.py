@@ -57,6 +57,9 @@ ORIGIN = "dsft_export.json"
 BESIDE = "beside.safetensors"
 """In a checkpoint's model folder: what a model's file holds beside the parameters. Most have nothing."""
 
+BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
+"""Files of an export that people edit. They do not make it a damaged one."""
+
 NOT_AN_ADAPTERS = ("config.json", BESIDE)
 """Of the base alone: an adapter's folder that has them is taken for a model's. generation_config.json stays,
 since it names the tokens that end an answer of the adapter's."""
@@ -248,15 +251,18 @@ def _with_turn_end(listed: int | list[int] | None, text_end: Any, turn_end: int 
 
 
 def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
-    """None where `out` is the export of this origin and every file is as it was written: it stays. Else what
-    is to be said of what it replaces. Reads all of `out`. LockedError where `out` is no export at all."""
+    """None where `out` is the export of this origin and every file but those in BY_HAND is as it was written:
+    it stays. Else what is to be said of what it replaces. Reads all of `out`. LockedError where `out` is no
+    export at all."""
     try:
         found = read_json(out / ORIGIN)
         if found["from"] != origin:
             return ""
         if "files" not in found:  # of an earlier dsft, which listed sizes alone
             return "; it replaces one that has no checksums"
-        files = {name: Written(**facts) for name, facts in found["files"].items()}
+        files = {name: Written(**facts) for name, facts in found["files"].items() if name not in BY_HAND}
+        if any(Path(name).name != name for name in files):
+            raise ValueError(f"{ORIGIN} lists files of other folders")
         damaged = next(damages(out, files), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if out.exists() and not (out / ORIGIN).exists() and not (out.is_dir() and not any(out.iterdir())):

@@ -23,7 +23,7 @@ class BadRowError(Exception):
 
 
 class EndlessTemplateError(BadRowError):
-    """The chat template was stopped: it loops, or makes values, beyond any use."""
+    """The chat template was stopped at its limit of CPU time, memory or written text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ elements on a CPU is 0.3 % too small and that of 150 million 1.9 %. `torch.linal
 is exact but copies the whole tensor, as DeepSpeed's ZeRO 1 to 3 do. Norms of short rows need no copy and no
 more time.
 
-Importing this module replaces the two norms that DeepSpeed 0.19.8 computes in float32:
+`install` replaces the two norms that DeepSpeed 0.19.8 computes in float32:
 `FP16_UnfusedOptimizer` (ZeRO 0 in bf16, unfused_optimizer.py:214) and `BF16_Optimizer` (ZeRO 1 in bf16,
 bf16_optimizer.py:390) look them up in their modules at every step.
 """
@@ -42,14 +42,17 @@ _weight_norm = unfused_optimizer.get_weight_norm
 _global_norm = bf16_optimizer.get_global_norm_of_tensors
 
 
-def _exact_weight_norm(parameters: Iterable[Tensor], mpu: Any = None) -> Any:
-    return _weight_norm([condensed(tensor) for tensor in parameters], mpu=mpu)
+def install() -> None:
+    """Make DeepSpeed compute these norms as `condensed` does, from now on."""
+    unfused_optimizer.get_weight_norm = _exact_weight_norm
+    bf16_optimizer.get_global_norm_of_tensors = _exact_global_norm
+
+
+def _exact_weight_norm(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> Any:
+    tensors = [parameters] if isinstance(parameters, Tensor) else parameters
+    return _weight_norm([condensed(tensor) for tensor in tensors], mpu=mpu)
 
 
 def _exact_global_norm(input_tensors: Iterable[Tensor], mpu: Any = None, norm_type: int = 2) -> Any:
     assert norm_type == 2, "BF16_Optimizer's only one"
     return _global_norm([condensed(tensor) for tensor in input_tensors], mpu=mpu)
-
-
-unfused_optimizer.get_weight_norm = _exact_weight_norm
-bf16_optimizer.get_global_norm_of_tensors = _exact_global_norm

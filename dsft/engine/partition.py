@@ -96,6 +96,15 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def share_buffers(module: nn.Module, world: World) -> None:
+    """A collective. Copy rank 0's floating-point buffers into those of the same name: processors of different
+    kinds may compute a rotary table with another last bit."""
+    own = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    for name, value in world.broadcast({name: buffer.cpu() for name, buffer in own.items()}).items():
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+
+
 def place_buffers(module: nn.Module, device: torch.device) -> None:
     """DeepSpeed moves a module to its device, except one whose parameters are cut (engine.py:2093)."""
     for buffer in module.buffers():

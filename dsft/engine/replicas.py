@@ -8,6 +8,7 @@ gather in each step are compared too; sharded ones (ZeRO 3) are on one rank only
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from zlib import crc32
@@ -64,7 +65,8 @@ class Replicas:
         if all(len(rows[list(ranks), number].unique()) == 1 for number, ranks in enumerate(self._sets)):
             return
         mine = {n: int(digest(tensor)) for n, tensor in self._tensors().items() if n in self._holders}
-        raise WorldError(_unlike(self._world.gather(mine), step))
+        gathered = self._world.gather((socket.gethostname(), mine))
+        raise WorldError(_unlike([host for host, _ in gathered], [held for _, held in gathered], step))
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -104,8 +106,8 @@ def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
     return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1 and world.rank in ranks}
 
 
-def _unlike(digests: Sequence[Mapping[str, int]], step: int) -> str:
-    """`digests`: by rank, of each tensor that the rank shares with others."""
+def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: int) -> str:
+    """`hosts` and `digests` are by rank; digests are of each tensor that the rank shares with others."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for held in digests for name in held):
         values = {rank: held[name] for rank, held in enumerate(digests) if name in held}
@@ -115,12 +117,13 @@ def _unlike(digests: Sequence[Mapping[str, int]], step: int) -> str:
             found.setdefault(tuple(odd if times > len(odd) else values), []).append(name)
     clauses = []
     for ranks, names in found.items():
-        who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+        listed = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
+        who = f"rank {listed} holds" if len(ranks) == 1 else f"ranks {listed} hold"
         others = "than the others" if len(ranks) < len(digests) else "than each other"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         clauses.append(f"{who} other values {others} of {', '.join(names[:_SHOWN])}{more}")
     return (
         f"step {step}: {'; '.join(clauses)}, which must be the same bit for bit. A memory or a device is "
-        "faulty, or processors of different kinds round differently; nothing of this step is saved: go on "
-        "from the last checkpoint without that host."
+        "faulty, or hosts have processors of different kinds, which round differently; nothing of this step "
+        "is saved: go on from the last checkpoint with hosts of one kind, without the faulty one."
     )

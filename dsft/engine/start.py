@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from dsft.engine import state
+from dsft.engine import norm, state
 from dsft.engine.api import LossScale
 from dsft.engine.clip import StepClip
 from dsft.engine.optimizer import RATE, build_optimizer
@@ -59,6 +59,7 @@ def start(
     module: nn.Module, trained: Mapping[str, nn.Parameter], spec: Spec, config: Mapping[str, Any]
 ) -> Started:
     """A collective: every rank calls it with its own stage. `config` is not changed."""
+    norm.install()
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
     if clips_here:

@@ -36,9 +36,7 @@ from dsft.spec.differing import Difference, differing
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
-_HEARD = timedelta(
-    seconds=20
-)  # in which the others read why rank 0 refuses them, before it takes the store down
+_HEARD = timedelta(seconds=20)  # for the others to read the answer before rank 0 ends with its store
 _SHOWN = 8  # differences between ranks that a message shows
 
 
@@ -150,7 +148,9 @@ def join(
         accelerator.set_device(launched.local_rank)
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
     store = _store(launched)
-    meet(store, world.rank, world.world_size, {**(identity or {}), "device": name})
+    # An agent of torchrun keeps its store when it starts the ranks again.
+    attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    meet(attempt, world.rank, world.world_size, {**(identity or {}), "device": name})
     backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
     dist.init_process_group(  # DeepSpeed takes this group over
         backend,
@@ -158,7 +158,10 @@ def join(
         store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
+        # as DeepSpeed's TorchBackend does: NCCL connects at once, and splits this group for each new one
+        device_id=device if name == "cuda" and world.world_size > 1 else None,
     )
+    world.prove_same(identity or {})  # once more: after a change of hosts the store has what others wrote
     if name == "cpu":  # DeepSpeed finds its operation loaded
         load_everywhere(ShareMemCommBuilder(), world, say)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of its operation, on every rank

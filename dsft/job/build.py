@@ -14,7 +14,7 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import keep_for, share_buffers
 from dsft.engine.proof import prove_head, prove_packing
 from dsft.engine.world import World
 from dsft.inputs import Inputs
@@ -77,6 +77,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
         return policy
 
     policy = world.each(part)
+    share_buffers(policy.causal_lm, world)
     if switched_off:
         start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
     files: dict[str, bytes] = {}

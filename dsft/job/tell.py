@@ -14,7 +14,7 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.save import Facts
 from dsft.data.sets.load import Loaded
 from dsft.engine.world import World
-from dsft.identity import built_from
+from dsft.identity import Identity
 from dsft.inputs import Inputs
 from dsft.job.api import Job
 from dsft.loop import Progress
@@ -40,14 +40,14 @@ def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: in
 def facts_of(
     job: Job,
     inputs: Inputs,
-    ran_by: Mapping[str, Any],
+    compared: Mapping[str, Identity],
     progress: Progress,
     held_out_loss: float | None,
     reference: Source | None,
     *,
     unchanged: bool | None,
 ) -> Facts:
-    """ran_by: versions, variables and kind of device, for `Facts.software`; unchanged: whether the reference
+    """compared: `built_from` and `software`, for the Facts of these names; unchanged: whether the reference
     was found to be what it was at the start, None: not looked at."""
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
@@ -59,8 +59,8 @@ def facts_of(
         versions=versions(),
         held_out_loss=held_out_loss if is_known else None,
         base=inputs.files if has_frozen(model) else None,
-        built_from=built_from(inputs),
-        software=ran_by,
+        built_from=compared["built_from"],
+        software=compared["software"],
         new_rows=asdict(inputs.rows) if inputs.rows else None,
         reference=reference.memory if reference else None,
         origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
@@ -86,8 +86,8 @@ def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
         names = [str(tokenizer.convert_ids_to_tokens(stop)) for stop in stops]
         listed = " and ".join(f"{name!r} ({stop})" for name, stop in zip(names, stops, strict=True))
         lines.append(
-            f"export: answers end with {names[0]!r}, which the model did not stop at; its "
-            f"generation_config.json has eos_token_id {listed}"
+            f"export: answers end with {names[0]!r}, so generation_config.json stops at it too: eos_token_id "
+            f"{listed}"
         )
     return lines
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from dsft.checkpoint.compare import (
     changed_since,
@@ -23,7 +23,7 @@ from dsft.data.steps.ahead import ahead
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World
 from dsft.errors import DsftError
-from dsft.identity import built_from, of_inputs, software
+from dsft.identity import Identity, built_from, of_inputs, software
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
@@ -55,11 +55,11 @@ def train(
     where no step is left. Raises what `lock.check` does where another job may write into the run's folder."""
     spec, folder = job.spec, job.folder
     inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
-    world.prove_same(world.each(lambda: of_inputs(spec, inputs)))
-    ran_by = software() | {"device": world.device.type}
+    compared = {"built_from": built_from(inputs), "software": software() | {"device": world.device.type}}
+    world.prove_same(world.each(lambda: of_inputs(spec, inputs, compared["built_from"])))
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if start is not None:
-        for line in compare_with(start, job, inputs, ran_by):
+        for line in compare_with(start, job, inputs, compared):
             say(line)
     if progress.step >= last_step:
         return None
@@ -97,7 +97,7 @@ def train(
     def keep(progress: Progress, held_out_loss: float | None) -> None:
         proof = reference.unchanged.proof(world) if reference and progress.step == last_step else None
         unchanged = None if proof is None else isinstance(proof, str)
-        facts = facts_of(job, inputs, ran_by, progress, held_out_loss, reference, unchanged=unchanged)
+        facts = facts_of(job, inputs, compared, progress, held_out_loss, reference, unchanged=unchanged)
         fragments, shapes = engine.owned(), engine.shapes()
         report.line(
             save(folder, fragments, shapes, facts, world, model_files=built.model_files, retention=retention)
@@ -131,14 +131,16 @@ def train(
     return step_folder(folder, end.step)
 
 
-def compare_with(start: Checkpoint, job: Job, inputs: Inputs, ran_by: Mapping[str, Any]) -> Iterator[str]:
+def compare_with(
+    start: Checkpoint, job: Job, inputs: Inputs, compared: Mapping[str, Identity]
+) -> Iterator[str]:
     """Compare everything that decides the numbers with what it was when `start` was saved. Raises
     CheckpointError for what must be the same, and yields a warning for what may differ."""
     check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
-    check_same_model(start, built_from(inputs), ran_by)
+    check_same_model(start, compared["built_from"], compared["software"])
     check_same_base(start, inputs.files)
     check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
-    yield from changed_since(start, ran_by)
+    yield from changed_since(start, compared["software"])
 
 
 def tell_proof(proof: str | DsftError | None, say: Say) -> None:

@@ -84,7 +84,7 @@ def check_locked(needed: int) -> None:
 
 
 def where_gone(path: Path) -> str | None:
-    """What is to be said where the folder of a file is not there any more; None where it is."""
+    """A sentence for an error where the folder of a file no longer exists; None where it does."""
     if path.parent.exists():
         return None
     return (
@@ -94,8 +94,8 @@ def where_gone(path: Path) -> str | None:
 
 
 def no_inodes(folder: Path) -> str | None:
-    """What is to be said where a disk has free bytes but no inodes, so that no file can be made: the system
-    says "No space left on device" of both. None where that is not so."""
+    """A sentence for an error where a disk has free bytes but no inodes, so that no file can be created: the
+    system reports both as "No space left on device". None where it has inodes."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -1,6 +1,5 @@
-"""What a rank does beside its work, from its first moment on: takes its place and its environment; its output
-goes where it is to go, it is heard of, it hears signals, it does not outlive its launcher, and its compilers
-do not outlive it."""
+"""What a rank does beside its work from its first moment on: it keeps its log, sends heartbeats, handles
+signals, ends with its launcher, and ends its own compilers. Takes its place and its environment."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def end_ninja() -> None:
         for child in psutil.Process().children():
             if child.name() == "ninja":
                 found += [child.pid, *(each.pid for each in child.children(recursive=True))]
-    for pid in found:  # without a word between them, as os.kill lets no other thread run
+    sys.setswitchinterval(60)  # seconds: no other thread runs before this one has ended the process
+    for pid in found:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

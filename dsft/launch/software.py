@@ -57,7 +57,7 @@ def version_of(name: str) -> str | None:
 def code_digest(folder: Path = OWN) -> str:
     """SHA-256, as hex, over the names and contents of all Python files of dsft."""
     digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(path for path in folder.rglob("[!.]*.py") if path.is_file()):
         digest.update(f"{file.relative_to(folder)}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

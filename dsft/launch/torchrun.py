@@ -149,7 +149,7 @@ def _options(wish: _Wish) -> list[str]:
     alone = count == 1
     return [
         SIGNALS, "--nnodes", str(count), "--nproc_per_node", str(wish.processes),
-        *(("--standalone",) if alone and not wish.port else (
+        *(("--standalone", "--local_addr", "127.0.0.1") if alone and not wish.port else (
             "--node_rank", str(wish.host_rank or 0),
             "--master_addr", "127.0.0.1" if alone else str(wish.address),
             "--master_port", str(wish.port or PORT),

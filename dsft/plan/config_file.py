@@ -158,7 +158,8 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
-    for key, feature in in_json(file):
+    not_offered = dict(in_json(file))
+    for key, feature in not_offered.items():
         yield Problem(key, feature.clause())
     for key, fixed in FIXED.items():
         value = _lookup(file, key)
@@ -169,7 +170,8 @@ def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
                 key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}"
             )
     for key, clause in wrong_values(file):
-        yield Problem(key, clause)
+        if key not in not_offered:
+            yield Problem(key, clause)
 
 
 def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:

@@ -54,9 +54,7 @@ NAMES = Rule(
 TEXT = Rule("text", lambda value: isinstance(value, str))
 DEVICE = _one_of("none", "cpu", "nvme")
 SECTION = Rule("a section, {…}", lambda value: isinstance(value, Mapping))
-NO_FILE = Rule(
-    "null, so that DeepSpeed prints it and writes no file beside the run's folder", lambda value: False
-)
+NO_FILE = Rule("null, which prints the profile, as a file is not supported", lambda value: False)
 
 _BY_SECTION: Mapping[str, Mapping[str, Rule]] = {
     "": {

@@ -74,7 +74,7 @@ def torchrun_script(cluster: Cluster, name: str, train: str, spec: str, override
         ]
     if alone:
         lines += [
-            "listen=(--standalone) # at a free port",
+            "listen=(--standalone --local-addr=127.0.0.1) # at a free port",
             "if [[ -n ${MASTER_PORT-} ]]; then",
             '  listen=(--master-addr=127.0.0.1 --master-port="$MASTER_PORT")',
             "fi",

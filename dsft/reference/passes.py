@@ -23,7 +23,7 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
 from dsft.engine.world import World, join
 from dsft.errors import NonFiniteError, OutOfMemoryError, WorldError
-from dsft.identity import of_inputs, of_process
+from dsft.identity import built_from, of_inputs, of_process
 from dsft.inputs import Inputs, read_inputs
 from dsft.launch.environment import detect
 from dsft.objective.answers import answer_logps
@@ -97,7 +97,7 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     world = join(launched, reference_layout(spec, launched.world_size), say, of_process(spec, {}))
     inputs = world.each(lambda: _inputs(asked))
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
-    world.prove_same(world.each(lambda: of_inputs(spec, inputs)))
+    world.prove_same(world.each(lambda: of_inputs(spec, inputs, built_from(inputs))))
     batch = scoring_batch(spec, asked.micro_batch_size, world.layout.data_parallel)
     plan = world.first(lambda: _planned(asked, datasets))
     reference = open_reference(spec, inputs.facts, world)

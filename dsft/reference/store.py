@@ -68,7 +68,7 @@ def store_folder(spec: Spec, key: Key) -> Path:
 
 def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
     """That what the folder holds, if anything, is of this key. By anyone, at any time: nothing is written.
-    `say` is told where key.json is damaged and the shards, which name their key themselves, are of this key.
+    `say` gets a line where key.json is damaged while the shards, which name their key too, are of this key.
 
     Raises CheckpointError where it holds what another key gave, naming what differs; StorageError where it
     cannot be read.

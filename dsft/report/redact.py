@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsft.errors import plain
+
 HIDDEN = "(hidden)"  # a plain word to YAML too
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are no secrets
@@ -46,7 +48,7 @@ def print_fault(error: BaseException) -> None:
     """Print the traceback of an exception that nobody expected, as Python does, without the secrets that its
     text or the source lines may hold."""
     text = "".join(traceback.format_exception(error))
-    print(redact(text, os.environ), end="", file=sys.stderr, flush=True)
+    print(plain(redact(text, os.environ)), end="", file=sys.stderr, flush=True)
 
 
 def redact_threads() -> None:

@@ -38,8 +38,9 @@ def differing(old: Any, new: Any) -> list[Difference]:
     """Every leaf that differs, sorted by key."""
     before, after = dict(flatten(old)), dict(flatten(new))
     for one, other in ((before, after), (after, before)):  # an empty mapping that has keys on the other side
-        for key in [key for key in one if key not in other and any(k.startswith(f"{key}.") for k in other)]:
-            del one[key]
+        for key in [key for key in one if key not in other and one[key] in ({}, [])]:
+            if any(below.startswith(f"{key}.") for below in other):
+                del one[key]
     return [
         Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
         for key in sorted(before.keys() | after.keys())

@@ -341,7 +341,7 @@ class Train(Section):
     compare_ranks_every: int | None = Field(
         default=100,
         ge=1,
-        description="Steps between comparisons of weights that ranks hold alike; null: before saves alone.",
+        description="Steps between bitwise comparisons of replicated weights; null: only before checkpoints.",
     )
     neftune_alpha: float | None = Field(
         default=None,

@@ -43,8 +43,9 @@ class Requests:
     first_at: float = 0.0
 
     def take(self, number: int) -> None:
-        """A terminal and a scheduler may send two that mean one."""
-        if self.stops == 0:
+        """A terminal and a scheduler may send two that mean one. SIGUSR1 announces the end of a job's time,
+        so the signal after it is the first that asks for a stop."""
+        if self.stops == 0 or (self.signal == signal.SIGUSR1 != number and self.stops == 1):
             self.stops, self.signal, self.first_at = 1, number, time.monotonic()
         elif time.monotonic() > self.first_at + 0.5:
             self.stops, self.signal = 2, number
@@ -131,7 +132,7 @@ class Attempt:
         self._stacks_until: float | None = None
         self._hung: Failure | None = None
         self._stopped_at: float | None = None  # the first rank that ended with 75
-        self._asked = 0
+        self._asked: tuple[int, int] | None = None  # how many signals, and the last of them
         self._ended_as_asked: int | None = None  # the exit code, where a signal ended all at once
         self._warned: set[int] = set()
         self._began = time.monotonic()
@@ -322,9 +323,9 @@ class Attempt:
         of life there is nothing to save, and all is ended. SIGUSR1 lets every rank do its first step."""
         stops, number = self._requests.stops, self._requests.signal
         waits = stops == 1 and number == signal.SIGUSR1
-        if stops == self._asked or (waits and self.state == "starting"):
+        if (stops, number) == self._asked or (waits and self.state == "starting") or not stops:
             return
-        self._asked = stops
+        self._asked = stops, number
         if self.state == "ending":
             return
         name = signal.Signals(number).name

@@ -82,8 +82,8 @@ def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(
         []
         if listed
         else [
-            "export: answers end with '<|im_end|>', which the model did not stop at; its "
-            "generation_config.json has eos_token_id '<|im_end|>' (258) and '<|pad|>' (256)"
+            "export: answers end with '<|im_end|>', so generation_config.json stops at it too: eos_token_id "
+            "'<|im_end|>' (258) and '<|pad|>' (256)"
         ]
     )
     assert load(base, Sampling())._stops() == [TEXT_END, TURN_END]

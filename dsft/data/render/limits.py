@@ -42,7 +42,8 @@ class Bounded:
         if signal.getsignal(signal.SIGVTALRM) is not _out_of_time:
             signal.signal(signal.SIGVTALRM, _out_of_time)
         self._soft, self._hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = _data_bytes() + MEMORY_LIMIT
+        used = _data_bytes()
+        most = used + MEMORY_LIMIT if used else self._soft
         if self._soft != resource.RLIM_INFINITY:
             most = min(most, self._soft)
         Bounded._inside = True
@@ -62,7 +63,8 @@ def _out_of_time(*_: object) -> None:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts, with the stack: the sixth number of proc(5)'s statm."""
+    """What RLIMIT_DATA counts, with the stack: the sixth number of proc(5)'s statm, which some kernels give
+    as 0."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 256).split()[5]) * _PAGE

@@ -333,7 +333,7 @@ def _readable(row: _Row) -> _Row:
     try:
         row.render(len(row.messages))
     except EndlessTemplateError:
-        return row  # it is told of where the row itself is rendered
+        return row  # rendering the row itself raises the same error
     except BadRowError:
         as_text = row._replace(messages=[_with_texts(message) for message in row.messages])
         try:

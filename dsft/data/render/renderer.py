@@ -138,9 +138,11 @@ class Renderer:
 
 
 def tokenizer_text(tokenizer: Any) -> Any:
-    """All that a tokenizer is, as text, but for where its files are: that differs between hosts."""
+    """All that a tokenizer is, as JSON values. Without where its files are, which differs between hosts, and
+    without truncation and padding, which `Tokens` switches off when it first encodes."""
     if tokenizer.is_fast:
-        return tokenizer.backend_tokenizer.to_str()
+        held = json.loads(tokenizer.backend_tokenizer.to_str())
+        return {key: value for key, value in held.items() if key not in ("truncation", "padding")}
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
     of_place = ("_file", "_path", "is_local", "local_files_only")
     settings = {key: value for key, value in tokenizer.init_kwargs.items() if not key.endswith(of_place)}

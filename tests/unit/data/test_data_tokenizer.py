@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data.render.renderer import Renderer, tokenizer_text
+from dsft.data.rows import Text
 from dsft.data.tokenizer.load import (
     BYTE_LEVEL_VOCAB_SIZE,
     NOT_PLAIN,
@@ -178,3 +180,16 @@ def test_a_plain_folder_is_read_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_what_a_tokenizer_is_does_not_depend_on_what_it_has_encoded(tmp_path: Path) -> None:
+    """Files of tokenizers may have truncation and padding, which are switched off when rows are encoded."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(7)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    tokenizer.save_pretrained(tmp_path)
+    read = load_tokenizer(tmp_path)
+    before = tokenizer_text(read)
+    Renderer(read).render([Text((("a text", True),))])
+    assert read.backend_tokenizer.truncation is None
+    assert tokenizer_text(read) == before

@@ -11,8 +11,9 @@ from deepspeed.runtime.fp16 import unfused_optimizer
 from torch import Tensor, nn
 
 from dsft.engine.clip import StepClip
-from dsft.engine.norm import ROW, condensed
+from dsft.engine.norm import ROW, condensed, install
 
+install()
 LARGE = 4_000_000  # elements of which torch's own float32 norm is off by 7e-5
 
 

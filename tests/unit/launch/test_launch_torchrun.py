@@ -57,7 +57,8 @@ def test_one_host_needs_only_its_processes() -> None:
     for arguments, environ in ((["--num_gpus=2"], {}), ([], {"NPROC_PER_NODE": "2"})):
         argv = torchrun_argv(arguments, environ, "train.py")
         assert argv is not None
-        assert argv[3:] == [SIGNALS, "--nnodes", "1", "--nproc_per_node", "2", "--standalone", "train.py"]
+        standalone = ["--standalone", "--local_addr", "127.0.0.1"]
+        assert argv[3:] == [SIGNALS, "--nnodes", "1", "--nproc_per_node", "2", *standalone, "train.py"]
 
 
 def test_one_host_with_a_port_listens_there() -> None:

@@ -87,7 +87,7 @@ def test_paths_and_variables_of_a_script_arrive(stage: Stage, texts: list[str], 
     )
     seen.run("x.torchrun.sh", torchrun_script(cluster, *place))
     asked = seen.asked("torchrun")
-    assert asked is not None and asked[4:] == [os.fsencode(word) for word in (train or "t", spec, override)]
+    assert asked is not None and asked[5:] == [os.fsencode(word) for word in (train or "t", spec, override)]
     got = (seen.root / "got").read_bytes().split(b"\0")
     assert got[:-1] == [os.fsencode(value) for value in env.values()]
 

@@ -79,7 +79,8 @@ def test_a_host_that_does_not_know_its_place_is_told_it(tmp_path: Path) -> None:
 def test_this_machine_alone_needs_no_place(tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"hostname": "exit 1"})
     asked = torchrun(stage, Cluster(hosts={"localhost": 2}))
-    assert asked[1:5] == ["--nnodes=1", "--nproc-per-node=2", "--standalone", "dsft/train.py"]
+    standalone = ["--standalone", "--local-addr=127.0.0.1"]
+    assert asked[1:6] == ["--nnodes=1", "--nproc-per-node=2", *standalone, "dsft/train.py"]
 
 
 def test_this_machine_alone_listens_at_master_port_where_it_is_set(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.supervise.attempt import Attempt
+from dsft.supervise.attempt import Attempt, Requests
 from dsft.supervise.processes import environment_of
 from tests.launching import LATE, allowed
 from tests.unit.supervise.conftest import Start
@@ -84,6 +84,15 @@ def test_asked_to_stop_all_save_and_end(start: Start) -> None:
     outcome = job.outcome()
     assert outcome.code == 75 and outcome.failure is None
     assert "saved" in job.lines
+
+
+def test_a_stop_that_was_announced_is_the_first_one() -> None:
+    """Slurm sends SIGUSR1 ahead of a job's time, and SIGTERM when it is over."""
+    requests = Requests()
+    for number, stops in ((signal.SIGUSR1, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)):
+        requests.take(number)
+        assert (requests.stops, requests.signal) == (stops, number)
+        requests.first_at -= 10
 
 
 LATE_RANKS = ("0:0:late", "1:0:late", "2:0:late")
