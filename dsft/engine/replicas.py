@@ -97,29 +97,30 @@ def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
 
 
 def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
-    """Tensor -> the ranks that hold it, of those that several hold."""
+    """Tensor -> the ranks that hold it, of all that several ranks hold: the same on every rank."""
     everyones = [names] * world.world_size if world.layout.pipeline_stages == 1 else world.gather(names)
     found: dict[str, list[int]] = {}
     for rank, held in enumerate(everyones):
         for name in held:
             found.setdefault(name, []).append(rank)
-    return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1 and world.rank in ranks}
+    return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1}
 
 
 def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: int) -> str:
     """`hosts` and `digests` are by rank; digests are of each tensor that the rank shares with others."""
-    found: dict[tuple[int, ...], list[str]] = {}
+    found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in dict.fromkeys(name for held in digests for name in held):
         values = {rank: held[name] for rank, held in enumerate(digests) if name in held}
         usual, times = Counter(values.values()).most_common(1)[0]
         odd = [rank for rank, value in values.items() if value != usual]
         if odd:
-            found.setdefault(tuple(odd if times > len(odd) else values), []).append(name)
+            is_minority = times > len(odd)
+            found.setdefault((tuple(odd if is_minority else values), is_minority), []).append(name)
     clauses = []
-    for ranks, names in found.items():
+    for (ranks, is_minority), names in found.items():
         listed = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
         who = f"rank {listed} holds" if len(ranks) == 1 else f"ranks {listed} hold"
-        others = "than the others" if len(ranks) < len(digests) else "than each other"
+        others = "than the others" if is_minority else "than each other"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         clauses.append(f"{who} other values {others} of {', '.join(names[:_SHOWN])}{more}")
     return (

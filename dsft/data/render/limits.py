@@ -7,6 +7,7 @@ raises an error, and a limit on its data segment (RLIMIT_DATA), beyond which Pyt
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -28,7 +29,8 @@ class OutOfTimeError(Exception):
 class Bounded:
     """A context in which OutOfTimeError is raised after TIME_LIMIT seconds of CPU time, and MemoryError where
     the memory grows by more than MEMORY_LIMIT. Not to be nested, and not for code that catches every
-    exception. The handler of SIGVTALRM stays, and does nothing outside.
+    exception. The handler of SIGVTALRM stays, and does nothing outside. Garbage is not collected inside, since
+    an error that is raised in a callback of the collector is lost.
 
     Only a process's main thread receives signals, so in another thread nothing is bounded.
     """
@@ -46,6 +48,8 @@ class Bounded:
         most = used + MEMORY_LIMIT if used else self._soft
         if self._soft != resource.RLIM_INFINITY:
             most = min(most, self._soft)
+        self._collects = gc.isenabled()
+        gc.disable()
         Bounded._inside = True
         signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT, _AGAIN)
         resource.setrlimit(resource.RLIMIT_DATA, (most, self._hard))
@@ -55,6 +59,8 @@ class Bounded:
             Bounded._inside = False
             resource.setrlimit(resource.RLIMIT_DATA, (self._soft, self._hard))
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            if self._collects:
+                gc.enable()
 
 
 def _out_of_time(*_: object) -> None:

@@ -42,31 +42,57 @@ class Model(nn.Module):
         self.rotary.register_buffer("inv_freq", torch.ones(2))
 
 
-def compared(models: list[Model], step: int = 1, stages: int = 1, **due: bool) -> list[str]:
-    """What each rank raises after a step, "" for none; `models`: by rank."""
-    layout = Layout(len(models), stages, len(models) // stages)
-    held = [replicated(model, []) for model in models]
+def compared(models: list[Model]) -> list[str]:
+    """What each data-parallel rank raises after a step, "" for none; `models`: by rank."""
+    return raised_by([replicated(model, []) for model in models])
 
-    def rank_of(rank: int, values: list[Any]) -> World:
-        world = World(rank, len(models), rank, layout, torch.device("cpu"))
-        return cast(World, SimpleNamespace(**vars(world), gather=lambda mine: values))
+
+def raised_by(held: list[dict[str, Tensor]], stages: int = 1) -> list[str]:
+    """What each rank raises; `held`: its tensors, by rank."""
+    layout = Layout(len(held), stages, len(held) // stages)
+    digests = [
+        (f"node{rank}", {name: int(digest(value)) for name, value in tensors.items()})
+        for rank, tensors in enumerate(held)
+    ]
+
+    def rank_of(rank: int, gathered: list[Any]) -> World:
+        world = World(rank, len(held), rank, layout, torch.device("cpu"))
+        return cast(World, SimpleNamespace(**vars(world), gather=lambda mine: gathered))
 
     names = [sorted(tensors) for tensors in held]
     ranks = [Replicas(lambda t=tensors: t, rank_of(r, names), 1) for r, tensors in enumerate(held)]  # type: ignore[misc]
-    total: Tensor = sum((one.mine(step, saves=due.get("saves", False)) for one in ranks), torch.zeros(()))
+    total: Tensor = sum((one.mine(1, saves=False) for one in ranks), torch.zeros(()))
     raised = []
     for rank, one in enumerate(ranks):
-        digests = [
-            (f"node{number}", {name: int(digest(value)) for name, value in tensors.items()})
-            for number, tensors in enumerate(held)
-        ]
         one._world = rank_of(rank, digests)
         try:
-            one.check(total, step)
+            one.check(total, 1)
             raised.append("")
         except WorldError as error:
             raised.append(str(error))
     return raised
+
+
+def test_stages_of_several_ranks_share_a_table_and_a_tied_weight() -> None:
+    """Four ranks, two of each stage: what a stage's ranks hold, what all hold, and what two stages tie."""
+
+    def of_stage(own: str) -> dict[str, Tensor]:
+        return {
+            own: torch.full((3,), 2.0 if own == "first" else 5.0),
+            "table": torch.ones(2),
+            "tied": torch.ones(4),
+        }
+
+    held = [of_stage("first"), of_stage("first"), of_stage("last"), of_stage("last")]
+    assert raised_by(held, stages=2) == [""] * 4
+    held[3]["last"] = held[3]["last"] + 1
+    held[2]["tied"] = held[2]["tied"] + 1
+    raised = raised_by(held, stages=2)
+    assert raised[0].startswith(
+        "step 1: ranks 2 (node2), 3 (node3) hold other values than each other of last; "
+        "rank 2 (node2) holds other values than the others of tied, which must be"
+    )
+    assert len(set(raised)) == 1
 
 
 def test_equal_ranks_are_not_stopped() -> None:
