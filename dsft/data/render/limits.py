@@ -29,8 +29,8 @@ class OutOfTimeError(Exception):
 class Bounded:
     """A context in which OutOfTimeError is raised after TIME_LIMIT seconds of CPU time, and MemoryError where
     the memory grows by more than MEMORY_LIMIT. Not to be nested, and not for code that catches every
-    exception. The handler of SIGVTALRM stays, and does nothing outside. Garbage is not collected inside, since
-    an error that is raised in a callback of the collector is lost.
+    exception. The handler of SIGVTALRM stays, and does nothing outside. Garbage is not collected inside: an
+    error that is raised in a callback of the collector is lost.
 
     Only a process's main thread receives signals, so in another thread nothing is bounded.
     """

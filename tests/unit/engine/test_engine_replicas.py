@@ -89,8 +89,8 @@ def test_stages_of_several_ranks_share_a_table_and_a_tied_weight() -> None:
     held[2]["tied"] = held[2]["tied"] + 1
     raised = raised_by(held, stages=2)
     assert raised[0].startswith(
-        "step 1: ranks 2 (node2), 3 (node3) hold other values than each other of last; "
-        "rank 2 (node2) holds other values than the others of tied, which must be"
+        "step 1: rank 2 (node2) holds other values than the others of tied; "
+        "ranks 2 (node2), 3 (node3) hold other values than each other of last, which must be"
     )
     assert len(set(raised)) == 1
 
