@@ -99,7 +99,9 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def share_buffers(module: nn.Module, world: World) -> None:
     """A collective. Copy rank 0's floating-point buffers into those of the same name: processors of different
     kinds may compute a rotary table with another last bit."""
-    own = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    own = {
+        n: buffer for n, buffer in module.named_buffers() if buffer.is_floating_point() and not buffer.is_meta
+    }
     for name, value in world.broadcast({name: buffer.cpu() for name, buffer in own.items()}).items():
         if name in own and own[name].shape == value.shape:
             own[name].copy_(value)

@@ -83,7 +83,7 @@ def replicated(causal_lm: nn.Module, masters: Iterable[tuple[str, Tensor]]) -> d
     found: dict[str, Tensor] = _buffers(causal_lm)
     found |= {name: p for name, p in causal_lm.named_parameters() if not hasattr(p, "ds_tensor")}
     found |= {f"{name} in float32": master for name, master in masters}
-    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+    return {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
 
 
 def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine.api import Fragment
+from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import DECODERS, TokenFacts
@@ -60,6 +61,18 @@ def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Pat
     assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert json.loads((out / "config.json").read_text()) == json.loads((given / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_ranks_compare_does_not_follow_their_rows(kind: str) -> None:
+    """Else ranks with rows of other lengths would be taken for faulty ones."""
+    models = [small_model(kind).train(), small_model(kind).train()]
+    for causal_lm, shape in zip(models, ((2, 5), (3, 40)), strict=True):
+        causal_lm(input_ids=torch.randint(3, VOCABULARY, shape), use_cache=False)
+    first, second = (
+        {name: int(digest(t)) for name, t in replicated(causal_lm, []).items()} for causal_lm in models
+    )
+    assert first == second
 
 
 def exported(policy: Policy, folder: Path) -> Path:
