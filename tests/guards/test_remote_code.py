@@ -1,4 +1,5 @@
-"""No code that comes with a model, a tokenizer or a data set is run: every call that could is told not to."""
+"""No code that comes with a model, a tokenizer or a data set is run: every call that could passes
+trust_remote_code=False."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port that another program listens at is told with what chooses another one."""
+"""Where another program listens at the port, the error names the flag or variable that chooses another."""
 
 from __future__ import annotations
 
