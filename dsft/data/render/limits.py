@@ -13,7 +13,7 @@ import resource
 import signal
 import threading
 
-TIME_LIMIT = 30.0
+TIME_LIMIT = 10.0
 """Seconds of CPU time for one rendering."""
 MEMORY_LIMIT = 2**30
 """Bytes by which the process's memory may grow in one rendering."""
