@@ -165,6 +165,7 @@ def train(
 
     share = share_of(spec, launched, os.environ)
     os.environ.update(environment(spec.cluster))  # whoever started this process
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as nvidia-smi numbers them
     os.environ.update(allocator(spec, os.environ, version("torch")))
     if share is not None:
         os.environ[THREADS] = str(share.threads)

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from dsft.launch.parent import die_with
+from dsft.launch.route import address_towards, interface_of
 
 TOGETHER = timedelta(seconds=20)  # for all to have imported torch and met, and for each all-reduce
 
@@ -62,6 +63,9 @@ def measure(order: dict[str, Any]) -> None:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    own = address_towards(order["address"])
+    if own is not None and (interface := interface_of(own)) is not None:  # as in a run
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rendezvous = f"tcp://{order['address']}:{order['port']}"
     dist.init_process_group(
         order["backend"], rendezvous, rank=rank, world_size=order["world_size"], timeout=TOGETHER

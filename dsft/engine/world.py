@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,13 +26,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dsft.engine.device import describe_device, take_device
 from dsft.engine.op import load_everywhere
 from dsft.engine.op_turn import Say
 from dsft.errors import DsftError, WorldError
 from dsft.launch.environment import Launched
+from dsft.launch.places import Device, Place, here, shared_device
 from dsft.launch.port import port_taken
+from dsft.launch.route import address_towards, interface_towards
 from dsft.plan.layout import Layout
 from dsft.spec.differing import Difference, differing
+from dsft.spec.schema import Accelerator
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
@@ -46,13 +50,15 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """rank = stage × data_parallel + data_rank, as in DeepSpeed's PipeDataParallelTopology."""
+    """rank = stage × data_parallel + data_rank, as in DeepSpeed's PipeDataParallelTopology. places: of all
+    ranks, by rank."""
 
     rank: int
     world_size: int
     local_rank: int
     layout: Layout
     device: torch.device
+    places: tuple[Place, ...] = ()
 
     @property
     def stage(self) -> int:
@@ -126,32 +132,40 @@ class World:
 
 
 def join(
-    launched: Launched, layout: Layout, say: Say = silent, identity: Mapping[str, Any] | None = None
+    launched: Launched,
+    layout: Layout,
+    say: Say = silent,
+    identity: Mapping[str, Any] | None = None,
+    promised: Accelerator | None = None,
 ) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host also add up in shared memory,
     by an operation that is compiled first (`say` is told). A process started alone joins itself.
 
     `identity` holds JSON values, by name, that must be the same on all ranks. They are compared, with the
     kind of device, before any collective: ranks with another backend or other code could not take part in
-    one. Raises WorldError where they differ and where rank 0's port is taken, BuildError or StorageError
-    where the operation cannot be built.
+    one. `promised` is what cluster.accelerator names. Between hosts gloo talks over the interface that leads
+    to them, unless GLOO_SOCKET_IFNAME names one.
+
+    Raises WorldError where the ranks differ, where a rank has no device or another rank's, and where rank 0's
+    port is taken, BuildError or StorageError where the operation cannot be built.
     """
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning
     )
     launched.export(os.environ)
-    accelerator = get_accelerator()
-    name = accelerator.device_name()
-    device = torch.device("cpu") if name == "cpu" else torch.device(name, launched.local_rank)
-    if name != "cpu":
-        accelerator.set_device(launched.local_rank)
-    world = World(launched.rank, launched.world_size, launched.local_rank, layout, device)
+    device = take_device(launched.local_rank, promised, os.environ)
+    name = device.type
+    own = here(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
     store = _store(launched)
     # An agent of torchrun keeps its store when it starts the ranks again.
     attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    meet(attempt, world.rank, world.world_size, {**(identity or {}), "device": name})
-    backend = "gloo" if name == "cpu" else accelerator.communication_backend_name()
+    same = {**(identity or {}), "device": name}
+    places = meet(attempt, launched.rank, launched.world_size, same, own)
+    world = World(launched.rank, launched.world_size, launched.local_rank, layout, device, tuple(places))
+    if (interface := interface_towards(places, world.rank)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend = "gloo" if name == "cpu" else get_accelerator().communication_backend_name()
     dist.init_process_group(  # DeepSpeed takes this group over
         backend,
         timeout=TIMEOUT,
@@ -186,22 +200,35 @@ def _store(launched: Launched) -> Store:
     return store
 
 
-def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any]) -> None:
-    """Compare `mine` of all ranks through the store that they share: rank 0 reads all of them and writes what
-    it found. Raises WorldError on every rank where they differ."""
+def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any], place: Place) -> list[Place]:
+    """Compare `mine` of all ranks through the store that they share, and give the places of all, by rank:
+    rank 0 reads all of them and writes what it found. Raises WorldError on every rank where they differ, and
+    where two have one device."""
     store.set(f"identity/{rank}", json.dumps(mine))
+    store.set(f"place/{rank}", json.dumps(asdict(place)))
+    places: list[Place] = []
     if rank == 0:
         found = [json.loads(store.get(f"identity/{other}")) for other in range(world_size)]
-        unlike = "" if all(one == found[0] for one in found) else _unlike(found)
-        store.set("unlike", unlike)
-        if unlike:
+        told = [json.loads(store.get(f"place/{other}")) for other in range(world_size)]
+        places = _places(told)
+        is_same = all(one == found[0] for one in found)
+        wrong = (shared_device(places) or "") if is_same else _unlike(found)
+        store.set("places", json.dumps(told))
+        store.set("wrong", wrong)
+        if wrong:
             with contextlib.suppress(dist.DistError):  # a rank that has gone need not hear it
                 store.wait([f"heard/{other}" for other in range(1, world_size)], _HEARD)
     else:
-        unlike = store.get("unlike").decode()
+        wrong = store.get("wrong").decode()
+        places = _places(json.loads(store.get("places")))
         store.set(f"heard/{rank}", "")
-    if unlike:
-        raise WorldError(unlike)
+    if wrong:
+        raise WorldError(wrong)
+    return places
+
+
+def _places(told: Sequence[dict[str, Any]]) -> list[Place]:
+    return [Place(**{**one, "device": Device(**one["device"])}) for one in told]
 
 
 def _digest(value: Any) -> str:

@@ -136,7 +136,7 @@ def mfu_of(
     job: Job, inputs: Inputs, counted: Census, world: World
 ) -> Callable[[int, int, float], float] | None:
     """None on a CPU, in fp32 and on a GPU that is not in the table, unless the spec names the peak."""
-    accelerator = job.spec.cluster.accelerator if job.spec.cluster else None
+    accelerator = job.spec.accelerator
     peak = accelerator.peak_tflops if accelerator else None
     if peak is None and world.device.type == "cuda" and job.spec.train.precision != "fp32":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))

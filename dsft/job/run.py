@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.lock import Held, hold
 from dsft.checkpoint.read import Checkpoint, find
@@ -26,7 +28,8 @@ from dsft.job.swap import swap_folders
 from dsft.job.together import together
 from dsft.job.train import train
 from dsft.launch.launched import counted
-from dsft.launch.places import RANKS, Place, check_places, here, rank_map, rank_map_json
+from dsft.launch.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
+from dsft.launch.software import versions_line
 from dsft.loop import Progress
 from dsft.report.jsonl import STEP, read_metrics, storage_error
 from dsft.report.sinks import check_installed
@@ -37,14 +40,14 @@ def run(job: Job) -> None:
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     job.pulse.mark("load")
-    world = join(job.launched, job.layout, say, of_process(spec, job.config))
-    places = meet(job, world, say)
+    world = join(job.launched, job.layout, say, of_process(spec, job.config), spec.accelerator)
+    tell_places(job, world, say)
     with together(job, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))
         world.first(lambda: check_installed(spec))
         lock = world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)
-        world.first(lambda: _written(job.folder / RANKS, rank_map_json(places)))
+        world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             say(line)
         start = resume_point(job, world, say)
@@ -72,10 +75,12 @@ def run(job: Job) -> None:
             finish(spec, job.folder, saved, say)
 
 
-def meet(job: Job, world: World, say: Say) -> list[Place]:
-    """Where every rank is, by rank, as promised."""
-    places = world.gather(here(world.local_rank))
+def tell_places(job: Job, world: World, say: Say) -> None:
+    """Where every rank is, as promised, and on which device."""
+    places = world.places
     say(rank_map(places))
+    for line in devices_lines(places, versions_line(torch.__version__)):
+        say(line)
     if job.promise is not None:
         check_places(job.promise, places, job.launched)
         missing = len(job.promise.hosts or ()) - len({place.machine for place in places})
@@ -83,7 +88,6 @@ def meet(job: Job, world: World, say: Say) -> list[Place]:
             are = "is" if missing == 1 else "are"
             hosts = counted(missing, "host")
             say(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
-    return places
 
 
 def still_owes(progress: Progress, folder: Path, world: World) -> bool:

@@ -1,5 +1,5 @@
-"""Where each rank is: takes what all ranks have told of themselves, compares it with the promise, gives the
-rank map, which is the same text for every way in."""
+"""Where each rank is and on which device: takes what all ranks have told of themselves, compares it with the
+promise, gives the rank map, which is the same text for every way in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsft.errors import WorldError
 from dsft.launch.launched import Launched
 from dsft.launch.promise import Promise, broken
 
@@ -20,15 +19,39 @@ RANKS = "ranks.json"
 
 
 @dataclass(frozen=True)
+class Device:
+    """kind: cpu, cuda, …; memory: in bytes; capability: sm_90, …; uuid: of this GPU or part of one."""
+
+    kind: str
+    name: str
+    memory: int | None = None
+    capability: str | None = None
+    driver: str | None = None
+    uuid: str | None = None
+
+    def text(self) -> str:
+        memory = f"{self.memory / 2**30:.1f} GiB" if self.memory else None
+        driver = f"driver {self.driver}" if self.driver else None
+        told = ", ".join(filter(None, (memory, self.capability, driver)))
+        return f"{self.name} ({told})" if told else self.name
+
+
+CPU = Device("cpu", "CPU")
+
+
+@dataclass(frozen=True)
 class Place:
-    """Of one rank. host: its host's name; machine: of equal ones on one host, or in one container of it."""
+    """Of one rank. host: its host's name; machine: of equal ones on one host, or in one container of it;
+    address: its own on the way to rank 0, None where there is no way."""
 
     host: str
     machine: str
     local_rank: int
+    device: Device = CPU
+    address: str | None = None
 
 
-def here(local_rank: int) -> Place:
+def here(local_rank: int, device: Device = CPU, address: str | None = None) -> Place:
     """Of this process. Two hosts may have one name, two containers of a host one kernel."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -36,20 +59,34 @@ def here(local_rank: int) -> Place:
     except OSError:
         boot = processes = ""
     host = socket.gethostname()
-    return Place(host, f"{host} {boot} {processes}", local_rank)
+    return Place(host, f"{host} {boot} {processes}", local_rank, device, address)
+
+
+def shared_device(places: Sequence[Place]) -> str | None:
+    """places: of all ranks, by rank. What is wrong where two ranks claim one device."""
+    by_number: dict[tuple[str, int], int] = {}
+    by_uuid: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        other = by_number.setdefault((place.machine, place.local_rank), rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} both have LOCAL_RANK={place.local_rank} on {place.host}, and "
+                "would share its device; number the processes of each host from 0."
+            )
+        uuid = place.device.uuid
+        other = by_uuid.setdefault(uuid, rank) if uuid else rank
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} both have the GPU {uuid} ({place.device.name}) of {place.host}; "
+                "each rank needs one of its own: start as many processes as the host has GPUs, and let each "
+                "see all of them or another one (CUDA_VISIBLE_DEVICES)."
+            )
+    return None
 
 
 def check_places(promise: Promise, places: Sequence[Place], launched: Launched) -> None:
     """places: of all ranks, by rank. Raises WorldError, the same on every rank, where another number of hosts
-    or of ranks on them came than promised, and where two ranks claim one device."""
-    holders: dict[tuple[str, int], int] = {}
-    for rank, place in enumerate(places):
-        other = holders.setdefault((place.machine, place.local_rank), rank)
-        if other != rank:
-            raise WorldError(
-                f"ranks {other} and {rank} both have LOCAL_RANK={place.local_rank} on {place.host}, and "
-                "would share its device; number the processes of each host from 0."
-            )
+    or of ranks on them came than promised."""
     if promise.hosts is None:
         return
     came = Counter(place.machine for place in places)
@@ -77,6 +114,32 @@ def rank_map(places: Sequence[Place]) -> str:
     return f"rank map: {', '.join(told)}"
 
 
+def devices_lines(places: Sequence[Place], versions: str) -> list[str]:
+    """`devices: 8 × NVIDIA H200 (139.8 GiB, sm_90, driver 580.95.05); torch …`; where they differ, the ranks
+    of each, and a warning."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place.device.text(), []).append(rank)
+    if len(ranks) == 1:
+        return [f"devices: {len(places)} × {next(iter(ranks))}; {versions}"]
+    told = "; ".join(f"{text} on rank(s) {_ranges(of)}" for text, of in ranks.items())
+    return [
+        f"devices: {told}; {versions}",
+        "warning: the ranks have unlike devices, and every step takes as long as the slowest of them",
+    ]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 6` of 0, 1, 2, 3, 6."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(_range(*run) for run in runs)
+
+
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
@@ -84,7 +147,14 @@ def _range(first: int, last: int) -> str:
 def rank_map_json(places: Sequence[Place]) -> str:
     """The text of RANKS: an array with an object for each rank, one a line."""
     rows = [
-        json.dumps({"rank": rank, "host": place.host, "local_rank": place.local_rank})
+        json.dumps(
+            {
+                "rank": rank,
+                "host": place.host,
+                "local_rank": place.local_rank,
+                "device": place.device.text(),
+            }
+        )
         for rank, place in enumerate(places)
     ]
     return "[\n" + ",\n".join(rows) + "\n]\n"

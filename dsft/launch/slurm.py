@@ -57,7 +57,6 @@ def task_of(environ: Mapping[str, str]) -> Launched:
         hosts = len(slots)
         node = optional_number(environ, "SLURM_NODEID")
         local = slots[node] if node is not None and 0 <= node < len(slots) else None
-    _check_one_gpu_each(environ, local)
     told_by = [*TASK, "MASTER_ADDR" if environ.get("MASTER_ADDR") else _nodelist(environ)[0]]
     address = environ.get("MASTER_ADDR") or first_host(environ)
     port = master_port(environ)
@@ -115,16 +114,3 @@ def refuse_without_srun(environ: Mapping[str, str]) -> None:
                 f"{name}={environ[name]} says that this Slurm job has more than one process, but srun has "
                 "not started this one, which would train alone; put srun before the command."
             )
-
-
-def _check_one_gpu_each(environ: Mapping[str, str], local: int | None) -> None:
-    """`--gpus-per-task` shows each task its own GPU alone, as number 0."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if local is None or local == 1 or environ.get("DS_ACCELERATOR") == "cpu" or not visible:
-        return
-    if "," not in visible:
-        raise WorldError(
-            f"CUDA_VISIBLE_DEVICES={visible} shows this task one GPU while {local} tasks run on its node: "
-            "ranks of a node find each other's GPUs only where all are shown; use --gpus-per-node in place "
-            "of --gpus-per-task, or srun --gpu-bind=none."
-        )

@@ -46,6 +46,13 @@ def switches(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in SWITCHES if name in environ}
 
 
+def versions_line(torch: str) -> str:
+    """`torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0, dsft 0.1.0`. torch: its version, with that
+    of CUDA, as it says it itself."""
+    named = (f"{name} {version_of(name)}" for name in ("deepspeed", "transformers"))
+    return ", ".join([f"torch {torch}", *named, f"dsft {__version__}"])
+
+
 def version_of(name: str) -> str | None:
     """The installed version of a package; None where it is not installed."""
     try:

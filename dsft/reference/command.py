@@ -55,7 +55,7 @@ def score(spec_path: Path, overrides: Sequence[str], ranks: int | None) -> None:
 
 def score_as_launched(spec: Spec, micro_batch_size: int, launched: Launched, places: Layout) -> None:
     """On one rank of a launched world, each of which starts a child. Raises as `score` does."""
-    world = join(launched, places, identity=of_process(spec, {}))
+    world = join(launched, places, identity=of_process(spec, {}), promised=spec.accelerator)
     tell: Say = say if world.rank == 0 else lambda text: None
     inputs = world.each(lambda: read_inputs(spec, tell, first=world.rank == 0))
     precompute(spec, micro_batch_size, inputs, Processes(world, launched), tell, again=True)

@@ -94,7 +94,13 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
     reference has no finite value for a pair.
     """
     spec, launched = asked.spec, detect(os.environ)
-    world = join(launched, reference_layout(spec, launched.world_size), say, of_process(spec, {}))
+    world = join(
+        launched,
+        reference_layout(spec, launched.world_size),
+        say,
+        of_process(spec, {}),
+        spec.accelerator,
+    )
     inputs = world.each(lambda: _inputs(asked))
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
     world.prove_same(world.each(lambda: of_inputs(spec, inputs, built_from(inputs))))

@@ -306,7 +306,7 @@ def _fp16(spec: Spec) -> Iterator[Finding]:
     if spec.train.precision != "fp16":
         return
     path, way_out = ("train", "precision"), "use bf16"
-    accelerator = spec.cluster.accelerator if spec.cluster else None
+    accelerator = spec.accelerator
     if accelerator is not None and accelerator.name.lower() == "cpu":
         yield Finding(path, f"'fp16' is not offered on a CPU; {way_out}", ("train.precision",))
     for key, value, built in (

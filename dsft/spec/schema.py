@@ -561,3 +561,8 @@ class Spec(Section):
     output_dir: str = Field(
         default="runs", min_length=1, description="Folder of all runs, shared by all hosts."
     )
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The device that cluster.accelerator names."""
+        return self.cluster.accelerator if self.cluster else None

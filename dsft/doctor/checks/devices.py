@@ -34,7 +34,7 @@ def _cores(seen: Seen, host: str, part: Mapping[str, Any]) -> Iterator[Finding]:
             CHECK, host, "warning", f"{len(gpus)} GPU(s), and a torch that is built without CUDA",
             "the run would train on the CPU", "install torch for this CUDA: scripts/install",
         )  # fmt: skip
-    accelerator = seen.needs.spec.cluster.accelerator if seen.needs.spec.cluster else None
+    accelerator = seen.needs.spec.accelerator
     if accelerator is not None and accelerator.name.lower() != "cpu":
         yield Finding(
             CHECK, host, "failure", f"no GPU that torch could use, where {accelerator.name} is promised",

@@ -40,13 +40,15 @@ def chosen(part: Mapping[str, Any]) -> str | None:
 
 def address_of(host: str, part: Mapping[str, Any]) -> str | None:
     """Where others would reach this host's ranks: on the interface that is named, else what its own name
-    stands for, as gloo takes it; None where that is nothing that others could reach."""
+    stands for, else its first that is not the loopback's; None where there is none."""
     name = chosen(part)
     if name is not None:
         found = part["interfaces"].get(name, {}).get("addresses", [])
         return next((each for each in sorted(found, key=_is_6) if not _is_of_link(each)), None)
     resolved = part["resolved"].get(part["hostname"]) or []
-    return next((each for each in sorted(resolved, key=_is_6) if not _is_loopback(each)), None)
+    own = [each for name, at in part["interfaces"].items() if _for_nccl(name, at) for each in at["addresses"]]
+    found = [*sorted(resolved, key=_is_6), *sorted(own, key=_is_6)]
+    return next((each for each in found if not _is_loopback(each) and not _is_of_link(each)), None)
 
 
 def interface(seen: Seen) -> Iterator[Finding]:
@@ -71,17 +73,13 @@ def _named(host: str, name: str, part: Mapping[str, Any]) -> Finding:
 
 
 def _unnamed(host: str, part: Mapping[str, Any]) -> Finding:
-    own = part["hostname"]
-    resolved, address = part["resolved"].get(own) or [], address_of(host, part)
-    nccl = next((name for name in part["interfaces"] if _for_nccl(name, part["interfaces"][name])), "none")
-    if address is None:
-        what = f"stands for {', '.join(resolved)} there" if resolved else "has no address there"
+    nccl = next((name for name, found in part["interfaces"].items() if _for_nccl(name, found)), None)
+    if nccl is None:
         return Finding(
-            "interface", host, "warning", f"its own name {own} {what}; NCCL would take {nccl}",
-            "gloo, which finds its interface by this name, would listen where no other host reaches it",
-            "name the interface in cluster.interface, or give the name its address in /etc/hosts",
+            "interface", host, "failure", "none but the loopback is up", HANG,
+            "bring up the network that the hosts share",
         )  # fmt: skip
-    return passed("interface", host, f"none is named: gloo takes {address} (of {own}), NCCL {nccl}")
+    return passed("interface", host, f"none is named: gloo takes the one towards the others, NCCL {nccl}")
 
 
 def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:

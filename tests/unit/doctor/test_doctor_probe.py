@@ -186,7 +186,11 @@ def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.Monk
     """Its output is imitated: no GPU is here."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
-        "#!/bin/sh\necho '0, NVIDIA H100, 81559, 3, 550.1'\necho '1, NVIDIA H100, [N/A], 9, 550.1'\n"
+        "#!/bin/sh\n"
+        "if [ $1 = -L ]; then echo 'GPU 0: NVIDIA H100 (UUID: GPU-a1)'\n"
+        "echo '  MIG 1g.10gb     Device  0: (UUID: MIG-c3)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-b2)'; exit\n"
+        "fi\necho '0, NVIDIA H100, 81559, 3, 550.1, GPU-a1'\n"
+        "echo '1, NVIDIA H100, [N/A], 9, 550.1, GPU-b2'\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -194,7 +198,10 @@ def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.Monk
     assert [gpu["total"] for gpu in found["gpus"]] == [81559, None] and found["fault"] is None
     assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "1"})["gpus"]] == ["1"]
     assert devices({"CUDA_VISIBLE_DEVICES": ""})["gpus"] == []
-    assert len(devices({"CUDA_VISIBLE_DEVICES": "GPU-1234"})["gpus"]) == 1
+    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "1,7,0"})["gpus"]] == ["1"]
+    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a1"})["gpus"]] == ["1", "0"]
+    (part,) = devices({"CUDA_VISIBLE_DEVICES": "MIG-c3"})["gpus"]
+    assert part["name"] == "NVIDIA H100 1g.10gb" and part["total"] == 10 * 1024
     program.write_text(
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
     )

@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from dsft.engine.world import meet
 from dsft.errors import WorldError
+from dsft.launch.places import CPU, Place
 
 SAME = {"spec": {"train": {"seed": 42}}, "versions": {"torch": "2.13.0", "dsft": "0.1.0, files 1a2b"}}
 
@@ -20,7 +21,8 @@ def met(*values: dict[str, Any]) -> list[str]:
 
     def one(rank: int) -> None:
         try:
-            meet(store, rank, len(values), values[rank])
+            places = meet(store, rank, len(values), values[rank], Place("node1", "x", rank, CPU))
+            assert [place.local_rank for place in places] == list(range(len(values)))
             raised[rank] = ""
         except WorldError as error:
             raised[rank] = str(error)

@@ -152,7 +152,6 @@ def test_half_of_a_launchers_own_set_is_refused_by_name(environ: dict[str, str],
         (SRUN | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node.1-' is no list of hosts"),
         (SRUN | {"SLURM_STEP_NODELIST": "-oProxyCommand=x"}, "is no list of hosts"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "nobody tells where rank 0 listens; set MASTER_ADDR"),
-        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES=3 shows this task one GPU while 2"),
         (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK='x'"),
         (MPIRUN | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR and OMPI_MCA_orte_hnp_uri are not set"),
         (

@@ -12,7 +12,15 @@ import pytest
 
 from dsft.errors import WorldError
 from dsft.launch.environment import Launched
-from dsft.launch.places import Place, check_places, rank_map, rank_map_json
+from dsft.launch.places import (
+    Device,
+    Place,
+    check_places,
+    devices_lines,
+    rank_map,
+    rank_map_json,
+    shared_device,
+)
 from dsft.launch.promise import Promise, _promised, check_promise, deepspeed_arguments
 from dsft.spec.schema import Cluster
 
@@ -92,16 +100,38 @@ def test_what_came_is_compared_once_all_have_met() -> None:
 
 def test_two_ranks_do_not_claim_one_device() -> None:
     same = [Place("node1", "x", 0), Place("node1", "x", 0)]
-    with pytest.raises(WorldError, match="ranks 0 and 1 both have LOCAL_RANK=0 on node1"):
-        check_places(Promise(), same, launched(2))
-    check_places(Promise(), [Place("node1", "x", 0), Place("node1", "y", 0)], launched(2))
+    assert "ranks 0 and 1 both have LOCAL_RANK=0 on node1" in (shared_device(same) or "")
+    assert shared_device([Place("node1", "x", 0), Place("node1", "y", 0)]) is None
+    gpu, other = (Device("cuda", "NVIDIA H200", uuid=uuid) for uuid in ("GPU-1", "GPU-2"))
+    both = [Place("node1", "x", 0, other), Place("node1", "x", 1, gpu), Place("node1", "x", 2, gpu)]
+    assert "ranks 1 and 2 both have the GPU GPU-1 (NVIDIA H200) of node1" in (shared_device(both) or "")
+    assert shared_device(both[:2]) is None
 
 
 def test_the_rank_map() -> None:
     assert rank_map(places(2, 1)) == "rank map: 0-1 = node0 0-1, 2 = node1 0"
     turned = [Place("b", "b", 1), Place("b", "b", 0), Place("a", "a", 0)]
     assert rank_map(turned) == "rank map: 0 = b 1, 1 = b 0, 2 = a 0"
-    assert json.loads(rank_map_json(turned))[1] == {"rank": 1, "host": "b", "local_rank": 0}
+    assert json.loads(rank_map_json(turned))[1] == {
+        "rank": 1,
+        "host": "b",
+        "local_rank": 0,
+        "device": "CPU",
+    }
+
+
+def test_the_devices() -> None:
+    assert devices_lines(places(2), "torch 2.13.0") == ["devices: 2 × CPU; torch 2.13.0"]
+    old = Device("cuda", "NVIDIA A100", 80 * 2**30, "sm_80", "550.1", "GPU-1")
+    new = Device("cuda", "NVIDIA H200", 140 * 2**30, "sm_90", None, "GPU-2")
+    line, warning = devices_lines(
+        [Place("a", "a", rank, old if rank == 2 else new) for rank in range(4)], "v"
+    )
+    assert line == (
+        "devices: NVIDIA H200 (140.0 GiB, sm_90) on rank(s) 0-1, 3; "
+        "NVIDIA A100 (80.0 GiB, sm_80, driver 550.1) on rank(s) 2; v"
+    )
+    assert warning.startswith("warning: the ranks have unlike devices")
 
 
 @pytest.mark.parametrize(

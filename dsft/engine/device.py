@@ -1,0 +1,94 @@
+"""The device of this process: found and described, or refused with the reason, before any rank meets another.
+
+DeepSpeed takes the CPU where torch sees no GPU (accelerator/real_accelerator.py of 0.19.8): under a driver
+that is too old for this torch, or in a container without the driver's files, a run would train there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from dsft.errors import WorldError
+from dsft.launch.places import CPU, Device
+from dsft.spec.schema import Accelerator
+
+_DRIVER = Path("/sys/module/nvidia/version")
+_NODE = Path("/dev/nvidiactl")  # there where NVIDIA's driver is loaded
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def take_device(
+    local_rank: int, promised: Accelerator | None, environ: MutableMapping[str, str]
+) -> torch.device:
+    """Make the device of this rank torch's current one: number `local_rank`, or the only one that the process
+    sees. `promised`: what cluster.accelerator names.
+
+    LOCAL_RANK is set to the device's number in `environ`, since DeepSpeed reads that from it
+    (runtime/engine.py:1941, runtime/zero/partition_parameters.py:1138).
+
+    Raises WorldError where the process sees too few devices, and where it sees none but should.
+    """
+    accelerator = get_accelerator()
+    kind = accelerator.device_name()
+    if kind == "cpu":
+        _check_cpu_is_meant(promised, environ)
+        return torch.device("cpu")
+    count = accelerator.device_count()
+    number = 0 if count == 1 else local_rank
+    if number >= count:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise WorldError(
+            f"LOCAL_RANK={local_rank}, but this process sees {count} GPUs{shown}: each process of a host "
+            "needs a GPU of its own, and sees all of them or its own alone. Start fewer processes there, or "
+            "show them more GPUs."
+        )
+    for name in _LOCAL_RANK:
+        if name in environ:
+            environ[name] = str(number)
+    accelerator.set_device(number)
+    return torch.device(kind, number)
+
+
+def _check_cpu_is_meant(promised: Accelerator | None, environ: MutableMapping[str, str]) -> None:
+    if environ.get("DS_ACCELERATOR") == "cpu" or (promised is not None and promised.name.lower() == "cpu"):
+        return
+    built_for = torch.version.cuda or torch.version.hip
+    if promised is not None:
+        why = f"cluster.accelerator names {promised.name}"
+    elif built_for:
+        why = f"torch {torch.__version__} is built for GPUs"
+    elif _NODE.exists():
+        why = "this host has NVIDIA's driver"
+    else:
+        return
+    raise WorldError(
+        f"torch sees no GPU: {_reason()}; and {why}. Mend that (dsft doctor SPEC looks at each host), or set "
+        "DS_ACCELERATOR=cpu to train on the CPU."
+    )
+
+
+def _reason() -> str:
+    """torch's own, in one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split()).rstrip(".")
+    return "it gives no reason"
+
+
+def describe_device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return CPU if device.type == "cpu" else Device(device.type, device.type)
+    found = torch.cuda.get_device_properties(device)
+    try:
+        driver = _DRIVER.read_text(encoding="ascii").strip()
+    except OSError:
+        driver = None
+    return Device(
+        "cuda", found.name, found.total_memory, f"sm_{found.major}{found.minor}", driver, str(found.uuid)
+    )
