@@ -186,12 +186,9 @@ def keep_answer(place: Path, answer: Mapping[str, Any]) -> None:
 
 def _digest(model: Model) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    sources = [
-        *"census config joints lora adapter_names stage trainable".split(),
-        "../data/tokenizer/load",
-        "../data/tokenizer/spm",
-    ]
-    code = [(ROOT / "dsft/model" / f"{source}.py").read_text(encoding="utf-8") for source in sources]
+    folders = (ROOT / "dsft/model", ROOT / "dsft/data/tokenizer")
+    sources = sorted(path for folder in folders for path in folder.rglob("[!.]*.py"))
+    code = [path.read_text(encoding="utf-8") for path in sources]
     facts = [model.model_dump(mode="json"), files, code, importlib.metadata.version("transformers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

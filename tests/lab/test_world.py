@@ -92,6 +92,30 @@ def test_what_no_variable_tells_is_found_when_all_have_met(lab: Lab, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_host_whose_own_name_is_loopback(lab: Lab, tmp_path: Path) -> None:
+    """As Debian writes /etc/hosts: gloo would listen where no other host reaches it."""
+    spec = write_spec(tmp_path)
+    five = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29523", "LOCAL_RANK": "0"}
+    addresses = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
+    ranks = []
+    try:
+        for host in addresses:
+            known = {**addresses, host: "127.0.1.1"}
+            names = "".join(f"{address} {name}\n" for name, address in known.items())
+            (tmp_path / f"{host}.hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            lab.run(host, ["mount", "--bind", str(tmp_path / f"{host}.hosts"), "/etc/hosts"])
+        for rank, host in enumerate(addresses):
+            words = [sys.executable, str(TRAIN), str(spec), "train.max_steps=1", "train.eval_every=null"]
+            with (tmp_path / f"{host}.out").open("w") as out:
+                own = {**five, "RANK": str(rank)}
+                ranks.append(lab.start(host, words, env=own, stdout=out, stderr=subprocess.STDOUT))
+        assert [rank.wait(LATE) for rank in ranks] == [0, 0], (tmp_path / "node1.out").read_text()
+    finally:
+        for host in addresses:
+            lab.run(host, ["umount", "/etc/hosts"])
+    assert "rank map: 0 = node1 0, 1 = node2 0\n" in (tmp_path / "node1.out").read_text()
+
+
 def test_a_run_goes_on_with_the_host_that_is_left(lab: Lab, tmp_path: Path) -> None:
     """All processes of node2 are killed: torchrun starts again on node1, from the last checkpoint, and the
     losses are those of one host that goes on from there."""
