@@ -24,7 +24,7 @@ COMMAND = "from dsft.cli import main; main()"
 HOLD = "import sys, time; f = open(sys.argv[1]); print('ready', flush=True); time.sleep(60)"
 GPUS = """#!/bin/sh
 case "$*" in *query-gpu*) ;; *) exit 1 ;; esac
-for n in {numbers}; do echo "$n, {name}, 81559, {used}, 550.54.15"; done
+for n in {numbers}; do echo "$n, {name}, 81559, {used}, 550.54.15, GPU-$n"; done
 """
 
 
