@@ -14,11 +14,12 @@ import hypothesis
 import pytest
 
 from tests.launching import LATE
+from tests.standin.gpu import why_not
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-LAUNCHED = {"architectures", "integration", "lab", "parity"}
+LAUNCHED = {"architectures", "integration", "lab", "parity", "standin"}
 """Folders of tests that start several processes."""
 
 
@@ -71,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if LAUNCHED & set(item.path.parts):  # the launch is given up first, which says what its ranks wrote
             item.add_marker(pytest.mark.timeout(2 * LATE))
+        if item.get_closest_marker("standin"):
+            if reason := why_not():
+                item.add_marker(pytest.mark.skip(reason=reason))
+            elif "standin" not in config.option.markexpr:
+                item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long") and "long" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:

@@ -1,0 +1,51 @@
+"""Runs over the stand-in GPU in numbers mode: plants faults in a forward and backward pass and tells what was
+found."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from tests.standin.inside import counted, peak, tell, waits
+
+
+def loss(weights: Any, rows: Any, mask: Any) -> Any:
+    return (rows @ weights).log_softmax(-1).masked_fill(mask, 0.0).sum()
+
+
+def left_on_cpu(weights: Any, rows: Any, mask: Any) -> Any:
+    return loss(weights, rows, mask.cpu())
+
+
+def waited_for(weights: Any, rows: Any, mask: Any) -> Any:
+    value = loss(weights, rows, mask)
+    value.item()  # the planted wait
+    return value
+
+
+def tried(planted: Any) -> dict[str, Any]:
+    """The error's first line or None, where the host waited, what was counted, the gradient's sum."""
+    torch.manual_seed(0)
+    weights = torch.randn(8, 16).cuda().requires_grad_()
+    rows, mask = torch.randn(4, 8).cuda(), (torch.arange(16) % 3 == 0).cuda().expand(4, 16)
+    with waits(within="finding_worker") as places, counted() as counts:
+        try:
+            planted(weights, rows, mask).backward()
+        except RuntimeError as error:
+            return {"error": str(error).splitlines()[0]}
+    return {"error": None, "waits": places, "counts": counts, "gradient": weights.grad.double().sum().item()}
+
+
+def memory() -> dict[str, int]:
+    """Peaks of a model that no host holds: 8 GiB of weights, and as much again within."""
+    weights = torch.empty(4 << 30, dtype=torch.bfloat16, device="cuda")
+    with peak() as found:
+        weights + weights
+    return found
+
+
+if __name__ == "__main__":
+    planted = {f.__name__: f for f in (loss, left_on_cpu, waited_for)}
+    tell(memory() if sys.argv[1] == "memory" else tried(planted[sys.argv[1]]))

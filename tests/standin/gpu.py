@@ -1,0 +1,81 @@
+"""Starts commands over the stand-in GPU and gives what they answer: what the tests of this folder stand on.
+
+The tests' own torch has no CUDA, so whatever meets the device runs in a process of its own, of which a module
+beside the test is the code: `answer("tests.standin.some_worker", "case")` starts `python -m
+tests.standin.some_worker case`, which ends with `inside.tell(result)`. `inside.py` has what such a module
+counts with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import LATE, ROOT
+
+HERE = Path(__file__).resolve().parent
+TOLD = "stand-in: "
+"""How the line begins that holds a worker's answer."""
+
+
+def torch_version() -> str:
+    """The version that is installed for the tests: constraints.txt's, or STANDIN_TORCH."""
+    if chosen := os.environ.get("STANDIN_TORCH"):
+        return chosen
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return next(pin.removeprefix("torch==") for pin in pins if pin.startswith("torch=="))
+
+
+def folder() -> Path:
+    """Where scripts/standin installs; DSFT_STANDIN names another place."""
+    return Path(os.environ.get("DSFT_STANDIN", ROOT / ".cache" / "standin")) / torch_version()
+
+
+def why_not() -> str | None:
+    """Why no test can run on the stand-in GPU; None where one can."""
+    if (folder() / "lib").is_dir():
+        return None
+    return f"needs the stand-in GPU with torch {torch_version()}: scripts/standin installs it (530 MB)"
+
+
+def environ(mode: str = "fast", *, devices: int = 1, gib: float | None = None, **more: str) -> dict[str, str]:
+    """The variables of a process over the stand-in GPU. `mode`: `fast` (kernels compute nothing, memory costs
+    nothing) or `numbers` (right numbers); `gib`: memory of each device; `more`: other variables."""
+    made = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_HOME")}
+    place = folder()
+    for name, first in (
+        ("PYTHONPATH", [ROOT, HERE / "site", place / "site"]),
+        ("LD_LIBRARY_PATH", [place / "lib"]),
+    ):
+        made[name] = os.pathsep.join([*map(str, first), *filter(None, [made.get(name)])])
+    made["TORCH_EXTENSIONS_DIR"] = str(place / "extensions")
+    made |= {"STANDIN_MODE": mode, "STANDIN_DEVICES": str(devices), "OMP_NUM_THREADS": "1"}
+    return made | ({"STANDIN_GIB": str(gib)} if gib is not None else {}) | more
+
+
+def run(*command: str, mode: str = "fast", **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A Python command over the stand-in GPU: `run("-m", "dsft.cli", "plan", "spec.yaml")`. Settings as in
+    `environ`."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environ(mode, **settings),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LATE,
+    )
+
+
+def answer(module: str, *words: str, mode: str = "fast", **settings: Any) -> Any:
+    """What the module told with `inside.tell`; fails the test, with its output, where it told nothing."""
+    done = run("-m", module, *words, mode=mode, **settings)
+    told = [line.removeprefix(TOLD) for line in done.stdout.splitlines() if line.startswith(TOLD)]
+    if done.returncode or not told:
+        said = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        pytest.fail(f"{module} ended with {done.returncode}:\n{said}", pytrace=False)
+    return json.loads(told[-1])

@@ -1,0 +1,7 @@
+/* What of cuDNN must give an answer. CUDNN is the version that this build of torch was made for. */
+#include <stddef.h>
+size_t cudnnGetVersion(void) { return CUDNN; }
+size_t cudnnGetCudartVersion(void) { return CUDA; }
+int cudnnCreate(void **handle) { return *handle = (void *)64, 0; }
+const char *cudnnGetErrorString(int error) { return "an error of the stand-in cuDNN"; }
+void cudnnGetLastErrorString(char *text, size_t room) { *text = 0; }

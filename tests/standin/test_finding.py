@@ -1,0 +1,43 @@
+"""What the stand-in GPU is there to find: a tensor on the wrong device, a wait of the host; and what it
+counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.standin import finding_worker
+from tests.standin.gpu import answer
+
+pytestmark = pytest.mark.standin
+WORKER = "tests.standin.finding_worker"
+
+
+def test_a_tensor_left_on_the_cpu_is_refused() -> None:
+    assert "same device" in answer(WORKER, "left_on_cpu", mode="numbers")["error"]
+
+
+def test_a_wait_is_found_at_its_line() -> None:
+    clean, waiting = (answer(WORKER, name, mode="numbers") for name in ("loss", "waited_for"))
+    assert clean["error"] is waiting["error"] is None
+    assert clean["waits"] == {} and clean["counts"]["stream_syncs"] == clean["counts"]["to_host"] == 0
+    [place] = waiting["waits"]
+    assert place.startswith("tests/standin/finding_worker.py:") and place.endswith(" waited_for")
+    assert waiting["counts"]["stream_syncs"] == waiting["counts"]["to_host"] == 1
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    weights, rows = torch.randn(8, 16, requires_grad=True), torch.randn(4, 8)
+    finding_worker.loss(weights, rows, (torch.arange(16) % 3 == 0).expand(4, 16)).backward()
+    assert weights.grad is not None
+    assert answer(WORKER, "loss", mode="numbers")["gradient"] == weights.grad.double().sum().item()
+
+
+def test_memory_is_counted_that_no_host_has() -> None:
+    assert answer(WORKER, "memory") == {
+        "before": 8 << 30,
+        "allocated": 16 << 30,
+        "reserved": 16 << 30,
+        "after": 8 << 30,
+    }
