@@ -36,6 +36,7 @@ from dsft.launch.live import live
 from dsft.launch.port import check_port
 from dsft.launch.promise import check_promise
 from dsft.launch.pulse import Pulse
+from dsft.launch.software import RANGES, outside, version_of
 from dsft.launch.stopping import Stopping, release
 from dsft.launch.torchrun import flags, torchrun_argv
 from dsft.plan.batch import batch_sizes
@@ -152,6 +153,8 @@ def train(
     promise = check_promise(spec.cluster, launched)
     if launched.rank == 0:
         print(launched.line(), flush=True)
+        for line in outside({name: version_of(name) for name in RANGES}):
+            print(f"warning: versions: {line}; something may fail or differ: install one that is", flush=True)
     check_port(launched, os.environ)
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)

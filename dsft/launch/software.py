@@ -7,10 +7,15 @@ import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from dsft import __version__
 
 DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 """Packages whose version can change a loss, a mask or an update: the same on all ranks of a run."""
+
+RANGES = {"torch": ">=2.10", "deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.17,<6"}
+"""The versions that dsft is made for, as pyproject.toml has them."""
 
 SWITCHES = (
     "ATEN_CPU_CAPABILITY",
@@ -39,6 +44,16 @@ def decisive_versions() -> dict[str, str | None]:
     return {"dsft": f"{__version__}, files {code_digest()[:12]}"} | {
         name: version_of(name) for name in DECISIVE
     }
+
+
+def outside(versions: Mapping[str, str | None]) -> list[str]:
+    """A clause for each package of RANGES whose version is not in its range; none for one that is missing."""
+    return [
+        f"{name} {version} is not in the range {RANGES[name]} that dsft is made for"
+        for name, version in versions.items()
+        if version is not None and name in RANGES
+        if not SpecifierSet(RANGES[name]).contains(version, prereleases=True)
+    ]
 
 
 def switches(environ: Mapping[str, str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from dsft.errors import DsftError, Problem, SpecError
+from dsft.older import can_use_sdpa
 
 SEGMENTS = "dsft_segments"
 KEYWORD = "segments"
@@ -143,7 +144,7 @@ def own_attention(causal_lm: PreTrainedModel) -> Iterator[None]:
     """The architecture's own attention and masks meanwhile, to compare with."""
     kept = causal_lm.config._attn_implementation
     if kept == SEGMENTS:
-        causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
+        causal_lm.set_attn_implementation("sdpa" if can_use_sdpa(causal_lm, causal_lm.config) else "eager")
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from dsft.model.stage import cut_to_stage
 from dsft.model.trainable import train_only
 from dsft.model.vocabulary import NewRows, Values, WithNewRows
 from dsft.model.weights import Keep, Weights
+from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 
@@ -60,7 +61,7 @@ def build_model(
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
         offload = model.activation_offload and on_gpu
-        causal_lm.activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
+        checkpoint_activations(causal_lm, offload)
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if joints is not None:
         cut_to_stage(causal_lm, joints, stage, cut)

@@ -28,6 +28,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.vocabulary import NewRows
+from dsft.older import can_use_sdpa
 from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
@@ -129,7 +130,7 @@ def _attention(model: Model, config: PreTrainedConfig) -> str:
     """auto: torch's own kernel where the architecture can use it; a soft-cap inside attention (Gemma 2)
     cannot."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    can_sdpa = bool(model_class._supports_sdpa)
+    can_sdpa = can_use_sdpa(model_class, config)
     if model.attention == "auto":
         return "sdpa" if can_sdpa else "eager"
     if model.attention == "sdpa" and not can_sdpa:

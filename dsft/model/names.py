@@ -11,25 +11,25 @@ from collections.abc import Iterable
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-)
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 
 def has_file_names(model: PreTrainedModel) -> bool:
     """Whether each parameter is one tensor of the file: none is cut, joined or turned on the way in."""
     converters, _ = _reversed(model)
-    return all(apply_converters(name, converters)[1] is None for name, _ in model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
+    return all(one.rename_source_key(name)[1] is None for one in converters for name in names)
 
 
 def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Name in the module -> name in the file; of a model for which `has_file_names` holds."""
     _, renamings = _reversed(model)
-    return {name: apply_renamings(name, renamings) for name in names}
+    found = dict[str, str]()
+    for name in names:
+        found[name] = name
+        for renaming in renamings:
+            found[name], _ = renaming.rename_source_key(found[name])
+    return found
 
 
 def kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:

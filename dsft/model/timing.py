@@ -20,6 +20,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.joints import check_cut, one_of_each, shallow
 from dsft.model.policy import Policy, behind_inputs
 from dsft.model.stage import Joints
+from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 
@@ -63,7 +64,7 @@ def _policy(model: Model, config: PreTrainedConfig, dtype: torch.dtype, device: 
     with torch.random.fork_rng(devices=gpus), device:
         causal_lm = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if model.gradient_checkpointing:
-        causal_lm.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(causal_lm)
     policy = Policy(causal_lm.train())
     return policy.requires_grad_(model.lora is None)
 

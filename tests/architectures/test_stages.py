@@ -16,6 +16,7 @@ from dsft.model.dropout import switch_off_dropout
 from dsft.model.joints import joints_of
 from dsft.model.policy import Policy
 from dsft.model.stage import Joints, cut_to_stage
+from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.cuttable import CUTTABLE
 from tests.architectures.cases import ARCHITECTURES, PACKED, deeper, small_config, small_model
@@ -87,7 +88,7 @@ def test_stages_are_the_whole(kind: str) -> None:
     switch_off_dropout(model)
     joints = joints_of(model.config)
     assert isinstance(joints, Joints), joints
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     two, three = (stages_of(model, joints, Cut(counts)) for counts in ((1, 3), (1, 2, 1)))
     whole = Policy(model)
     check(whole, three, padded())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, Bounded, OutOfTimeError
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
+from dsft.older import plain_messages
 from dsft.spec.chat_templates import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
@@ -140,12 +141,8 @@ class ChatTemplate:
 def prepared(messages: Sequence[Message]) -> list[Message]:
     """As transformers gives messages to a template: plain data, without keys that are null, the reasoning
     under each of its names. Of a part of the messages it is the part of all."""
-    from transformers.utils import chat_template_utils
-
-    plain: Any = chat_template_utils._plain_template_data(
-        [{key: value for key, value in message.items() if value is not None} for message in messages]
-    )
-    return list(chat_template_utils._alias_reasoning_fields(plain))
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return list(plain_messages(given))
 
 
 def template_error(reason: str, way_out: str) -> DataError:

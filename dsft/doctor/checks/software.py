@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from dsft.doctor.finding import Finding, passed
 from dsft.doctor.seen import Seen
+from dsft.launch.software import outside
 
 CHECK = "versions"
 MILD = ("peft", "pydantic", "safetensors", "driver")
@@ -49,8 +50,18 @@ def software(seen: Seen) -> Iterator[Finding]:
                 CHECK, None, "failure", f"{name} is not installed", "it trains", "install it: scripts/install"
             )
     if found and not different:
+        alike = {name: next(iter(by_host.values())) for name, by_host in found.items()}
+        for line in outside({name: version for name, version in alike.items() if version != "none"}):
+            yield Finding(
+                CHECK,
+                None,
+                "warning",
+                line,
+                "something may fail or differ",
+                "install one that is: scripts/install",
+            )
         shown = ("python", "torch", "deepspeed", "transformers")
-        told = ", ".join(f"{name} {next(iter(found[name].values()))}" for name in shown if name in found)
+        told = ", ".join(f"{name} {alike[name]}" for name in shown if name in alike)
         yield passed(CHECK, None, f"{told}{' everywhere' if len(seen.slots) > 1 else ''}")
 
 

@@ -170,6 +170,14 @@ def test_a_fault_is_told_and_nothing_else(
     assert len(found) == 1 and found[0].startswith(expected), found
 
 
+def test_versions_that_dsft_is_not_made_for(facts: Facts) -> None:
+    for host in facts.values():
+        host["software"]["versions"]["transformers"] = "4.57.0"
+    assert [line for line in told(seen(facts)) if "transformers" in line] == [
+        "warning versions None: transformers 4.57.0 is not in the range >=5.17,<6 that dsft is made for"
+    ]
+
+
 def test_a_digest_that_one_host_had_no_time_for_is_no_difference(facts: Facts) -> None:
     facts["node2"]["inputs"]["the spec"]["files"]["/spec.yaml"] = [100, None]
     assert not [line for line in told(seen(facts)) if "files" in line]

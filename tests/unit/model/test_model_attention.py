@@ -24,6 +24,7 @@ from dsft.model.attention import (
     segments_of,
 )
 from dsft.model.policy import Policy
+from dsft.older import checkpoint_activations
 
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
@@ -211,7 +212,7 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
     longer than the window."""
     model = small(kind)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
         model.train()
     attend_per_segment(model, "auto", max_length=64)
     assert model.config._attn_implementation == SEGMENTS
@@ -297,7 +298,7 @@ def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpoin
     itself, to the bound of packing; also where the segments are read from the positions."""
     model = shared_model(kind)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
         model.train()
     attend_per_segment(model, "auto", max_length=64)
     policy, parameters = Policy(model), list(model.parameters())
