@@ -163,8 +163,9 @@ def join(
     same = {**(identity or {}), "device": name}
     places = meet(attempt, launched.rank, launched.world_size, same, own)
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device, tuple(places))
-    if (interface := interface_towards(places, world.rank)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    interface = interface_towards(places, world.rank)
+    if interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo" if name == "cpu" else get_accelerator().communication_backend_name()
     dist.init_process_group(  # DeepSpeed takes this group over
         backend,
