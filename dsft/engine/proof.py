@@ -61,7 +61,8 @@ def prove_packing(
 
 def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
     """A collective. Scores two of the dataset's rows by the head and by the model's own logits. Where they
-    differ, every rank takes the model's logits from then on. Gives a line that says which it is."""
+    differ, every rank takes the model's logits from then on. Gives a line that says which it is, and on a GPU
+    what computes the head's softmax, whose gradients were compared when that was chosen."""
     if any(world.gather(policy.full_logits)):
         policy.full_logits = policy.is_last
         return "head: the model's output layer is not a plain linear one; its logits are computed whole"
@@ -77,7 +78,9 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     compared = [_apart(a[is_target], b[is_target], dtype) for a, b in zip(found, own, strict=True)]
     apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
     if apart <= allowed:
-        return f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
+        said = sorted(set(world.gather(policy.softmax_said(world.device))) - {""})
+        tried = f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
+        return "; ".join([tried, *said])
     policy.full_logits = policy.is_last
     return (
         f"head: its log-probabilities are up to {apart:.2g} nats from those of the model's own logits "

@@ -7,7 +7,7 @@ one module, so that ZeRO 3 gathers the weight once for each. Statistics are floa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,31 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
-from dsft.plan.head import BYTES_PER_LOGIT, SCORED_PARTS, chunk_limit, in_chunks, kept_rows
-
-PRODUCT_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of a product that is then added to a wider sum
-
-
-@dataclass(frozen=True)
-class Shaping:
-    """What a model makes of its output layer's product: z = scale × product, then softcap × tanh(z ÷
-    softcap)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, product: Tensor) -> Tensor:
-        """At least float32; differentiable."""
-        logits = product.to(torch.promote_types(product.dtype, torch.float32))
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the shaped logits by the product."""
-        if self.softcap is None:
-            return self.scale
-        return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
+from dsft.model.products import aligned_empty, blocks, multiply, pieces, product, tile_of
+from dsft.model.softmax import Choice, Shaping, Softmax, chosen
+from dsft.plan.head import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
@@ -98,7 +76,7 @@ class Head(nn.Linear):
         chunk_bytes = self.chunk_bytes or chunk_limit(hidden.device.type)
         if not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
-        chunks = Chunks(self.shaping, smoothing, chunk_bytes)
+        chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
         if not torch.is_grad_enabled():
             return chunks.score(hidden, self.weight, self.bias, targets)[0]
         # float16 keeps too little of gradients that are not yet multiplied by the loss scale.
@@ -106,6 +84,10 @@ class Head(nn.Linear):
         function = GradientInForward if in_forward else GradientInBackward
         logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
         return logps
+
+    def softmax_on(self, device: torch.device, smoothing: float) -> Choice:
+        """What computes the softmax part of the chunks."""
+        return chosen(Softmax(self.shaping, smoothing), self.weight.dtype, device)
 
     def _is_frozen(self) -> bool:
         return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))
@@ -146,15 +128,9 @@ def plain_logps(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How log-probabilities are computed in pieces: what is done to the product, the label smoothing, and the
-    bytes of a piece.
+    """How log-probabilities are computed in pieces: by what implementation, and the bytes of a piece."""
 
-    With smoothing s, a row's value is (1 - s) × z_target + s × mean(z) - log Σ exp(z), whose gradient by z is
-    (1 - s) × one_hot + s ÷ V - softmax(z).
-    """
-
-    shaping: Shaping
-    smoothing: float
+    softmax: Softmax
     chunk_bytes: int
 
     def score(
@@ -165,20 +141,14 @@ class Chunks:
         targets: Tensor,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden (n, H), weight (V, H), bias (V,), targets (n,) -> log-probabilities (n,), and what
-        `normalise` gives, (n, 2). kept (k, V): gets the gradient by the product of the first k rows."""
+        """hidden (n, H), weight (V, H), bias (V,), targets (n,) -> log-probabilities (n,), and the sums
+        (n, 2) that Softmax gives. kept (k, V): gets the gradient by the product of the first k rows."""
         logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
         kept = weight.new_empty(0, len(weight)) if kept is None else kept
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
-            logits = self.shaping(product(hidden[rows], weight, bias))
-            values, into = self._values(logits, targets[rows]), kept[rows]
-            slope = self.shaping.slope(logits[: len(into)])
-            sums[rows] = normalise(logits)
-            logps[rows] = values - log_sum(sums[rows])
-            columns = targets[rows, None][: len(into)]
-            gradient = self._gradient(logits[: len(into)], columns, torch.ones_like(columns), len(weight))
-            into.copy_(gradient.mul_(slope))
-            del logits, slope, gradient
+            made = product(hidden[rows], weight, bias)
+            logps[rows], sums[rows], _ = self.softmax.score(made, targets[rows], weight.dtype, kept[rows])
+            del made
         return logps, sums
 
     def kept_rows(self, hidden: Tensor, weight: Tensor) -> int:
@@ -198,19 +168,16 @@ class Chunks:
         by_weight = _wide(weight, weight.shape) if needed[1] else None
         by_bias = _wide(bias, bias.shape) if bias is not None and needed[2] else None
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
-            logits = self.shaping(product(hidden[rows], weight, bias))
-            values, slope = self._values(logits, targets[rows]), self.shaping.slope(logits)
-            logps[rows] = values - log_sum(normalise(logits))
-            columns = targets[rows, None]
-            gradient = self._gradient(logits, columns, torch.ones_like(columns), len(weight)).mul_(slope)
+            made = product(hidden[rows], weight, bias)
+            logps[rows], _, gradient = self.softmax.score(made, targets[rows], weight.dtype)
             if by_bias is not None:
-                by_bias += gradient.sum(0)
-            gradient = gradient.to(weight.dtype)
-            if by_hidden is not None:
-                torch.mm(gradient, weight, out=by_hidden[rows])
-            if by_weight is not None:
-                add_product(by_weight, gradient.t(), hidden[rows])
-            del logits, slope, gradient  # before the next chunk's are made
+                by_bias += gradient.sum(0, dtype=by_bias.dtype)
+            for words in blocks(weight):
+                if by_hidden is not None:
+                    multiply(gradient[:, words], weight[words], by_hidden[rows], add=words.start > 0)
+                if by_weight is not None:
+                    multiply(gradient[:, words].t(), hidden[rows], by_weight[words], add=True)
+            del made, gradient  # before the next chunk's are made
         return logps, [by_hidden, by_weight, by_bias]
 
     def gradients(
@@ -228,82 +195,29 @@ class Chunks:
         first, last = hidden.split((len(kept), len(hidden) - len(kept)))
         pulls, pull = upstream[: len(kept)], upstream[len(kept) :]
         pulled = (first * pulls[:, None]).to(first.dtype)
-        top, total = sums[len(kept) :].split(1, dim=1)
         by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
         by_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
         if by_hidden is not None:
-            by_hidden[: len(kept)] = torch.mm(kept, weight).mul(pulls[:, None])
-        for tokens in pieces(weight.shape[0], len(last), self.chunk_bytes):
-            part = weight[tokens]
-            logits = self.shaping(product(last, part, None if bias is None else bias[tokens]))
-            slope = self.shaping.slope(logits)
-            here = targets[len(kept) :, None] - tokens.start
-            inside = (here >= 0) & (here < len(part))
-            logits.sub_(top).exp_().div_(total)
-            gradient = self._gradient(logits, here.clamp(0, len(part) - 1), inside, len(weight))
-            gradient.mul_(slope).mul_(pull[:, None])
+            by_kept = by_hidden[: len(kept)]
+            for words in blocks(weight):
+                multiply(kept[:, words], weight[words], by_kept, add=words.start > 0)
+            by_kept.mul_(pulls[:, None])
+        for words in pieces(weight.shape[0], len(last), self.chunk_bytes, tile_of(weight)):
+            part = weight[words]
+            made = product(last, part, None if bias is None else bias[words])
+            here = targets[len(kept) :] - words.start
+            gradient = self.softmax.gradient(made, here, sums[len(kept) :], pull, len(weight), weight.dtype)
             if by_bias is not None:
-                by_bias[tokens] = gradient.sum(0) + pulls.to(kept.dtype) @ kept[:, tokens]
-            gradient = gradient.to(weight.dtype)
+                of_kept = pulls.to(kept.dtype) @ kept[:, words]
+                by_bias[words] = gradient.sum(0, dtype=pull.dtype) + of_kept
             if by_hidden is not None:
-                add_product(by_hidden[len(kept) :], gradient, part)
+                multiply(gradient, part, by_hidden[len(kept) :], add=True)
             if by_weight is not None:
-                torch.mm(kept[:, tokens].t(), pulled, out=by_weight[tokens])
-                by_weight[tokens].addmm_(gradient.t(), last)
-            del logits, slope, gradient
+                torch.mm(kept[:, words].t(), pulled, out=by_weight[words])
+                by_weight[words].addmm_(gradient.t(), last)
+            del made, gradient
         return [None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias]
-
-    def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(1 - s) × z_target + s × mean(z), (n,)."""
-        chosen = logits.gather(1, targets[:, None]).squeeze(1)
-        return chosen if not self.smoothing else torch.lerp(chosen, logits.mean(1), self.smoothing)
-
-    def _gradient(self, probabilities: Tensor, columns: Tensor, shares: Tensor, vocabulary: int) -> Tensor:
-        """By z, in place of `probabilities` (n, v). columns, shares: (n, 1), where the target is and how much
-        of it is there."""
-        gradient = probabilities.neg_()
-        if self.smoothing:
-            gradient.add_(self.smoothing / vocabulary)
-        return gradient.scatter_add_(1, columns, shares.to(gradient.dtype) * (1.0 - self.smoothing))
-
-
-def pieces(rows: int, width: int, limit: int) -> Iterator[slice]:
-    """Even slices of `rows` rows of `width` logits, of at most `limit` bytes each where one row is not more
-    than that."""
-    at_most = max(1, limit // (BYTES_PER_LOGIT * max(1, width)))
-    count = -(-rows // at_most)
-    borders = [rows * number // count for number in range(count + 1)] if count else []
-    return (slice(start, stop) for start, stop in zip(borders, borders[1:], strict=False))
-
-
-def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
-
-
-def normalise(logits: Tensor) -> Tensor:
-    """(n, V) logits become probabilities in place; gives their maximum and Σ exp(z - maximum), (n, 2), which
-    stay apart: their log-sum would round every probability by as much as it is large."""
-    top = logits.amax(1, keepdim=True)
-    total = logits.sub_(top).exp_().sum(1, keepdim=True)
-    logits.div_(total)
-    return torch.cat((top, total), 1)
-
-
-def log_sum(sums: Tensor) -> Tensor:
-    """log Σ exp(z), (n,)."""
-    return sums[:, 0] + sums[:, 1].log()
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; a product of a narrower type is added in the type of `total`, so many rows at a
-    time that it stays in a processor's cache."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-        return
-    at_once = max(1, PRODUCT_BYTES.get(total.device.type, PRODUCT_BYTES["cuda"]) // right[0].nbytes)
-    for some, part in zip(total.split(at_once), left.split(at_once), strict=True):
-        some.add_(torch.mm(part, right))
 
 
 def _wide(like: Tensor, shape: Any) -> Tensor:
@@ -319,7 +233,7 @@ class GradientInBackward(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
     ) -> Tensor:
-        kept = weight.new_empty(chunks.kept_rows(hidden, weight), len(weight))
+        kept = aligned_empty(weight, chunks.kept_rows(hidden, weight), len(weight), weight.dtype)
         logps, sums = chunks.score(hidden, weight, bias, targets, kept)
         ctx.save_for_backward(hidden, weight, bias, targets, sums, kept)
         ctx.chunks = chunks

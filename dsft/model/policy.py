@@ -43,6 +43,12 @@ class Policy(nn.Module):
         if head is not None:
             head.uniform, head.label_smoothing = uniform, label_smoothing
 
+    def softmax_said(self, device: torch.device) -> str:
+        """A clause that says what computes the softmax part of the head on `device`; empty where there is
+        nothing to choose."""
+        (head,) = self._head
+        return "" if head is None else head.softmax_on(device, self._label_smoothing).said
+
     def forward(
         self,
         inputs: Tensor,

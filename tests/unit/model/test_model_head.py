@@ -16,11 +16,11 @@ from dsft.model.head import (
     Chunks,
     GradientInBackward,
     Head,
-    Shaping,
     install_head,
-    pieces,
     shaping_of,
 )
+from dsft.model.products import pieces
+from dsft.model.softmax import Shaping, Softmax
 from dsft.plan import head as sizes
 from dsft.plan.head import BYTES_PER_LOGIT
 
@@ -163,7 +163,7 @@ def test_bf16_under_any_gradient(rows_at_once: int) -> None:
 
 def test_float16_keeps_nothing_that_is_not_yet_scaled() -> None:
     weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.float16)
-    chunks = Chunks(Shaping(), 0.0, 1 << 20)
+    chunks = Chunks(Softmax(), 1 << 20)
     assert chunks.kept_rows(weight, weight) == 0 < chunks.kept_rows(weight.float(), weight.float())
 
 
@@ -171,7 +171,7 @@ def test_second_order_is_checked_in_float64() -> None:
     """torch's own numerical differentiation, of every input at once."""
     head, hidden, targets = make(Shaping(scale=0.5, softcap=4.0), True, torch.float64)
     rows = (targets.flatten() != NO_TARGET).nonzero().squeeze(1)
-    chunks = Chunks(head.shaping, 0.1, head.chunk_bytes or 0)
+    chunks = Chunks(Softmax(head.shaping, 0.1), head.chunk_bytes or 0)
     inputs = (hidden.detach().flatten(0, 1)[rows].requires_grad_(), head.weight, head.bias)
     assert torch.autograd.gradcheck(
         lambda h, w, b: GradientInBackward.apply(h, w, b, targets.flatten()[rows], chunks), inputs

@@ -1,0 +1,83 @@
+"""The output layer's matrix products: takes matrices in the weight's type, gives float32 where it can.
+
+On GPUs products and sums of products are float32 by the multiplication's own (`out_dtype`). The fastest
+kernels of cuBLAS need rows that begin at multiples of 16 bytes and contain a multiple of 16 bytes. So rows of
+logits stand a multiple of TILE elements apart, and of a vocabulary that is no multiple of ALIGNED the last
+words are multiplied apart from the others. The weight is neither copied nor changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsft.plan.head import BYTES_PER_LOGIT
+
+TILE = {"cuda": 64}  # elements: 128 bytes in 16 bits
+ALIGNED = 8  # elements: 16 bytes in 16 bits
+PRODUCT_BYTES = 1 << 22  # of a product that is then added to a wider sum, where that takes two operations
+
+
+def tile_of(tensor: Tensor) -> int:
+    """1 where nothing is aligned."""
+    return TILE.get(tensor.device.type, 1)
+
+
+def aligned_empty(like: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """(rows, width), not filled, on the device of `like`."""
+    rest = -width % tile_of(like)
+    made = like.new_empty(rows, width + rest, dtype=dtype)
+    return made[:, :width] if rest else made
+
+
+def room_of(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """For the gradient by a product (n, V) that is done with: its own memory, if that is of `dtype`."""
+    rows, width = product.shape
+    return product if product.dtype == dtype else aligned_empty(product, rows, width, dtype)
+
+
+def pieces(rows: int, width: int, limit: int, tile: int = 1) -> Iterator[slice]:
+    """Even slices of `rows` rows of `width` logits, of at most `limit` bytes each where `tile` rows are not
+    more than that. They begin at multiples of `tile`, and what is left over at the end is a slice of its own
+    unless it is a multiple of ALIGNED."""
+    at_most = max(1, limit // (BYTES_PER_LOGIT * max(1, width)) // tile)
+    tiles = rows // tile
+    count = -(-tiles // at_most)
+    borders = [tiles * number // count * tile for number in range(count + 1)] if count else [0]
+    if borders[-1] < rows:
+        borders[len(borders) - (count > 0 and rows % ALIGNED == 0) :] = [rows]
+    return (slice(start, stop) for start, stop in zip(borders, borders[1:], strict=False))
+
+
+def blocks(weight: Tensor) -> tuple[slice, ...]:
+    """Of the words of a weight (V, H), those that are multiplied at once."""
+    return tuple(pieces(len(weight), 1, len(weight) * BYTES_PER_LOGIT, tile_of(weight)))
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(n, H), (V, H), (V,) -> (n, V): float32 at least on a GPU, elsewhere in the weight's type."""
+    if tile_of(hidden) == 1:
+        return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    found = aligned_empty(hidden, len(hidden), len(weight), wide)
+    for words in blocks(weight):
+        multiply(hidden, weight[words].t(), found[:, words])
+    # Not by addmm: cuBLASLt adds a bias wrongly to a float32 product of 16-bit matrices (torch's Blas.cpp).
+    return found if bias is None else found.add_(bias)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = left @ right, or out += left @ right; `out` may be of a wider type."""
+    if left.dtype == out.dtype:
+        out.addmm_(left, right) if add else torch.mm(left, right, out=out)
+    elif left.is_cuda and add:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:  # so many rows at a time that their product stays in a processor's cache
+        at_once = max(1, PRODUCT_BYTES // right[0].nbytes)
+        for some, part in zip(out.split(at_once), left.split(at_once), strict=True):
+            narrow = torch.mm(part, right)
+            some.add_(narrow) if add else some.copy_(narrow)

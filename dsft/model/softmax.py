@@ -1,0 +1,184 @@
+"""The softmax part of the output layer: takes the product of a chunk of hidden states and the weight, gives
+the targets' log-probabilities and the gradient by the product.
+
+There are two implementations: torch's operations, here, and a Triton kernel for GPUs, in softmax_kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsft.model.products import room_of
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What a model makes of its output layer's product: z = scale × product, then softcap × tanh(z ÷
+    softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """At least float32; differentiable."""
+        logits = product.to(torch.promote_types(product.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the shaped logits by the product."""
+        if self.softcap is None:
+            return self.scale
+        return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The softmax part by torch's operations, on any device.
+
+    With smoothing s, a row's value is (1 - s) × z_target + s × mean(z) - log Σ exp(z), whose gradient by z is
+    (1 - s) × one_hot + s ÷ V - softmax(z).
+    """
+
+    shaping: Shaping = Shaping()
+    smoothing: float = 0.0
+
+    def score(
+        self, product: Tensor, targets: Tensor, dtype: torch.dtype, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """product (n, V), which is overwritten, targets (n,) -> log-probabilities (n,), the maximum of z and
+        Σ exp(z - maximum) of each row (n, 2), and the gradient of the log-probabilities by the product,
+        (n, V) in `dtype`. kept (k, V): gets that of the first k rows instead, and no more is made."""
+        logits = self.shaping(product)
+        values, rows = self._values(logits, targets), len(product) if kept is None else len(kept)
+        slope = self.shaping.slope(logits[:rows])
+        sums = normalise(logits)
+        columns = targets[:rows, None]
+        gradient = self._gradient(logits[:rows], columns, torch.ones_like(columns), product.shape[1])
+        if not _is_one(slope):
+            gradient.mul_(slope)
+        logps = values - log_sum(sums)
+        return logps, sums, _of_type(gradient, dtype, product) if kept is None else kept.copy_(gradient)
+
+    def gradient(
+        self,
+        product: Tensor,
+        targets: Tensor,
+        sums: Tensor,
+        upstream: Tensor,
+        vocabulary: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The gradient by the product, (n, v) in `dtype`, of log-probabilities whose own is `upstream` (n,).
+        product (n, v), which is overwritten: of v of all the words, in which targets (n,) are counted from
+        the first of these on; sums (n, 2): what `score` gave."""
+        logits = self.shaping(product)
+        slope = self.shaping.slope(logits)
+        top, total = sums.split(1, dim=1)
+        columns = targets[:, None]
+        inside = (columns >= 0) & (columns < product.shape[1])
+        logits.sub_(top).exp_().div_(total)
+        gradient = self._gradient(logits, columns.clamp(0, product.shape[1] - 1), inside, vocabulary)
+        if not _is_one(slope):
+            gradient.mul_(slope)
+        return _of_type(gradient.mul_(upstream[:, None]), dtype, product)
+
+    def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(1 - s) × z_target + s × mean(z), (n,)."""
+        chosen = logits.gather(1, targets[:, None]).squeeze(1)
+        return chosen if not self.smoothing else torch.lerp(chosen, logits.mean(1), self.smoothing)
+
+    def _gradient(self, probabilities: Tensor, columns: Tensor, shares: Tensor, vocabulary: int) -> Tensor:
+        """By z, in place of `probabilities` (n, v). columns, shares: (n, 1), where the target is and how much
+        of it is there."""
+        gradient = probabilities.neg_()
+        if self.smoothing:
+            gradient.add_(self.smoothing / vocabulary)
+        return gradient.scatter_add_(1, columns, shares.to(gradient.dtype) * (1.0 - self.smoothing))
+
+
+def normalise(logits: Tensor) -> Tensor:
+    """(n, V) logits become probabilities in place; gives their maximum and Σ exp(z - maximum), (n, 2), which
+    stay apart: their log-sum would round every probability by as much as it is large."""
+    top = logits.amax(1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    logits.div_(total)
+    return torch.cat((top, total), 1)
+
+
+def log_sum(sums: Tensor) -> Tensor:
+    """log Σ exp(z), (n,)."""
+    return sums[:, 0] + sums[:, 1].log()
+
+
+def _of_type(gradient: Tensor, dtype: torch.dtype, product: Tensor) -> Tensor:
+    return gradient if gradient.dtype == dtype else room_of(product, dtype).copy_(gradient)
+
+
+def _is_one(slope: Tensor | float) -> bool:
+    return isinstance(slope, float) and slope == 1.0
+
+
+# --- which of the two -------------------------------------------------------------------------------------
+
+TRIED = (5, 9_001)  # rows and words: two blocks of the kernel and a part of a third
+VALUES_APART = 1e-4  # nats; z is a few tens
+GRADIENTS_APART = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Of the largest gradient. In 16 bits the unit in the last place, as two nearly equal numbers may be rounded
+to neighbours."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """softmax: what a head uses; said: a clause that tells so, empty where there is nothing to choose."""
+
+    softmax: Softmax
+    said: str = ""
+
+
+@functools.cache
+def chosen(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
+    """Which implementation a head of weights of `dtype` uses on `device`: on a GPU the Triton kernel, where
+    it compiles and gives what torch's operations give of random logits; else `plain`, which those are."""
+    if device.type != "cuda":
+        return Choice(plain)
+    try:
+        from dsft.model.softmax_kernel import InOneKernel  # here: only builds for GPUs come with Triton
+
+        return tried(plain, InOneKernel(plain.shaping, plain.smoothing), dtype, device)
+    except Exception as error:  # what Triton, its compilers, a C compiler and the driver raise
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return Choice(plain, f"its softmax by torch's operations, as the Triton kernel failed ({reason})")
+
+
+def tried(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
+    """`kernel`, unless it is apart from `plain`."""
+    values, gradients = apart(plain, kernel, dtype, device)
+    found = f"{values:.1g} nats and {gradients:.1g} of the largest gradient from torch's operations"
+    if values <= VALUES_APART and gradients <= GRADIENTS_APART[dtype]:
+        return Choice(kernel, f"its softmax by a Triton kernel, {found}")
+    return Choice(plain, f"its softmax by torch's operations, as the Triton kernel was {found}")
+
+
+def apart(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """How far two implementations are from each other on random logits: values in nats, gradients in parts of
+    the largest."""
+    (rows, words), draw = TRIED, torch.Generator().manual_seed(0)
+    product = torch.randn(TRIED, generator=draw).mul_(8.0).to(device)
+    targets = torch.randint(words, (rows,), generator=draw).to(device)
+    upstream = torch.randn(rows, generator=draw).to(device)
+    first = words // 3
+    found = []
+    for softmax in (plain, kernel):
+        logps, sums, gradient = softmax.score(product.clone(), targets, dtype)
+        part = product[:, first:].clone()
+        of_part = softmax.gradient(part, targets - first, sums, upstream, words, dtype)
+        found.append((logps.double(), gradient.double(), of_part.double()))
+    (exact, *exactly), (value, *gradients) = found
+    by_largest = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, exactly, strict=True)]
+    return float((value - exact).abs().max()), float(torch.stack(by_largest).max())
