@@ -110,7 +110,7 @@ class Size:
 @dataclass(frozen=True)
 class Candidate:
     """refused: why it is none at all; else sizes has every micro-batch size that fits and the first that does
-    not. overrides: what to type behind the spec, of the best size; warnings: `dsft validate`'s."""
+    not, at ZeRO 3 also the one of a single micro-batch a step. overrides: what to type behind the spec, of the best size; warnings: `dsft validate`'s."""
 
     choice: Choice
     refused: tuple[Finding, ...]
@@ -221,9 +221,12 @@ def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], 
         found = tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems)
         return Candidate(choice, found, (), (), ())
     sizes: list[Size] = []
-    for micro in _micro_batches(plan, whole // places.data_parallel):
+    micros = _micro_batches(plan, whole // places.data_parallel)
+    for micro in micros:
         sizes.append(_size(plan, _with_batch(_with_cut(spec, counts), whole, micro), places, limits))
         if sizes[-1].over:
+            if micro != micros[-1] and choice.zero_stage == 3:  # whose gradients may stay bf16 in the last
+                sizes.append(_size(plan, _with_batch(spec, whole, micros[-1]), places, limits))
             break
     found_one = Candidate(choice, (), tuple(sizes), (), warnings(spec))
     return replace(found_one, overrides=_overrides(plan, spec, (found_one.best or sizes[0]).batch))

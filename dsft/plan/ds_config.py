@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.nvme import aio_rows, optimizer_rows, parameter_rows
+from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
@@ -99,7 +100,7 @@ def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = No
     rows = (
         *_batch(spec, batch),
         *_clipping(spec),
-        *_precision(spec),
+        *_precision(spec, batch),
         *_reduction(spec),
         *_zero(spec, elements),
         *aio_rows(spec),
@@ -168,7 +169,24 @@ def _clipping(spec: Spec) -> Iterator[Row]:
         )
 
 
-def _precision(spec: Spec) -> Iterator[Row]:
+def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
+    """Whether ZeRO 3 keeps bf16 gradients as they are, in place of an fp32 copy. That is so where the copy
+    would hold the same values: a step has one micro-batch, and ranks are one or add up in bf16. Not at ZeRO
+    2, whose update widens all gradients at once, nor where the optimizer is offloaded."""
+    budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
+    is_one = batch.accumulation_steps == 1 and (
+        budget is None or budget >= batch.micro_batch_size * longest_example(spec.data, spec.task)
+    )
+    return (
+        is_one
+        and spec.train.precision == "bf16"
+        and spec.parallel.zero_stage == 3
+        and spec.parallel.offload_optimizer.device == "none"
+        and (batch.data_parallel == 1 or spec.train.reduce_dtype == "bf16")
+    )
+
+
+def _precision(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     bf16 = spec.train.precision == "bf16"
     yield "bf16.enabled", bf16, f"train.precision is {spec.train.precision}"
     if bf16:
@@ -186,6 +204,9 @@ def _precision(spec: Spec) -> Iterator[Row]:
         yield "data_types.grad_accum_dtype", "fp32", "gradients are added up in the type of the weights"
     elif spec.parallel.zero_stage == 0:
         reason = "ZeRO 0 cannot accumulate bf16 gradients in fp32 (engine.py:2323); use zero_stage 1 for that"
+        yield "data_types.grad_accum_dtype", "bf16", reason
+    elif batch is not None and gradients_stay_bf16(spec, batch):
+        reason = "one micro-batch a step and no fp32 sum over ranks: the same values in half the memory"
         yield "data_types.grad_accum_dtype", "bf16", reason
     else:
         yield (

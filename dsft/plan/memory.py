@@ -15,7 +15,7 @@ from typing import Protocol, get_args
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import SUB_GROUP, bucket_size
+from dsft.plan.ds_config import SUB_GROUP, bucket_size, gradients_stay_bf16
 from dsft.plan.head import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -224,6 +224,7 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
+    stays = gradients_stay_bf16(spec, batch_sizes(spec.train, layout.data_parallel))
     return Part(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
@@ -243,6 +244,7 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches:
         is_bf16=spec.train.precision == "bf16",
         pinned=not on_cpu and parallel.offload_optimizer.pin_memory is not False,
         locked=swapped_of(census, spec, layout.data_parallel).locked if "nvme" in devices else 0,
+        gradient=weight_bytes(spec) if stays else FP32,
     )
 
 

@@ -71,8 +71,8 @@ def total(moment: Moment) -> int:
 @dataclass(frozen=True)
 class Part:
     """trained, frozen: elements of each parameter of this rank's stage; ranks: data-parallel ones; weight,
-    reduced, moment: bytes of an element of the weights, of what is summed over the ranks, and of the
-    optimizer's states; bucket, gathered: elements of the reduction's and the gathering's buckets; optimizer,
+    reduced, moment, gradient: bytes of an element of the weights, of what is summed over the ranks, of the
+    optimizer's states, and of the gradients that ZeRO 3 keeps; bucket, gathered: elements of the reduction's and the gathering's buckets; optimizer,
     parameters: where they are kept; groups: of the optimizer; accumulates: steps have several micro-batches;
     pinned: what is offloaded is page-locked; locked: bytes of the buffers through which a rank swaps;
     backward: activations and head."""
@@ -96,6 +96,7 @@ class Part:
     pinned: bool
     locked: int
     backward: Moment = field(default_factory=dict)
+    gradient: int = FP32
 
     @property
     def elements(self) -> int:
@@ -265,7 +266,7 @@ def _sharded(part: Part) -> dict[str, Moment]:
     states: Moment = {
         "master": one(share * FP32),
         "moments": one(share * part.moment),
-        "gradients": one(share * FP32),
+        "gradients": one(share * part.gradient),
     }
     if part.is_offloaded:
         states = {"offloaded": _sharded_in_host(part)}
@@ -280,7 +281,8 @@ def _sharded(part: Part) -> dict[str, Moment]:
     reducing = one(reduced * part.reduced)  # in the order of the ranks (coalesced_collectives.py:122)
     if part.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works in a copy
-    step = NONE if part.is_offloaded else one(sub_group * FP32)  # stage3.py:2686
+    widened = FP32 if part.gradient == FP32 else FP32 + part.gradient  # flattened first
+    step = NONE if part.is_offloaded else one(sub_group * widened)  # stage3.py:2686
     load: Moment = {row: tensors for row, tensors in kept.items() if row != "moments"}
     if part.on_cpu:
         load = merged(load, {"parameters": each(part.shares(part.trained), part.weight)})

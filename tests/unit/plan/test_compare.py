@@ -92,6 +92,22 @@ def test_more_memory_takes_no_layout_away(hosts: dict[str, int], gpu: float) -> 
     assert small <= large
 
 
+def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16() -> None:
+    made = document({"a": 1})
+    made["data"]["max_length"] = 2
+    made["train"] = {"global_batch_size": 4, "micro_batch_size": 1}
+
+    def sizes(**accelerator: Any) -> list[tuple[int, int, bool]]:
+        found = compared(made | {"cluster": {"hosts": {"a": 1}, "accelerator": {"name": "H100"} | accelerator}})
+        sharded = [c for c in every(found[1]) if c.choice.order == 3 and not c.choice.checkpointing]
+        return [(size.batch.micro_batch_size, size.device, bool(size.over)) for size in sharded[0].sizes]
+
+    (one, needs, _), *_, (four, less, _) = sizes()
+    assert (one, four) == (1, 4) and less < needs
+    between = sizes(memory_gib=(needs + less) / 2 / GIB)
+    assert [(micro, over) for micro, _, over in between] == [(1, True), (4, False)]
+
+
 def test_what_is_typed_is_what_was_compared(tmp_path: Path) -> None:
     made = document({"a": 2, "b": 2}, accelerator={"name": "H100", "memory_gib": 80})
     made |= {"task": "dpo", "train": {"global_batch_size": 24, "micro_batch_size": 6}}

@@ -76,6 +76,35 @@ def test_gradients_accumulate_in_fp32_where_deepspeed_can(make_spec: Any) -> Non
     assert [accumulated(stage, "fp32") for stage in range(4)] == ["fp32"] * 4
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sections", "stays"),
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (2, {"train": {"reduce_dtype": "bf16"}}, True),
+        (1, {"train": {"accumulation_steps": 2}}, False),
+        (1, {"train": {"precision": "fp32"}}, False),
+        (1, {"parallel": {"zero_stage": 2}}, False),
+        (1, {"parallel": {"offload_optimizer": {"device": "cpu"}}}, False),
+        (1, {"data": {"packing": True}}, True),
+        (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048}}, True),
+        (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048 - 1}}, False),
+    ],
+)
+def test_bf16_gradients_stay_where_nothing_is_added_to_them_in_fp32(
+    make_spec: Any, ranks: int, sections: dict[str, Any], stays: bool
+) -> None:
+    given = {
+        "train": {"precision": "bf16", "accumulation_steps": 1} | sections.get("train", {}),
+        "parallel": {"zero_stage": 3} | sections.get("parallel", {}),
+        "data": sections.get("data", {}),
+    }
+    spec = make_spec(**given)
+    config = deepspeed_config(spec, batch_sizes(spec.train, ranks, spec.data, spec.task))
+    assert config["data_types"]["grad_accum_dtype"] == ("bf16" if stays else "fp32")
+    assert deepspeed_config(spec, None)["data_types"]["grad_accum_dtype"] == "fp32"  # the world is not known
+
+
 def test_the_reduction_type_is_a_key(make_spec: Any) -> None:
     spec = make_spec(train={"precision": "bf16", "reduce_dtype": "bf16"})
     assert deepspeed_config(spec, None)["communication_data_type"] == "bf16"

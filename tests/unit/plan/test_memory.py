@@ -73,6 +73,18 @@ def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
     assert rank.master == rank.gradients - 2 * LARGEST == 4 * WHOLE // 4
 
 
+def test_zero_3_keeps_two_bytes_of_a_gradient_where_a_step_has_one_micro_batch(sizes: Any) -> None:
+    def gradients(world: int = 1, **train: Any) -> Any:
+        given = {"precision": "bf16", "accumulation_steps": 1} | train
+        return sizes(world, parallel={"zero_stage": 3}, train=given).stages[0].gradients
+
+    arriving = 2 * LARGEST
+    assert gradients() == 2 * WHOLE + arriving
+    assert gradients(accumulation_steps=2) == 4 * WHOLE + arriving
+    assert gradients(2, reduce_dtype="bf16") == 2 * WHOLE // 2 + arriving
+    assert gradients(2) == 4 * WHOLE // 2 + arriving
+
+
 def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
     offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
     table = sizes(hosts={"a": 3, "b": 1}, parallel=offloaded)
