@@ -260,11 +260,12 @@ def _reduction(spec: Spec) -> Iterator[Row]:
 def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     stage = spec.parallel.zero_stage
     kept = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
-    yield (
-        "zero_optimization.stage",
-        stage,
-        f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks",
-    )
+    reason = f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks"
+    if "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
+        reason += (
+            "; the default in bf16, where stage 1 keeps all gradients in fp32 and reduces after the backward"
+        )
+    yield "zero_optimization.stage", stage, reason
     if stage == 0:
         return
     rest = _zero_3(spec, elements) if stage == 3 else _zero_12(stage, elements)

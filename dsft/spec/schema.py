@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -273,7 +273,8 @@ class Parallel(Section):
         default=1,
         ge=0,
         le=3,
-        description="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+        description="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters; by "
+        "default 2 in bf16, where the spec has neither a pipeline nor the accelerator cpu.",
     )
     pipeline_stages: int = Field(
         default=1, ge=1, description="Number of groups that the layers are cut into, one after the other."
@@ -566,3 +567,15 @@ class Spec(Section):
     def accelerator(self) -> Accelerator | None:
         """The device that cluster.accelerator names."""
         return self.cluster.accelerator if self.cluster else None
+
+    @model_validator(mode="after")
+    def _default_zero_stage(self) -> Spec:
+        """By the spec alone, so that what is generated from it is the same on every machine. The key stays
+        out of `model_fields_set`."""
+        on_cpu = self.accelerator is not None and self.accelerator.name.lower() == "cpu"
+        given = "zero_stage" in self.parallel.model_fields_set
+        if not given and self.train.precision == "bf16" and self.parallel.pipeline_stages == 1 and not on_cpu:
+            parallel = self.parallel.model_copy()
+            parallel.__dict__["zero_stage"] = 2
+            self.__dict__["parallel"] = parallel
+        return self

@@ -60,7 +60,7 @@ model:
 data:
 {data}
 parallel:
-  zero_stage: 1                      # shards 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too
+  zero_stage: 2                      # shards 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too
   pipeline_stages: 1                 # more than 1 with zero_stage 0 or 1
   offload_optimizer: {{device: none}}  # none | cpu, with zero_stage 1 to 3 | nvme, with 3: docs/offload.md
 

@@ -98,7 +98,9 @@ def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16()
     made["train"] = {"global_batch_size": 4, "micro_batch_size": 1}
 
     def sizes(**accelerator: Any) -> list[tuple[int, int, bool]]:
-        found = compared(made | {"cluster": {"hosts": {"a": 1}, "accelerator": {"name": "H100"} | accelerator}})
+        found = compared(
+            made | {"cluster": {"hosts": {"a": 1}, "accelerator": {"name": "H100"} | accelerator}}
+        )
         sharded = [c for c in every(found[1]) if c.choice.order == 3 and not c.choice.checkpointing]
         return [(size.batch.micro_batch_size, size.device, bool(size.over)) for size in sharded[0].sizes]
 

@@ -71,7 +71,7 @@ def test_the_stages_are_the_policys_unless_the_spec_says_how() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (spec(), "the policy as it starts, whole on every rank, since ZeRO 1 divides nothing"),
+        (spec(), "the policy as it starts, whole on every rank, since ZeRO 2 divides nothing"),
         (spec(reference_zero_stage=0), "whole on every rank (dpo.reference precomputed)"),
         (spec(parallel={"zero_stage": 3}), "sharded over all ranks (ZeRO 3)"),
         (

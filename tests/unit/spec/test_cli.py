@@ -64,7 +64,7 @@ def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(
 def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     code, out, err = dsft("validate", str(write()))
     assert (code, err) == (0, "")
-    assert out.startswith("valid: spec.yaml\n") and "ZeRO 1" in out
+    assert out.startswith("valid: spec.yaml\n") and "ZeRO 2" in out
     assert "rows of at most" in out
     _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5")
     assert "5 pairs held out; a prompt and an answer of at most" in out

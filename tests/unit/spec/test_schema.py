@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from dsft.spec.aliases import sections_in
-from dsft.spec.schema import Data, Optim, Spec, Train
+from dsft.spec.schema import Data, Optim, Parallel, Spec, Train
 from dsft.spec.unbuilt import UNBUILT
 
 
@@ -73,3 +73,32 @@ def test_rows_of_the_unbuilt_name_keys_and_leave_every_default_usable() -> None:
         offered = get_args(field.annotation)
         if offered and all(isinstance(choice, str) for choice in offered):
             assert set(offered) - set(row.built), f"{row.key} is built whole; take its row out"
+
+
+@pytest.mark.parametrize(
+    ("sections", "stage"),
+    [
+        ({}, 2),
+        ({"parallel": {"offload_optimizer": {"device": "cpu"}}}, 2),
+        ({"parallel": {"zero_stage": 1}}, 1),
+        ({"parallel": {"pipeline_stages": 2}}, 1),
+        ({"train": {"precision": "fp32"}}, 1),
+        ({"train": {"precision": "fp16"}}, 1),
+        ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "H100"}}}, 2),
+        ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "CPU"}}}, 1),
+    ],
+)
+def test_the_default_of_zero_stage_follows_from_the_spec_alone(sections: dict[str, Any], stage: int) -> None:
+    values = {
+        "name": "x",
+        "task": "sft",
+        "model": {"name_or_path": "x"},
+        "data": {"train": [{"path": "x.jsonl"}]},
+        "train": {},
+        "optim": {"learning_rate": 1e-3},
+    }
+    spec = Spec.model_validate(values | sections)
+    assert spec.parallel.zero_stage == stage
+    assert Spec.model_validate(spec.model_dump()).parallel == spec.parallel
+    assert Spec.model_validate(values).parallel.zero_stage == 2  # the schema's own default has not changed
+    assert Parallel().zero_stage == 1
