@@ -110,7 +110,8 @@ class Size:
 @dataclass(frozen=True)
 class Candidate:
     """refused: why it is none at all; else sizes has every micro-batch size that fits and the first that does
-    not, at ZeRO 3 also the one of a single micro-batch a step. overrides: what to type behind the spec, of the best size; warnings: `dsft validate`'s."""
+    not, at ZeRO 3 also the one of a single micro-batch a step. overrides: what to type behind the spec, of
+    the best size; warnings: `dsft validate`'s."""
 
     choice: Choice
     refused: tuple[Finding, ...]

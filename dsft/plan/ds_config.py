@@ -262,9 +262,7 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     kept = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
     reason = f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks"
     if "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
-        reason += (
-            "; the default in bf16, where stage 1 keeps all gradients in fp32 and reduces after the backward"
-        )
+        reason += "; the default in bf16, where 1 keeps all gradients, in fp32, and reduces them last"
     yield "zero_optimization.stage", stage, reason
     if stage == 0:
         return

@@ -70,12 +70,12 @@ def total(moment: Moment) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """trained, frozen: elements of each parameter of this rank's stage; ranks: data-parallel ones; weight,
-    reduced, moment, gradient: bytes of an element of the weights, of what is summed over the ranks, of the
-    optimizer's states, and of the gradients that ZeRO 3 keeps; bucket, gathered: elements of the reduction's and the gathering's buckets; optimizer,
-    parameters: where they are kept; groups: of the optimizer; accumulates: steps have several micro-batches;
-    pinned: what is offloaded is page-locked; locked: bytes of the buffers through which a rank swaps;
-    backward: activations and head."""
+    """trained, frozen: elements of each parameter of this rank's stage; ranks: data-parallel ones;
+    weight, reduced, moment, gradient: bytes of an element of the weights, of what is summed over the
+    ranks, of the optimizer's states, and of the gradients that ZeRO 3 keeps; bucket, gathered: elements
+    of the reduction's and the gathering's buckets; optimizer, parameters: where they are kept; groups: of
+    the optimizer; accumulates: steps have several micro-batches; pinned: what is offloaded is page-
+    locked; locked: bytes of the buffers through which a rank swaps; backward: activations and head."""
 
     trained: tuple[int, ...]
     frozen: tuple[int, ...]

@@ -1,10 +1,10 @@
-"""What test_gradients.py launches: ZeRO 3 in bf16 with gradients kept in fp32 and as they are, one micro-batch a
-step.
+"""What test_gradients.py launches: ZeRO 3 in bf16, one micro-batch a step, gradients kept in fp32 and in bf16.
 
     torchrun … gradient_worker.py OUTPUT.json
 
-Rank 0 writes {type of the sum over ranks: {"by_itself": the type that dsft chooses, "differs": elements of the
-fp32 weights and moments of all ranks that differ after the last step, "norms": the gradient norms of each}}.
+Rank 0 writes {type of the sum over ranks: {"by_itself": the type that dsft chooses, "differs": elements of
+the fp32 weights and moments of all ranks that differ after the last step, "norms": each way's gradient
+norms}}.
 """
 
 from __future__ import annotations
