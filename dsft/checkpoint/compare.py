@@ -10,7 +10,7 @@ from typing import Any
 from dsft.checkpoint.read import MODEL, Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
-from dsft.spec.differing import ABSENT, differing
+from dsft.spec.differing import ABSENT, differing, flatten
 from dsft.spec.schema import Spec
 
 MAY_DIFFER = (
@@ -60,10 +60,13 @@ def check_same_run(
 
     Raises CheckpointError naming every key that differs, with both values.
     """
+    given = dict(flatten(spec.model_dump(mode="json", exclude_defaults=True)))
     differing_keys = [
         one.clause(WAS, NOW)
         for one in differing(checkpoint.state["spec"], spec.model_dump(mode="json"))
-        if not may_differ(one.key) and not one.is_of_empty_values  # a newer dsft has more keys
+        if not may_differ(one.key)
+        and not one.is_of_empty_values
+        and not (one.old == ABSENT and one.key not in given)  # a newer dsft has more keys
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:

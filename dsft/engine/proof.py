@@ -20,6 +20,7 @@ from dsft.engine.api import Scorer
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
+from dsft.model.kernels import fused_modules, plain_kernels
 from dsft.model.policy import Policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -31,6 +32,8 @@ NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
 ALONE = {"fp32": 1e-3, "bf16": 0.3, "fp16": 0.1}  # nats
 # The head and the model round the same product; where the model scales it in its own type, some ulps more.
 HEAD = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the log-probabilities' spread
+# Other kernels in each layer round otherwise; a wrong norm or rotation moves a token by half of the spread.
+KERNELS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 ROUNDING = 1e-5  # nats
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
 WIDE = 256  # tokens of a row whose logits are made whole
@@ -75,7 +78,7 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
         own = engine.score([batch])
         policy.full_logits = False
     dtype = next(policy.parameters()).dtype
-    compared = [_apart(a[is_target], b[is_target], dtype) for a, b in zip(found, own, strict=True)]
+    compared = [_apart(a[is_target], b[is_target], HEAD[dtype]) for a, b in zip(found, own, strict=True)]
     apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
     if apart <= allowed:
         said = sorted(set(world.gather(policy.softmax_said(world.device))) - {""})
@@ -88,11 +91,42 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     )
 
 
-def _apart(found: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def prove_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+    """A collective. Scores a few of the dataset's rows with the fused kernels and with the model's own
+    modules. Gives a line that says so; raises SpecError on every rank where a token's loss differs by more
+    than rounding."""
+    batches = [collate([row], pad_id) for row in real_rows(dataset)]
+    are_targets = [(batch.targets != NO_TARGET).to(world.device) for batch in batches]
+    with own_attention(policy.causal_lm):
+        found = engine.score(batches)
+        with plain_kernels(policy.causal_lm):
+            own = engine.score(batches)
+    dtype = next(policy.parameters()).dtype
+    compared = [
+        _apart(one[is_target], other[is_target], KERNELS[dtype])
+        for one, other, is_target in zip(found, own, are_targets, strict=bool(found))
+    ]
+    apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
+    if _excess((apart, allowed)) > 0:
+        message = (
+            f"a token's loss is {apart:.2g} nats from that of the model's own modules ({allowed:.2g} is "
+            "rounding); set it to torch"
+        )
+        raise SpecError(
+            "The kernels were tried on rows of data.train and are not exact.",
+            [Problem("model.kernels", message)],
+        )
+    return (
+        f"kernels: liger ({fused_modules(policy.causal_lm)}): tried on real rows, at most {apart:.1g} nats "
+        "from the model's own modules"
+    )
+
+
+def _apart(found: Tensor, own: Tensor, rounding: float) -> tuple[float, float]:
     """The largest difference, and what rounding explains. A wrong scale or soft-cap shows in how far the
     log-probabilities spread, however small the logits of a fresh model are."""
     spread = float(own.max() - own.min())
-    return float((found - own).abs().max()), ROUNDING + HEAD[dtype] * spread
+    return float((found - own).abs().max()), ROUNDING + rounding * spread
 
 
 def _excess(pair: tuple[float, float]) -> float:

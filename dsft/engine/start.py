@@ -88,6 +88,14 @@ def check_precision(precision: str) -> None:
         )
 
 
+def set_tf32(tf32: bool, device: torch.device) -> None:
+    """Whether the process multiplies fp32 matrices on its GPU as TF32. By the older of torch's two settings,
+    which sets the newer one too; after the newer alone, torch refuses to say what is set, as torch.compile
+    asks it (aten/src/ATen/Context.cpp)."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
 def _drop_gradient(optimizer: Any) -> None:
     """ZeRO 1 and 2 with bf16 and offload keep the gradient of a step that they skip (stage_1_and_2.py:3056),
     and add the next one to it: no later step would be finite."""

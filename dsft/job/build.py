@@ -15,7 +15,7 @@ from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for, share_buffers
-from dsft.engine.proof import prove_head, prove_packing
+from dsft.engine.proof import prove_head, prove_kernels, prove_packing
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
@@ -105,6 +105,8 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
     """What must hold on real rows before anything is trained, a line each. fresh: no step is done."""
     spec, policy, engine = job.spec, built.policy, built.engine
     yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
+    if spec.model.kernels != "torch":
+        yield prove_kernels(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.data.packing:
         yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
     if built.reference and fresh and dpo_of(spec).reference_model is None:

@@ -19,7 +19,7 @@ from dsft.checkpoint.lock import Held, hold
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
 from dsft.engine.ops import prepare_ops
-from dsft.engine.start import check_precision
+from dsft.engine.start import check_precision, set_tf32
 from dsft.engine.world import World, join
 from dsft.errors import StorageError, WorldError
 from dsft.identity import of_process
@@ -44,6 +44,7 @@ def run(job: Job) -> None:
     tell_places(job, world, say)
     with together(job, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))
+        set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
         lock = world.first(lambda: take_folder(job.folder, held))
         prove_shared(job.folder, world)

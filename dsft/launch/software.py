@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from dsft import __version__
 
-DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "liger-kernel")
 """Packages whose version can change a loss, a mask or an update: the same on all ranks of a run."""
 
 RANGES = {"torch": ">=2.10", "deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.17,<6"}

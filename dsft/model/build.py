@@ -20,6 +20,7 @@ from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.joints import check_cut
+from dsft.model.kernels import use_liger
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
@@ -65,6 +66,8 @@ def build_model(
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
     if joints is not None:
         cut_to_stage(causal_lm, joints, stage, cut)
+    if model.kernels == "liger":
+        use_liger(causal_lm)
     if model.compile:
         compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)

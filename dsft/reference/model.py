@@ -11,7 +11,7 @@ from typing import Any
 
 from dsft.engine.frozen import Frozen, build_frozen
 from dsft.engine.partition import keep_for
-from dsft.engine.proof import prove_head, prove_packing
+from dsft.engine.proof import prove_head, prove_kernels, prove_packing
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment
@@ -76,5 +76,7 @@ def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> It
     if other is not None:
         yield world.each(lambda: same_tokens(other, inputs.tokenizer))
     yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
+    if spec.model.kernels != "torch":
+        yield prove_kernels(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.data.packing:
         yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)

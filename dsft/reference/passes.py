@@ -21,6 +21,7 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
+from dsft.engine.start import set_tf32
 from dsft.engine.world import World, join
 from dsft.errors import NonFiniteError, OutOfMemoryError, WorldError
 from dsft.identity import built_from, of_inputs, of_process
@@ -101,6 +102,7 @@ def score_pairs(asked: Pass, say: Callable[[str], None], tell: Callable[[Pace], 
         of_process(spec, {}),
         spec.accelerator,
     )
+    set_tf32(spec.train.tf32, world.device)
     inputs = world.each(lambda: _inputs(asked))
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
     world.prove_same(world.each(lambda: of_inputs(spec, inputs, built_from(inputs))))

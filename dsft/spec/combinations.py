@@ -141,6 +141,25 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
             yield Finding(("model", "compile"), f"true, but {reason} compile false", reads)
 
 
+def _kernels(spec: Spec) -> Iterator[Finding]:
+    """Fused kernels and TF32, where they cannot be, or would change nothing."""
+    accelerator = spec.cluster.accelerator if spec.cluster else None
+    on_cpu = accelerator is not None and accelerator.name.lower() == "cpu"
+    if spec.model.kernels == "liger":
+        path = ("model", "kernels")
+        if on_cpu:
+            message = "'liger' is not for a CPU: its kernels are Triton's, which need a GPU; set it to torch"
+            yield Finding(path, message, ("model.kernels", "cluster.accelerator.name"))
+        if spec.model.compile:
+            message = "'liger' with model.compile, which makes such kernels itself; keep one of the two"
+            yield Finding(path, message, ("model.kernels", "model.compile"))
+    if spec.train.tf32 and (on_cpu or spec.train.precision != "fp32"):
+        where = "on a CPU" if on_cpu else f"with precision {spec.train.precision}"
+        message = f"true has no effect {where}; leave it out: it is for fp32 on GPUs"
+        reads = ("train.tf32", "train.precision", "cluster.accelerator.name")
+        yield Finding(("train", "tf32"), message, reads)
+
+
 def _activations(spec: Spec) -> Iterator[Finding]:
     if spec.model.activation_offload and not spec.model.gradient_checkpointing:
         message = (
@@ -488,6 +507,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     preference_findings,
     _attention,
     _compiled,
+    _kernels,
     _cut,
     _activations,
     _offload,

@@ -262,11 +262,9 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "image_max_pixels video_max_pixels mm_proj is_multimodal processor_type image_size",
     ),
     NotOffered(
-        "a kernel or a framework beside transformers (Liger, Unsloth, cut cross-entropy)",
+        "a kernel or a framework beside transformers (Unsloth, cut cross-entropy, Liger's loss)",
         "leave it out: the head goes in chunks by itself (docs/head.md), and model.compile compiles the "
         "layers",
-        "use_liger_kernel enable_liger_kernel use_liger liger_kernel liger_rope liger_rms_norm "
-        "liger_glu_activation "
         "liger_fused_linear_cross_entropy use_unsloth unsloth use_unsloth_gc cut_cross_entropy",
     ),
     NotOffered(

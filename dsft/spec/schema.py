@@ -88,6 +88,11 @@ class Model(Section):
         default=None, description="Patterns of parameter names that are trained; by default all are."
     )
     compile: bool = Field(default=False, description="Compile the model's layers with torch.compile.")
+    kernels: Literal["torch", "liger"] = Field(
+        default="torch",
+        description="What computes norms, rotary embeddings and SwiGLU: the model's own modules, or Liger's "
+        "fused kernels (on GPUs; install dsft[liger]).",
+    )
     activation_offload: bool = Field(
         default=False, description="Keep the activations of checkpointed layers in host memory."
     )
@@ -324,6 +329,10 @@ class Train(Section):
     precision: Literal["bf16", "fp32", "fp16"] = Field(
         default="bf16",
         description="Type of weights in forward and backward; with fp32 master weights and moments.",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="Let GPUs multiply fp32 matrices as TF32, with 10 bits of mantissa; for precision fp32.",
     )
     reduce_dtype: Literal["fp32", "bf16"] | None = Field(
         default=None, description="Type in which gradients are summed over ranks; by default fp32."

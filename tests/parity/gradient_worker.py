@@ -1,4 +1,4 @@
-"""What test_gradients.py launches: ZeRO 3 in bf16, one micro-batch a step, gradients kept in fp32 and in bf16.
+"""What test_gradients.py launches: ZeRO 3 in bf16, one micro-batch a step, gradients kept in fp32 and bf16.
 
     torchrun … gradient_worker.py OUTPUT.json
 

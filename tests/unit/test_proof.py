@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
@@ -18,12 +19,14 @@ from dsft.engine.proof import (
     answers_changed,
     every_second_changed,
     prove_head,
+    prove_kernels,
     prove_packing,
     real_rows,
     shared_pairs,
     whole_rows,
 )
 from dsft.errors import SpecError
+from dsft.model import kernels
 from dsft.model import policy as policies
 from dsft.model.attention import KEYWORD, attend_per_segment, own_attention
 from dsft.model.build import build_model
@@ -286,3 +289,44 @@ def test_another_output_layer_is_left_to_the_model() -> None:
     other = Scores(Policy(causal_lm).eval())
     assert "its logits are computed whole" in prove_the_head(other)
     assert other.policy.full_logits
+
+
+def with_norms(monkeypatch: pytest.MonkeyPatch, precision: str, forward: Any) -> Scores:
+    """An engine whose norms compute by `forward`, as if it were a kernel."""
+
+    def fused(module: Any) -> tuple[str, Any]:
+        return ("norms", forward) if isinstance(module, LlamaRMSNorm) else ("", None)
+
+    monkeypatch.setattr(kernels, "_fused", fused)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = scores(precision)
+    kernels.use_liger(engine.policy.causal_lm)
+    return engine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    def in_float64(self: Any, x: Tensor) -> Tensor:
+        wide = x.double()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.double() * wide).to(x.dtype)
+
+    engine = with_norms(monkeypatch, precision, in_float64)
+    data = rows(20, 30, 17, 60)
+    line = prove_kernels(engine, engine.policy, data, Alone(), 0)  # type: ignore[arg-type]
+    assert line.startswith("kernels: liger (5 norms): tried on real rows, at most ")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """The mutation: Gemma's norm, whose weight is 1 + w."""
+
+    def offset(self: Any, x: Tensor) -> Tensor:
+        return LlamaRMSNorm.forward(self, x) * 2  # the weights are 1
+
+    engine = with_norms(monkeypatch, precision, offset)
+    with pytest.raises(SpecError) as error:
+        prove_kernels(engine, engine.policy, rows(20, 30, 17, 60), Alone(), 0)  # type: ignore[arg-type]
+    (problem,) = error.value.problems
+    assert problem.where == "model.kernels" and problem.message.endswith("set it to torch")

@@ -207,6 +207,15 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         data="data: {train: [{path: rows.jsonl}], packing: true}\n",
     )
     + "parallel: {zero_stage: 3}\n",
+    "kernels_on_a_cpu": spec(
+        model="model: {from_config: {model_type: llama}, compile: true, kernels: liger}\n",
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, tf32: true}\n",
+    )
+    + "cluster: {hosts: {a: 2}, accelerator: {name: cpu}}\n",
+    "kernels_and_tf32": spec(
+        model="model: {from_config: {model_type: llama}, kernels: triton, use_liger_kernel: true}\n",
+        train="train: {micro_batch_size: 2, accumulation_steps: 4, tf32: true}\n",
+    ),
     "activations_of_no_checkpoint": spec(
         model="model: {from_config: {model_type: llama}, activation_offload: true}\n"
     ),

@@ -1,0 +1,145 @@
+"""Liger's fused Triton kernels for a model's norms, MLPs and rotary embeddings: takes a built transformers
+model, changes what its modules compute with, not their parameters or names.
+
+A module is changed where the code of its forward is the code of a class that a kernel stands for: most
+architectures of transformers have copies of the same few. All others compute as before. What the kernels do
+was read in liger_kernel 0.8.5: ops/rms_norm.py, ops/swiglu.py and ops/rope.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from dsft.errors import Problem, SpecError
+
+PLAIN = "dsft_plain_class"
+"""Attribute of a changed module's class: the class that it had."""
+
+ROTATE = "apply_rotary_pos_emb"
+
+
+KIND = "dsft_kind"
+"""Likewise: what the module is, in the plural."""
+
+
+def use_liger(causal_lm: PreTrainedModel) -> None:
+    """Change `causal_lm` in place. Raises SpecError where the package is missing, there is no GPU for
+    Triton, or no module is one that a kernel stands for."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise _refused("the package liger-kernel is not installed; install dsft[liger], or")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise _refused("its kernels are Triton's, which need a GPU, and there is none;")
+    for module in list(causal_lm.modules()):
+        kind, forward = _fused(module)
+        if forward is not None:
+            cls = type(module)
+            members = {"forward": forward, PLAIN: cls, KIND: kind}
+            module.__class__ = type(f"Liger{cls.__name__}", (cls,), members)
+    if not fused_modules(causal_lm):
+        kind = causal_lm.config.model_type
+        raise _refused(f"no norm, MLP or rotary embedding of a {kind} model is one that its kernels compute;")
+
+
+def fused_modules(causal_lm: PreTrainedModel) -> str:
+    """What is changed, such as "2 MLPs, 5 norms"; empty where nothing is."""
+    kinds = Counter(
+        getattr(type(module), KIND) for module in causal_lm.modules() if hasattr(type(module), KIND)
+    )
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+
+
+@contextmanager
+def plain_kernels(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """The model computes meanwhile as transformers has it."""
+    changed = [(module, type(module)) for module in causal_lm.modules() if hasattr(type(module), PLAIN)]
+    for module, cls in changed:
+        module.__class__ = getattr(cls, PLAIN)
+    try:
+        yield
+    finally:
+        for module, cls in changed:
+            module.__class__ = cls
+
+
+def _refused(reason: str) -> SpecError:
+    problem = Problem("model.kernels", f"'liger', but {reason} set it to torch")
+    return SpecError("The kernels cannot be used.", [problem])
+
+
+def _fused(module: nn.Module) -> tuple[str, Callable[..., Any] | None]:
+    """What `module` is, and the forward that takes the place of its own; None for what stays."""
+    own: Any = type(module).forward
+    if _same(own, llama.LlamaRMSNorm.forward):
+        return "norms", _norm("llama", 0.0, "variance_epsilon")
+    if _same(own, Olmo2RMSNorm.forward):
+        return "norms", _norm("gemma", 0.0, "variance_epsilon")
+    if _same(own, GemmaRMSNorm.forward) and _same(getattr(module, "_norm", None), GemmaRMSNorm._norm):
+        return "norms", _norm("gemma", 1.0, "eps")
+    if _same(own, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU):
+        return "MLPs", _swiglu
+    names = getattr(getattr(own, "__code__", None), "co_names", ())
+    rotate = own.__globals__.get(ROTATE) if ROTATE in names else None
+    if (
+        rotate is not None
+        and _same(rotate, llama.apply_rotary_pos_emb)
+        and _same(rotate.__globals__.get("rotate_half"), llama.rotate_half)
+    ):
+        return "rotary embeddings", _with_rope(own, rotate)
+    return "", None
+
+
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code, wherever it stands."""
+    mine, theirs = (getattr(function, "__code__", None) for function in (one, other))
+    parts = ("co_code", "co_consts", "co_names", "co_varnames")
+    return mine is not None and all(getattr(mine, part) == getattr(theirs, part) for part in parts)
+
+
+def _norm(casting: str, offset: float, epsilon: str) -> Callable[..., Any]:
+    """casting: llama (the product with the weight in the input's type) or gemma (in float32); the weight is
+    offset + w. Not in place: the gradient that it would write over may be a residual's too."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def forward(self: Any, hidden_states: Any) -> Any:
+        eps = getattr(self, epsilon)
+        return LigerRMSNormFunction.apply(hidden_states, self.weight, eps, offset, casting, False, None)
+
+    return forward
+
+
+def _swiglu(self: Any, x: Any) -> Any:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def _with_rope(forward: FunctionType, plain: Callable[..., Any]) -> FunctionType:
+    """A copy of an attention's forward that turns queries and keys by the kernel."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1]:
+            return plain(q, k, cos, sin, unsqueeze_dim)
+        return LigerRopeFunction.apply(q, k, cos, sin)
+
+    names = forward.__globals__ | {ROTATE: rotate}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy

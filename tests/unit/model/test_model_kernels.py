@@ -1,0 +1,158 @@
+"""Liger's kernels under Triton's interpreter against the model's own modules.
+
+Skipped but for TRITON_INTERPRET=1 python -m pytest …, where liger-kernel and triton are installed (with
+pip install --no-deps they bring nothing else).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from dsft.errors import SpecError
+from dsft.model.kernels import fused_modules, plain_kernels, use_liger
+from dsft.model.lora import inject
+from dsft.spec.schema import Lora
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+CHANGED = {
+    "llama": "1 MLPs, 3 norms, 1 rotary embeddings",
+    "qwen2": "1 MLPs, 3 norms, 1 rotary embeddings",
+    "qwen3": "1 MLPs, 5 norms, 1 rotary embeddings",
+    "mistral": "1 MLPs, 3 norms, 1 rotary embeddings",
+    "olmo2": "1 MLPs, 5 norms",  # its rotary embeddings turn in float32
+    "gemma2": "5 norms, 1 rotary embeddings",  # its MLPs are GeGLU
+    "phi3": "3 norms",  # one matrix for gate and up; a part of each head is turned
+}
+INSTALLED = os.environ.get("TRITON_INTERPRET") == "1" and all(
+    map(importlib.util.find_spec, ("liger_kernel", "triton"))
+)
+installed = pytest.mark.skipif(not INSTALLED, reason="needs liger_kernel, triton and TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's interpreter lacks: numbers come to a kernel as Python's floats, from the compiler as
+    float32 scalars, and functions of libdevice give None."""
+    if not INSTALLED:
+        return
+    from liger_kernel.ops import rms_norm
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    converted = interpreter._implicit_cvt
+
+    def with_floats(arg: Any) -> Any:
+        if not isinstance(arg, float):
+            return converted(arg)
+        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.math.rsqrt(x))  # the interpreter exchanges tl.math's
+
+
+def model(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL, **({"pad_token_id": 0} if kind == "phi3" else {}))
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(dtype)
+    for name, parameter in made.named_parameters():  # norms begin at 0 or 1, which hides an offset
+        if "norm" in name:
+            torch.nn.init.normal_(parameter.data, 0.5, 0.2)
+    return made
+
+
+def results(made: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of two rows, and every parameter's gradient."""
+    rows = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(1))
+    made.zero_grad()
+    logits = made(input_ids=rows, use_cache=False).logits.float()
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+    return logits.detach(), {n: p.grad.float() for n, p in made.named_parameters() if p.grad is not None}
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@installed
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bound"),
+    [
+        *((kind, torch.float32, 3e-6) for kind in CHANGED),
+        *((kind, torch.float16, 3e-3) for kind in ("llama", "gemma2")),  # the interpreter has no bfloat16
+    ],
+)
+def test_logits_and_gradients_are_those_of_the_modules(kind: str, dtype: torch.dtype, bound: float) -> None:
+    made = model(kind, dtype)
+    names = list(made.state_dict())
+    logits, gradients = results(made)
+    use_liger(made)
+    assert fused_modules(made) == CHANGED[kind]
+    assert list(made.state_dict()) == names
+    fused, found = results(made)
+    assert apart(fused, logits) <= bound
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert apart(found[name], gradient) <= bound, name
+    with plain_kernels(made):
+        again, _ = results(made)
+    assert torch.equal(again, logits)
+    assert torch.equal(results(made)[0], fused)
+
+
+@installed
+def test_adapters_and_checkpointing_learn_the_same() -> None:
+    made = model("llama")
+    inject(made, Lora(rank=2))
+    for name, parameter in list(made.named_parameters()):
+        if parameter.is_meta:
+            owner, _, last = name.rpartition(".")
+            drawn = torch.randn(parameter.shape) / 10
+            setattr(made.get_submodule(owner), last, torch.nn.Parameter(drawn))
+    made.train()
+    made.activation_checkpointing_enable({"use_reentrant": False})
+    logits, gradients = results(made)
+    use_liger(made)
+    fused, found = results(made)
+    assert apart(fused, logits) <= 3e-6 and found.keys() == gradients.keys()
+    assert all("lora_" in name for name in found)
+    assert max(apart(found[name], gradients[name]) for name in found) <= 1e-5
+
+
+@installed
+def test_a_model_without_such_modules_is_refused() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(SpecError) as error:
+        use_liger(AutoModelForCausalLM.from_config(config))
+    (problem,) = error.value.problems
+    assert problem.where == "model.kernels" and "of a gpt2 model" in problem.message
+
+
+def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(SpecError) as error:
+            use_liger(made)
+    assert "install dsft[liger]" in error.value.problems[0].message
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SpecError) as error:
+        use_liger(made)
+    assert "need a GPU" in error.value.problems[0].message
