@@ -144,6 +144,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     if plan.layout.pipeline_stages > 1:
         yield Text(_bubble(plan))
     yield _traffic(plan)
+    yield from map(Text, _less_traffic(plan))
     if plan.reference is not None:
         yield heading("Reference")
         yield from map(Text, _reference(plan, plan.reference))
@@ -283,6 +284,17 @@ def _traffic(plan: Plan) -> RenderableType:
             flow.what, str(flow.times), size_text(flow.bytes_each), size_text(flow.bytes), flow.link
         )
     return table
+
+
+def _less_traffic(plan: Plan) -> Iterator[str]:
+    """What sends less, where ZeRO 2 or 3 sends bf16 training's gradients between hosts in fp32."""
+    train, crossing = plan.spec.train, [flow for flow in plan.traffic if flow.link == "between hosts"]
+    gradients = next((flow for flow in crossing if flow.what == "gradients"), None)
+    if gradients is not None and plan.spec.parallel.zero_stage >= 2 and train.precision == "bf16":
+        ways = [] if train.reduce_dtype == "bf16" else ["train.reduce_dtype: bf16 sends half of each"]
+        ways += ["fewer and larger micro-batches send fewer"] if gradients.times > 1 else []
+        if ways:
+            yield f"Gradients travel between hosts after each micro-batch: {', '.join(ways)}."
 
 
 def _reference(plan: Plan, reference: Reference) -> Iterator[str]:

@@ -107,6 +107,27 @@ def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) ->
     }
 
 
+def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: Any) -> None:
+    def said(hosts: dict[str, int], stage: int = 2, **train: Any) -> str:
+        train = {"precision": "bf16"} | train
+        made = plan(None, cluster={"hosts": hosts}, parallel={"zero_stage": stage}, train=train)
+        return " ".join(text(made).split())
+
+    advice = "Gradients travel between hosts after each micro-batch: "
+    halved, fewer = "train.reduce_dtype: bf16 sends half of each", "fewer and larger micro-batches send fewer"
+    two = {"a": 2, "b": 2}
+    assert f"{advice}{halved}, {fewer}." in said(two)
+    assert f"{advice}{halved}." in said(two, 3, accumulation_steps=1)
+    assert f"{advice}{fewer}." in said(two, reduce_dtype="bf16")
+    for without in (
+        said({"a": 4}),
+        said(two, 1),
+        said(two, precision="fp32"),
+        said(two, accumulation_steps=1, reduce_dtype="bf16"),
+    ):
+        assert advice not in without
+
+
 def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     cluster = {"hosts": {"a": 2}, "accelerator": {"name": "small", "memory_gib": 0.01}}
     made = plan(cluster=cluster, parallel={"zero_stage": 0})
