@@ -206,3 +206,11 @@ def test_other_software_is_told_and_not_refused() -> None:
     assert list(changed_since(checkpoint_of(BUILT), now)) == [
         "warning: versions.torch was '2.12.0', now '2.13.0', since step-7 was saved"
     ]
+
+
+def test_a_key_that_the_checkpoint_does_not_know_differs_where_it_is_not_the_default() -> None:
+    old = checkpoint()
+    del old.state["spec"]["model"]["kernels"], old.state["spec"]["train"]["tf32"]
+    check_same_run(old, spec_with(), SAME, rows_of(a=10))
+    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. Set them back"):
+        check_same_run(old, spec_with(train__tf32=True), SAME, rows_of(a=10))
