@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.copies import to_host
 from dsft.engine.api import Engine, StepResult
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective
@@ -105,7 +106,8 @@ class Alike(Protocol):
         ...
 
     def check(self, everyones: Tensor, step: int) -> None:
-        """Raise WorldError where the sum over all ranks says that they differ."""
+        """Raise WorldError where the sum over all ranks, on the host, says that they differ. Before the next
+        step, which may change what they hold."""
         ...
 
 
@@ -141,9 +143,11 @@ class Run:
 
 @dataclass
 class Window:
-    """What has happened since the last log line. computed: this rank's positions, padding included; sources:
-    by metric, where the data has several sources."""
+    """What has happened since the last log line. last: the last step's result, and its learning rate;
+    computed: this rank's positions, padding included; sources: by metric, where the data has several
+    sources."""
 
+    last: tuple[StepResult, float] | None = None
     sums: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
@@ -154,7 +158,8 @@ class Window:
     sources: Record = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, batch: GlobalStep, result: StepResult, waited: float) -> None:
+    def add(self, batch: GlobalStep, result: StepResult, learning_rate: float, waited: float) -> None:
+        self.last = result, learning_rate
         self.sums = result.sums if self.sums is None else self.sums + result.sums
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
@@ -169,6 +174,33 @@ class Window:
             self.sources[f"data/{name}/epoch"] = seen.epoch
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A record whose sums are on their way from the device to the host. read: waits for them; can_wait:
+    nothing before the next step depends on it."""
+
+    read: Callable[[], Record]
+    can_wait: bool
+
+
+@dataclass
+class Late:
+    """Reports each record before that of a later step begins: on a GPU it is read once the next step is
+    launched, so that the device does not stand still while the host writes."""
+
+    report: Callable[[Record], None]
+    unread: Unread | None = None
+
+    def read(self) -> Record:
+        """What is unread, after it is reported; empty where nothing is."""
+        if self.unread is None:
+            return {}
+        unread, self.unread = self.unread, None
+        record = unread.read()
+        self.report(record)
+        return record
+
+
 def fit(
     engine: Engine, objective: Objective, steps: Steps, schedule: Schedule, run: Run, progress: Progress
 ) -> Progress:
@@ -179,7 +211,22 @@ def fit(
     """
     if run.evaluate and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
         evaluate(run, progress)
-    progress = replace(progress, owes_evaluation=False)
+    late = Late(run.report)
+    try:
+        return _fit(engine, objective, steps, schedule, run, replace(progress, owes_evaluation=False), late)
+    finally:
+        late.read()  # where a step has failed, of the one before it
+
+
+def _fit(
+    engine: Engine,
+    objective: Objective,
+    steps: Steps,
+    schedule: Schedule,
+    run: Run,
+    progress: Progress,
+    late: Late,
+) -> Progress:
     window = Window()
     while progress.step < schedule.total_steps:
         asked = run.ask()  # while the step goes on
@@ -195,17 +242,18 @@ def fit(
             seed_step(schedule.seed, progress.step, run.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
             stop = asked()
+        late.read()  # of the step before
         progress = progress.after(batch, result)
-        window.add(batch, result, waited)
+        window.add(batch, result, learning_rate, waited)
 
         planned = plan(schedule, progress.step)
         # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
         if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
-            record = training_record(window, objective, run, progress, saves=bool(planned.saves or stop))
-            norm = {"train/grad_norm": float(result.grad_norm), "train/learning_rate": learning_rate}
-            run.report(record | norm | loss_scale_record(result))
+            saves = bool(planned.saves or stop)
+            pauses = saves or planned.evaluates or not result.applied
+            late.unread = training_record(window, objective, run, progress, saves=saves, pauses=pauses)
             # In fp16 an overflow of a finite loss is how the loss scale is found.
-            loss = record["train/loss"]
+            loss = math.nan if late.unread.can_wait else late.read()["train/loss"]
             if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
                 named = run.skipped(progress.step, batch, micro_batches, loss)
             window = Window()
@@ -284,36 +332,49 @@ def position(progress: Progress) -> Record:
 
 
 def training_record(
-    window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool
-) -> Record:
-    """The window's loss and metrics (its sums ÷ its counts) and speed. One collective; it waits for the
-    device. saves: a checkpoint follows. Raises WorldError where ranks hold other weights than each other."""
-    assert window.sums is not None, "a record is made after a step"
+    window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool, pauses: bool
+) -> Unread:
+    """The window's loss and metrics (its sums ÷ its counts), speed, and its last step's norm and rate. One
+    collective, which begins here. saves: a checkpoint follows; pauses: another step does not follow at once.
+    `read` raises WorldError where ranks hold other weights than each other."""
+    assert window.sums is not None and window.last is not None, "a record is made after a step"
     watch, replicas, none = run.watch, run.replicas, window.sums.new_zeros(0)
     parts = (
         window.sums,
         watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
         replicas.mine(progress.step, saves=saves) if replicas else none,
     )
-    sums, spent, digests = torch.split(run.sum(torch.cat(parts)), [len(part) for part in parts])
-    if replicas:
-        replicas.check(digests, progress.step)
-    figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
-    seconds = time.perf_counter() - window.began
-    tokens_per_second = window.num_tokens / seconds
-    mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}
-    return (
-        position(progress)
-        | (mfu or {})
-        | window.sources
-        | figures
-        | {
-            "perf/step_time": seconds / window.steps,
-            "perf/tokens_per_second": tokens_per_second,
-            "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
-            "perf/data_wait_fraction": window.data_wait / seconds,
-        }
-    )
+    summed = to_host(run.sum(torch.cat(parts)))
+    result, learning_rate = window.last
+    norm = to_host(torch.as_tensor(result.grad_norm, dtype=torch.float64))
+    can_wait = window.sums.device.type == "cuda" and not pauses and not len(parts[2])
+    launched = time.perf_counter() if can_wait else None
+
+    def read() -> Record:
+        sums, spent, digests = torch.split(summed(), [len(part) for part in parts])
+        if replicas:
+            replicas.check(digests, progress.step)
+        figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
+        seconds = (launched or time.perf_counter()) - window.began
+        tokens_per_second = window.num_tokens / seconds
+        mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}
+        return (
+            position(progress)
+            | (mfu or {})
+            | window.sources
+            | figures
+            | {
+                "perf/step_time": seconds / window.steps,
+                "perf/tokens_per_second": tokens_per_second,
+                "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
+                "perf/data_wait_fraction": window.data_wait / seconds,
+                "train/grad_norm": float(norm()),
+                "train/learning_rate": learning_rate,
+            }
+            | loss_scale_record(result)
+        )
+
+    return Unread(read, can_wait)
 
 
 def evaluation_record(

@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.copies import to_device
 from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape
@@ -54,7 +55,8 @@ class PipelineEngine:
         )
         self._total = self._zeros()
         # DeepSpeed takes the mean over micro-batches and data-parallel ranks; here alone it is undone.
-        self._scales = self._total.new_tensor(self._objective.scales(counts)) * (number * data_parallel)
+        scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
+        self._scales = to_device(scales * (number * data_parallel), self._world.device)
         self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._started.outcome())
 

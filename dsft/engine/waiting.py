@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ CALLS = (
     "reduce_scatter", "reduce_scatter_tensor", "send", "recv",
 )  # fmt: skip
 """Of DeepSpeed's backend, that engines call in a step."""
+HELD = 1024
+"""Pairs of events that are kept, beside those that the device has not reached yet."""
 
 
 class Waiting:
@@ -33,7 +36,7 @@ class Waiting:
         self._thread = threading.get_ident()
         self._inside = False  # a call that waits within
         self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._events: deque[tuple[Any, Any]] = deque()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -46,14 +49,16 @@ class Waiting:
             yield
 
     def taken(self) -> float:
-        """Seconds since the last call. On a GPU it waits for the device."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            # Over all streams, which may wait at the same time: the sum can be more than a step lost by it.
-            self._seconds += sum(first.elapsed_time(last) for first, last in self._events) / 1000
-            self._events.clear()
+        """Seconds since the last call; on a GPU of the waits that are over, and the others in the next call."""
+        self._read()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _read(self) -> None:
+        """Over all streams, which may wait at the same time: the sum can be more than a step lost by it."""
+        while self._events and self._events[0][1].query():
+            first, last = self._events.popleft()
+            self._seconds += first.elapsed_time(last) / 1000
 
     def _clock(self, owner: Any, name: str, undo: ExitStack) -> None:
         call: Callable[..., Any] = getattr(owner, name)
@@ -83,3 +88,5 @@ class Waiting:
             last.record()
             self._events.append((first, last))
             self._inside = False
+            if len(self._events) > HELD:
+                self._read()

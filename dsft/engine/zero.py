@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.copies import to_device
 from dsft.engine import state
 from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
 from dsft.engine.partition import full_shape, place_buffers
@@ -42,7 +43,8 @@ class ZeroEngine:
         self._engine.train()
         total = self._zeros()
         # DeepSpeed takes the mean over data-parallel ranks; here alone it is undone.
-        scales = total.new_tensor(self._objective.scales(counts)) * self._world.layout.data_parallel
+        scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
+        scales = to_device(scales * self._world.layout.data_parallel, self._world.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             sums = self._sums(micro_batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
@@ -13,7 +12,12 @@ def answer_logps(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
     rejected answer of each pair, in nats.
 
     Of a packed micro-batch that was cut short only the pairs that still have two segments; of one without a
-    pair (0, 2), which still hangs on the graph.
+    pair (0, 2), which still hangs on the graph. A packed micro-batch has been through `MicroBatch.to`.
+
+    A packed row takes three kernels however many answers it has: each position is added to its segment's sum.
+    On a GPU the order of these additions is not fixed; in float64 that changes a sum of n values by at most
+    n × 2^-53 × Σ |value|. Differences of a running sum would have a fixed order, but one infinite or NaN
+    value would reach the answers behind it.
     """
     pairs = micro_batch.pairs
     assert pairs is not None, "a micro-batch of preference pairs"
@@ -21,6 +25,7 @@ def answer_logps(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
     if micro_batch.lengths is None:
         sums = values.sum(1)
     else:
-        sums = torch.stack([part.sum() for part in torch.split(values[0], list(micro_batch.lengths))])
+        assert pairs.segments is not None, "set by MicroBatch.to"
+        sums = values.new_zeros(len(micro_batch.lengths)).index_add_(0, pairs.segments, values.flatten())
     whole = min(len(pairs.ids), len(sums) // 2)
     return sums[: 2 * whole].view(whole, 2)

@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from dsft.data.steps.copies import to_device
 from dsft.plan.units import GIB
 from dsft.report.memory import resident
 
@@ -97,15 +98,16 @@ class HostWatch:
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
         """(ranks · WIDTH,) float64 on the device: this rank's row, the others' are 0. Of the window that
-        began at `began` of time.perf_counter: its steps, seconds of wait for data, and positions computed."""
-        waiting = self._waits.taken()  # on a GPU it waits for the device, so the clock is read after it
+        began at `began` of time.perf_counter: its steps, seconds of wait for data, and positions computed.
+        Does not wait for the device."""
+        waiting = self._waits.taken()
         seconds = time.perf_counter() - began
         allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
         used = psutil.virtual_memory().used if self._places[self._rank].local_rank == 0 else 0
         spent = Spent(steps, seconds, waiting, data, tokens, resident(), used, allocated)
         rows = torch.zeros(len(self._places), WIDTH, dtype=torch.float64)
         rows[self._rank] = torch.tensor(spent, dtype=torch.float64)
-        return rows.flatten().to(self._device)
+        return to_device(rows.flatten(), self._device)
 
     def record(self, everyones: Tensor) -> dict[str, float]:
         """Of the sum of all ranks' `mine`."""

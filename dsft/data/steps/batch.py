@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dsft.data.steps.copies import to_device
+
 NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
 
 
@@ -19,11 +21,14 @@ class Pairs:
     ids         (n,) int64: their numbers in their dataset; on the host
     num_tokens  (n, 2) int64: targets of the chosen and of the rejected answer
     reference   (n, 2) float64: the reference's log-probabilities, summed over them; None: not known
+    segments    (T,) int32: of a packed micro-batch the segment, from 0, that each position is in; set by
+                `MicroBatch.to`
     """
 
     ids: Tensor
     num_tokens: Tensor
     reference: Tensor | None = None
+    segments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,28 +52,29 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            if device.type == "cuda" and tensor.device.type == "cpu":
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
         return replace(
             self,
-            input_ids=moved(self.input_ids),
-            position_ids=moved(self.position_ids),
-            targets=moved(self.targets),
-            noise_scale=None if self.noise_scale is None else moved(self.noise_scale),
+            input_ids=to_device(self.input_ids, device),
+            position_ids=to_device(self.position_ids, device),
+            targets=to_device(self.targets, device),
+            noise_scale=None if self.noise_scale is None else to_device(self.noise_scale, device),
             num_targets=self.num_targets
             if self.num_targets is not None
             else int((self.targets != NO_TARGET).sum()),
-            pairs=self.pairs
-            and replace(
-                self.pairs,
-                num_tokens=moved(self.pairs.num_tokens),
-                reference=None if self.pairs.reference is None else moved(self.pairs.reference),
-            ),
+            pairs=self.pairs and _pairs_to(self.pairs, self.lengths, device),
         )
+
+
+def _pairs_to(pairs: Pairs, lengths: tuple[int, ...] | None, device: torch.device) -> Pairs:
+    segments = pairs.segments
+    if segments is None and lengths is not None:
+        segments = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return replace(
+        pairs,
+        num_tokens=to_device(pairs.num_tokens, device),
+        reference=None if pairs.reference is None else to_device(pairs.reference, device),
+        segments=None if segments is None else to_device(segments, device),
+    )
 
 
 @dataclass(frozen=True)
