@@ -347,7 +347,7 @@ def training_record(
     summed = to_host(run.sum(torch.cat(parts)))
     result, learning_rate = window.last
     norm = to_host(torch.as_tensor(result.grad_norm, dtype=torch.float64))
-    can_wait = window.sums.device.type == "cuda" and not pauses and not len(parts[2])
+    can_wait = on_gpu(window.sums) and not pauses and not len(parts[2])
     launched = time.perf_counter() if can_wait else None
 
     def read() -> Record:
@@ -375,6 +375,11 @@ def training_record(
         )
 
     return Unread(read, can_wait)
+
+
+def on_gpu(sums: Tensor) -> bool:
+    """Whether the host is ahead of them."""
+    return sums.is_cuda
 
 
 def evaluation_record(

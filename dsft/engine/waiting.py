@@ -49,7 +49,7 @@ class Waiting:
             yield
 
     def taken(self) -> float:
-        """Seconds since the last call; on a GPU of the waits that are over, and the others in the next call."""
+        """Seconds since the last call; on a GPU those of waits that are over, the others in the next call."""
         self._read()
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -283,6 +283,7 @@ def shared_prompts(folder: Path) -> dict[str, float]:
 
 
 def answers_of(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensors]:
+    batch = batch.to(torch.device("cpu"))
     logps = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths, starts=batch.starts)
     answers = answer_logps(logps, batch)
     weights = torch.arange(1.0, 1.0 + answers.numel(), dtype=answers.dtype).view_as(answers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsft import loop
 from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
 from dsft.engine.api import Fragment, ReadRange, StepResult
 from dsft.errors import NonFiniteError, StoppedError
@@ -195,6 +197,110 @@ def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> No
     with pytest.raises(NonFiniteError, match=r"2 steps in a row, the last on a\.jsonl:3 \(rank 1\);"):
         engine = FakeEngine(nonfinite={2, 3})
         fit(engine, OBJECTIVE, Steps(), schedule(max_nonfinite_in_a_row=2), run, Progress())
+
+
+@dataclass
+class Told(Log):
+    """What happens, in order: steps as they are launched, and then what is written of which step."""
+
+    happened: list[tuple[str, float]] = field(default_factory=list)
+
+    def run(self, evaluate: bool = True) -> Run:
+        def said(record: Record) -> None:
+            self.records.append(record)
+            self.happened.append(
+                ("evaluated" if "eval/loss" in record else "record", record["train/global_step"])
+            )
+
+        return replace(super().run(evaluate), report=said)
+
+    def save(self, progress: Progress, held_out_loss: float | None) -> None:
+        super().save(progress, held_out_loss)
+        self.happened.append(("saved", progress.step))
+
+    def engine(self, **changes: Any) -> FakeEngine:
+        engine = FakeEngine(**changes)
+        step = engine.step
+
+        def launched(*given: Any) -> StepResult:
+            self.happened.append(("step", len(engine.rates) + 1))
+            return step(*given)
+
+        engine.step = launched  # type: ignore[method-assign]
+        return engine
+
+
+def test_on_a_gpu_a_record_is_read_after_the_next_step_is_launched_and_before_what_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, late = Told(), Told()
+    when = schedule(total_steps=6, eval_every=3, save_every=4)
+    fit(at_once.engine(), OBJECTIVE, Steps(), when, at_once.run(), Progress())
+    monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
+    fit(late.engine(), OBJECTIVE, Steps(), when, late.run(), Progress())
+    assert late.happened == [
+        ("step", 1), ("step", 2), ("record", 1), ("step", 3), ("record", 2), ("record", 3), ("evaluated", 3),
+        ("step", 4), ("record", 4), ("saved", 4), ("step", 5), ("step", 6), ("record", 5), ("record", 6),
+        ("evaluated", 6), ("saved", 6),
+    ]  # fmt: skip
+    assert [timeless(record) for record in late.records] == [timeless(record) for record in at_once.records]
+    assert [list(record) for record in late.records] == [list(record) for record in at_once.records]
+
+
+def timeless(record: Record) -> Record:
+    return {name: value for name, value in record.items() if not name.startswith("perf/")}
+
+
+def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
+    named = Told()
+    run = replace(named.run(), skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")
+    with pytest.raises(NonFiniteError, match="step 3"):
+        fit(
+            named.engine(nonfinite={1, 2}),
+            OBJECTIVE,
+            Steps(),
+            schedule(eval_every=None, save_every=None, max_nonfinite_in_a_row=2),
+            run,
+            Progress(),
+        )
+    assert named.happened == [
+        ("step", 1), ("step", 2), ("record", 1), ("record", 2), ("named", 2), ("step", 3), ("record", 3),
+        ("named", 3),
+    ]  # fmt: skip
+
+    class Failing(Steps):
+        def step(self, index: int) -> GlobalStep:
+            if index == 2:
+                raise StoppedError("the disk is gone")
+            return super().step(index)
+
+    failed = Told()
+    with pytest.raises(StoppedError, match="the disk is gone"):
+        fit(failed.engine(), OBJECTIVE, Failing(), schedule(eval_every=None), failed.run(), Progress())
+    assert failed.happened == [("step", 1), ("step", 2), ("record", 1), ("record", 2)]
+
+
+def test_a_comparison_of_ranks_is_read_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step may change what differs."""
+    checked = Told()
+
+    class Every2:
+        def mine(self, step: int, *, saves: bool) -> Tensor:
+            return torch.ones(int(step % 2 == 0), dtype=torch.float64)
+
+        def check(self, everyones: Tensor, step: int) -> None:
+            if len(everyones):
+                checked.happened.append(("checked", step))
+
+    monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
+    when = schedule(total_steps=3, eval_every=None, save_every=None)
+    fit(checked.engine(), OBJECTIVE, Steps(), when, replace(checked.run(), replicas=Every2()), Progress())
+    assert checked.happened[:7] == [
+        ("step", 1), ("step", 2), ("record", 1), ("checked", 2), ("record", 2), ("step", 3), ("record", 3),
+    ]  # fmt: skip
 
 
 def test_speed_counts_all_ranks_tokens() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from dsft.engine.waiting import Waiting
+from dsft.engine import waiting as module
+from dsft.engine.waiting import CALLS, HELD, Waiting
 
 CPU = torch.device("cpu")
 
@@ -52,3 +54,49 @@ def test_a_step_that_fails_leaves_no_clock() -> None:
     with pytest.raises(RuntimeError), waiting.counted():
         raise RuntimeError("a rank is gone")
     assert Work.wait is before
+
+
+class Event:
+    """One of a device that has come as far as `reached`; a wait takes it 2 ms."""
+
+    made, reached, alive = 0, 0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        Event.made += 1
+        Event.alive += 1
+        self.number = Event.made
+
+    def __del__(self) -> None:
+        Event.alive -= 1
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.number <= Event.reached
+
+    def elapsed_time(self, last: Event) -> float:
+        assert self.query() and last.query()
+        return 2.0
+
+
+def test_on_a_gpu_nobody_waits_for_the_device_and_few_events_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    backend = SimpleNamespace(**{name: lambda: "reduced" for name in CALLS})
+    monkeypatch.setattr(module.deepspeed_comm, "cdb", backend)
+    waiting = Waiting(torch.device("cuda"))
+    with waiting.counted():
+        assert [backend.all_reduce() for _ in range(3)] == ["reduced"] * 3
+    Event.reached = 4
+    assert waiting.taken() == pytest.approx(0.004), "two are over, the third counts later"
+    Event.reached = 6
+    assert waiting.taken() == pytest.approx(0.002)
+    with waiting.counted():
+        for _ in range(10 * HELD):
+            backend.all_reduce()
+            Event.reached = Event.made
+            assert Event.alive <= 2 * (HELD + 1)
+    assert waiting.taken() == pytest.approx(10 * HELD * 0.002)
+    assert Event.alive == 0

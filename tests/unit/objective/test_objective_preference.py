@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from dsft.objective.preference import LOSSES, METRICS, preference, rewards
 from dsft.spec.schema import Dpo
 
 LN2 = math.log(2)
+CPU = torch.device("cpu")
 
 
 def pairs_of(num_tokens: list[list[int]], reference: list[list[float]] | None = None) -> Pairs:
@@ -138,7 +140,7 @@ def test_a_micro_batch_without_pairs_keeps_the_graph(loss_type: Any) -> None:
     empty = torch.full((1, 2), NO_TARGET)
     for lengths in ((2,), None):
         logps = torch.full((1, 2), -1.0, requires_grad=True)
-        batch = MicroBatch(empty, empty, empty, lengths, pairs=pairs_of([], []))
+        batch = MicroBatch(empty, empty, empty, lengths, pairs=pairs_of([], [])).to(CPU)
         sums = torch.stack(preference(Dpo(loss_type=loss_type)).sums(logps, batch))
         (gradient,) = torch.autograd.grad(sums.sum(), logps)
         assert not sums.any() and not gradient.any()
@@ -155,7 +157,7 @@ def test_answers_of_packed_and_of_padded_rows_are_the_same() -> None:
 
     pairs = pairs_of([[3, 1], [2, 4]])
     row, marked = torch.cat(logps)[None], torch.cat(targets)[None]
-    packed = MicroBatch(marked, marked, marked, lengths, pairs=pairs)
+    packed = MicroBatch(marked, marked, marked, lengths, pairs=pairs).to(CPU)
     assert torch.equal(answer_logps(row, packed), expected)
 
     padded_logps = torch.nn.utils.rnn.pad_sequence(logps, batch_first=True, padding_value=-9.0)
@@ -163,8 +165,34 @@ def test_answers_of_packed_and_of_padded_rows_are_the_same() -> None:
     padded = MicroBatch(padded_targets, padded_targets, padded_targets, pairs=pairs)
     torch.testing.assert_close(answer_logps(padded_logps, padded), expected, rtol=0, atol=1e-15)
 
-    cut = MicroBatch(marked[:, :10], marked[:, :10], marked[:, :10], (5, 3, 2), pairs=pairs)
+    cut = MicroBatch(marked[:, :10], marked[:, :10], marked[:, :10], (5, 3, 2), pairs=pairs).to(CPU)
     assert torch.equal(answer_logps(row[:, :10], cut), expected[:1])
+
+
+def test_the_answers_of_a_packed_row_take_as_many_kernels_however_many_they_are() -> None:
+    """And each is, with its gradient, what its own values alone add up to, whatever stands beside it."""
+    torch.manual_seed(0)
+    taken = []
+    for number in (2, 40):
+        lengths = tuple(torch.randint(1, 200, (number,)).tolist())
+        targets = torch.full((1, sum(lengths)), 7)
+        values = torch.randn(targets.shape)
+        values[0, : lengths[0]] = math.nan
+        logps = values.requires_grad_()
+        pairs = pairs_of([[1, 1]] * (number // 2))
+        batch = MicroBatch(targets, targets, targets, lengths, pairs=pairs).to(CPU)
+        with torch.profiler.profile() as profiled:
+            answers = answer_logps(logps, batch)
+            weights = torch.arange(1.0, 1.0 + number, dtype=torch.float64)
+            (gradient,) = torch.autograd.grad(answers.flatten() @ weights, logps)
+        taken.append(Counter(event.name for event in profiled.events() if event.name.startswith("aten::")))
+        parts = [part.double() for part in torch.split(logps.detach()[0], lengths)]
+        expected = torch.stack([part.sum() for part in parts]).view(-1, 2)
+        torch.testing.assert_close(answers.detach(), expected, rtol=1e-14, atol=1e-14, equal_nan=True)
+        assert answers.isnan().sum() == 1
+        by_hand = torch.cat([weight.float().expand(n) for weight, n in zip(weights, lengths, strict=True)])
+        assert torch.equal(gradient[0], by_hand)
+    assert taken[0] == taken[1]
 
 
 def test_without_a_reference_it_does_not_train_on_something_else() -> None:
