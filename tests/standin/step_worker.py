@@ -1,0 +1,166 @@
+"""Steps of training on the stand-in GPU, with right numbers: what each asks of the device, where it waits.
+
+python -m tests.standin.step_worker
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.utils import groups
+
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, Pairs
+from dsft.engine.build import build_engine
+from dsft.engine.partition import keep_for
+from dsft.engine.replicas import Replicas
+from dsft.engine.world import World, join
+from dsft.job.watch import watch_hosts
+from dsft.launch.environment import detect
+from dsft.loop import Progress, Record, Run, Schedule, fit
+from dsft.model.attention import attend_per_segment
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.objective.answers import answer_logps
+from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
+from dsft.plan.batch import batch_sizes
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.layout import Layout
+from dsft.spec.schema import Dpo, Spec
+from tests.standin import inside
+
+VOCABULARY, LENGTH, SEGMENTS, MICRO_BATCHES = 64, 8, 4, 2
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY,
+}  # fmt: skip
+COUNTED, LAST = (4, 5), 6
+"""The steps that are counted, and the last one. ZeRO 3 looks at the first two."""
+NEVER = 1000
+
+
+def packed(draw: torch.Generator, *, of_pairs: bool, number: int = SEGMENTS) -> MicroBatch:
+    """One row of `number` segments, each a chosen or a rejected answer where they are pairs."""
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH * number), generator=draw)
+    targets = ids.roll(-1, 1)
+    targets[:, LENGTH - 1 :: LENGTH] = NO_TARGET
+    positions, pairs = torch.arange(LENGTH).repeat(number)[None], None
+    if of_pairs:
+        shape = (number // 2, 2)
+        reference = torch.full(shape, -30.0, dtype=torch.float64)
+        pairs = Pairs(torch.arange(number // 2), torch.full(shape, LENGTH - 1), reference)
+    return MicroBatch(ids, positions, targets, (LENGTH,) * number, pairs=pairs)
+
+
+@dataclass
+class Steps:
+    """On the device as they are made, so that each step's copies are counted with it."""
+
+    device: torch.device
+    of_pairs: bool
+
+    def step(self, index: int) -> GlobalStep:
+        draw = torch.Generator().manual_seed(index)
+        made = tuple(packed(draw, of_pairs=self.of_pairs).to(self.device) for _ in range(MICRO_BATCHES))
+        pairs = MICRO_BATCHES * SEGMENTS // 2
+        targets = pairs * (LENGTH - 1)
+        counts = {"tokens": 2 * targets, "pairs": pairs, "chosen_tokens": targets}
+        return GlobalStep(made, counts, 2 * pairs * LENGTH, 0.0, ())
+
+
+@dataclass
+class Counting:
+    """Told by the loop when a step begins. steps: what was asked of the device from one to the next; seconds:
+    how long that took the host, which computes the numbers."""
+
+    steps: list[Counter[str]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    open: Any = None
+
+    def mark(self, doing: str, step: int) -> None:
+        if doing != "data":
+            return
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.seconds[-1] += time.perf_counter()
+        self.open = inside.counted()
+        self.steps.append(self.open.__enter__())
+        self.seconds.append(-time.perf_counter())
+
+
+def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[str, Any]:
+    spec = Spec.model_validate(
+        {
+            "name": "steps", "task": "pretrain", "model": {"from_config": LLAMA},
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": zero_stage},
+            "train": {
+                "micro_batch_size": 1, "accumulation_steps": MICRO_BATCHES, "precision": "bf16",
+                "max_steps": 1,
+            },
+            "optim": {"learning_rate": 1e-3},
+        }
+    )  # fmt: skip
+    config = deepspeed_config(spec, batch_sizes(spec.train, 1))
+    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, keep=keep_for(config, world))
+    attend_per_segment(policy.causal_lm, "auto", LENGTH)
+    objective = preference(Dpo(loss_type="hinge")) if task == "dpo" else next_token()
+    engine = build_engine(policy, spec, config, world, objective)
+    counting = Counting()
+    records: list[Record] = []
+    run = Run(
+        world.sum,
+        None,
+        records.append,
+        lambda progress, loss: None,
+        1,
+        0,
+        watch=watch_hosts(world, lambda line: None),
+        replicas=Replicas(engine.replicated, world, NEVER),
+        mark=counting.mark,
+    )
+    schedule = Schedule(LAST, log_every, None, None, lambda step: 1e-3, 3, seed=1)
+    with inside.waits() as places:
+        fit(engine, objective, Steps(world.device, task == "dpo"), schedule, run, Progress())
+    engine._engine.destroy()
+    groups.mpu = None
+    gc.collect()
+    return {
+        "steps": [counting.steps[number - 1] for number in COUNTED],
+        "seconds": [counting.seconds[number - 1] for number in COUNTED],
+        "waits": {place: number / LAST for place, number in places.items()},
+        "losses": {int(record["train/global_step"]): record["train/loss"] for record in records},
+    }
+
+
+def answers(device: torch.device, number: int) -> dict[str, Any]:
+    """The answers of one row, forward and backward."""
+    batch = packed(torch.Generator(), of_pairs=True, number=number).to(device)
+    logps = torch.full(batch.targets.shape, -1.0, device=device, requires_grad=True)
+    with inside.counted() as taken:
+        found = answer_logps(logps, batch)
+        found.sum().backward()
+    return {"taken": taken, "sums": found.flatten().tolist()}
+
+
+def main() -> None:
+    world = join(detect(os.environ), Layout(1, 1, 1))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    told: dict[str, Any] = {"answers": [answers(world.device, number) for number in (2, 40)]}
+    for task in ("sft", "dpo"):
+        for zero_stage in (1, 2, 3):
+            told[f"{task}, ZeRO {zero_stage}"] = trained(world, task, zero_stage, log_every=1)
+    told["no record"] = trained(world, "sft", 1, log_every=NEVER)
+    inside.tell(told)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

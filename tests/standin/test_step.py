@@ -1,0 +1,69 @@
+"""What a step of training asks of a GPU, and what its host waits for: exact numbers, of bf16 on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.standin.gpu import answer
+
+pytestmark = pytest.mark.standin
+
+MICRO_BATCHES = 2
+ROW = 3
+"""Copies of a packed micro-batch to the device: tokens, positions, targets; of pairs there are three more, the
+numbers of targets, the reference's log-probabilities and the segments."""
+SYNCS = {1: 4, 2: 5, 3: 5}
+"""By ZeRO stage, of DeepSpeed's step: is the gradient finite, what is its norm, is it clipped."""
+DEVICE_SYNCS = {1: 0, 2: MICRO_BATCHES, 3: 0}
+"""ZeRO 2 waits at the end of each backward for gradients that it reduces beside it."""
+PAGEABLE = 1
+"""DeepSpeed's."""
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    return answer("tests.standin.step_worker", mode="numbers")
+
+
+CASES = [(task, zero_stage) for task in ("sft", "dpo") for zero_stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("task", "zero_stage"), CASES)
+def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, task: str, zero_stage: int) -> None:
+    case = told[f"{task}, ZeRO {zero_stage}"]
+    assert not [place for place in case["waits"] if place.startswith("dsft/")], case["waits"]
+    in_transformers = sum(n for place, n in case["waits"].items() if place.startswith("transformers/"))
+    assert in_transformers <= MICRO_BATCHES
+    for step in case["steps"]:
+        assert step["stream_syncs"] == SYNCS[zero_stage] + in_transformers
+        assert step["device_syncs"] == DEVICE_SYNCS[zero_stage]
+        assert step["pageable"] == PAGEABLE
+        copies = ROW + 3 if task == "dpo" else ROW
+        # the factors on the sums, and this rank's row of the record
+        assert step["to_device"] == MICRO_BATCHES * copies + 2 + PAGEABLE
+
+
+def test_a_record_costs_one_collective_and_two_copies_that_have_arrived_when_they_are_read(told: Any) -> None:
+    [step, same], [bare, _] = told["sft, ZeRO 1"]["steps"], told["no record"]["steps"]
+    assert step == same
+    assert {name: step[name] - bare[name] for name in step if step[name] != bare[name]} == {
+        "launches": 1, "on_device": 1, "to_device": 1, "to_host": 2, "event_syncs": 2, "collectives": 1,
+    }  # fmt: skip
+    assert set(told["sft, ZeRO 1"]["losses"]) == {"1", "2", "3", "4", "5", "6"}
+    assert set(told["no record"]["losses"]) == {"6"}
+
+
+def test_records_that_are_read_late_hold_their_own_step(told: Any) -> None:
+    """The mean over the whole run is that of its steps, which have equally many targets."""
+    steps = list(told["sft, ZeRO 1"]["losses"].values())
+    assert len(set(steps)) == len(steps)
+    assert told["no record"]["losses"]["6"] == pytest.approx(sum(steps) / len(steps), rel=1e-12)
+
+
+def test_answers_take_as_many_kernels_however_many_they_are(told: Any) -> None:
+    few, many = told["answers"]
+    assert few["taken"] == many["taken"]
+    assert few["taken"]["stream_syncs"] == few["taken"]["pageable"] == 0
+    assert many["sums"] == [-7.0] * 40
