@@ -12,8 +12,8 @@ pytestmark = pytest.mark.standin
 
 MICRO_BATCHES = 2
 ROW = 3
-"""Copies of a packed micro-batch to the device: tokens, positions, targets; of pairs there are three more, the
-numbers of targets, the reference's log-probabilities and the segments."""
+"""Copies of a packed micro-batch to the device: tokens, positions, targets; of pairs three more: the numbers of
+targets, the reference's log-probabilities and the segments."""
 SYNCS = {1: 4, 2: 5, 3: 5}
 """By ZeRO stage, of DeepSpeed's step: is the gradient finite, what is its norm, is it clipped."""
 DEVICE_SYNCS = {1: 0, 2: MICRO_BATCHES, 3: 0}
