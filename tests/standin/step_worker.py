@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import groups
+from torch.utils._pytree import tree_leaves
 
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, Pairs
 from dsft.engine.build import build_engine
@@ -57,6 +58,12 @@ def packed(draw: torch.Generator, *, of_pairs: bool, number: int = SEGMENTS) -> 
         reference = torch.full(shape, -30.0, dtype=torch.float64)
         pairs = Pairs(torch.arange(number // 2), torch.full(shape, LENGTH - 1), reference)
     return MicroBatch(ids, positions, targets, (LENGTH,) * number, pairs=pairs)
+
+
+def on_device(batch: MicroBatch) -> int:
+    """How many tensors of a micro-batch are on the device."""
+    held = [*vars(batch).values(), *(vars(batch.pairs).values() if batch.pairs else ())]
+    return len({id(one) for one in tree_leaves(held) if isinstance(one, torch.Tensor) and one.is_cuda})
 
 
 @dataclass
@@ -127,12 +134,14 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         mark=counting.mark,
     )
     schedule = Schedule(LAST, log_every, None, None, lambda step: 1e-3, 3, seed=1)
+    steps = Steps(world.device, task == "dpo")
     with inside.waits() as places:
-        fit(engine, objective, Steps(world.device, task == "dpo"), schedule, run, Progress())
+        fit(engine, objective, steps, schedule, run, Progress())
     engine._engine.destroy()
     groups.mpu = None
     gc.collect()
     return {
+        "tensors": sum(on_device(batch) for batch in steps.step(0).micro_batches),
         "steps": [counting.steps[number - 1] for number in COUNTED],
         "seconds": [counting.seconds[number - 1] for number in COUNTED],
         "waits": {place: number / LAST for place, number in places.items()},
