@@ -2,9 +2,9 @@
 
     torchrun … -m benchmarks.dpo_loops VARIANT WORK RESULT      VARIANT: plain
 
-Takes the pairs, the model folder and the settings that benchmarks/dpo.py put into WORK. Packed rows, the
-reference's log-probabilities from one pass before the first step, PyTorch's DDP and fused AdamW. Rank 0
-writes RESULT, as benchmarks/dpo_peers.py does.
+Takes the pairs, the model folder and the settings that benchmarks/dpo.py or benchmarks/gpu put into WORK.
+Packed rows, the reference's log-probabilities from one pass before the first step, PyTorch's DDP and AdamW
+over float32 weights. Rank 0 writes RESULT, as benchmarks/dpo_peers.py does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
 
-from benchmarks.sft_loops import packed, total
+from benchmarks.paired import device_peaks
+from benchmarks.sft_loops import MasterWeights, device_of, join, load, moved, packed, total
 from dsft.model.attention import KEYWORD, attend_per_segment
 
 
 def main(work: Path, result: Path) -> None:
     given = json.loads((work / "given.json").read_text())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    join(given)
+    model = load(work, given)
     attend_per_segment(model, "sdpa", given["max_length"])
     policy = Answers(model)
     rows = {"examples": [row for pair in given["pairs"] for row in answers(pair)]}
@@ -43,10 +43,10 @@ def main(work: Path, result: Path) -> None:
     reference_seconds = time.perf_counter() - began
 
     parallel = DistributedDataParallel(policy) if world > 1 else policy
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0, fused=True)
+    optimizer = MasterWeights(model.parameters(), given)
     losses, ends = [], []
     for step, packs in zip(given["steps"], mine, strict=True):
-        summed = torch.zeros(())
+        summed = torch.zeros((), device=device_of(given))
         for pack in packs:  # of each rank one alone: the micro-batch holds its share of a step
             rewards = given["beta"] * (parallel(batch_of(rows, pack)) - reference[id(pack)])
             loss = -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).sum()
@@ -54,13 +54,11 @@ def main(work: Path, result: Path) -> None:
             summed += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
         losses.append(total(summed) / len(step))
         ends.append(time.perf_counter())
     if rank == 0:
-        result.write_text(
-            json.dumps({"ends": ends, "losses": losses, "reference_seconds": reference_seconds})
-        )
+        found = {"ends": ends, "losses": losses, "reference_seconds": reference_seconds}
+        result.write_text(json.dumps(found | {"peaks": device_peaks()}))
     dist.destroy_process_group()
 
 
@@ -87,14 +85,15 @@ class Answers(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> Tensor:
+        batch = moved(batch, next(self.model.parameters()).device)
         hidden = self.model.base_model(**batch["given"], use_cache=False).last_hidden_state[0]
         labels = batch["labels"][0]
         at = (labels != -100).nonzero().flatten()
         logits = self.model.lm_head(hidden[at]).float()
         logps = -F.cross_entropy(logits, labels[at], reduction="none")
         lengths = torch.tensor([length for length, _ in batch["given"][KEYWORD]])
-        segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[at]
-        return torch.zeros(len(lengths)).index_add(0, segment, logps).view(-1, 2)
+        segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(at.device)[at]
+        return logps.new_zeros(len(lengths)).index_add(0, segment, logps).view(-1, 2)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     torchrun … -m benchmarks.dpo_peers VARIANT WORK RESULT      VARIANT: trl-live or trl-precomputed
 
-Takes the pairs, the model folder and the settings that benchmarks/dpo.py put into WORK. Rank 0 writes RESULT:
-when each step ended and its loss, and the seconds of the reference pass (0 where there is none).
+Takes the pairs, the model folder and the settings that benchmarks/dpo.py or benchmarks/gpu put into WORK.
+Rank 0 writes RESULT: when each step ended and its loss, the seconds of the reference pass (0 where there is
+none), and the GPU's peaks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.sft_peers import Clock, common
+from benchmarks.paired import device_peaks
+from benchmarks.sft_peers import Clock, common, load
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -51,7 +52,7 @@ def main(variant: str, work: Path, result: Path) -> None:
     )
     clock = Clock()
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32),
+        model=load(work, given),
         args=args,
         train_dataset=Dataset.from_list([{name: pair[name] for name in COLUMNS} for pair in pairs]),
         processing_class=AutoTokenizer.from_pretrained(work / "model"),
@@ -60,7 +61,7 @@ def main(variant: str, work: Path, result: Path) -> None:
     trainer.train()
     if int(os.environ["RANK"]) == 0:
         found = {"ends": clock.ends, "losses": clock.losses, "reference_seconds": trainer.reference_seconds}
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(found | {"peaks": device_peaks()}))
 
 
 if __name__ == "__main__":

@@ -216,3 +216,12 @@ def status_bytes(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def device_peaks() -> dict[str, int]:
+    """Bytes of this process's GPU since its start, by torch's allocator; nothing where it used none."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

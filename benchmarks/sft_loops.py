@@ -1,9 +1,12 @@
 """One run of a bare training loop under torchrun, timed: what a user would write by hand.
 
-    torchrun … -m benchmarks.sft_loops VARIANT WORK RESULT      VARIANT: plain or deepspeed-packed
+    torchrun … -m benchmarks.sft_loops VARIANT WORK RESULT    VARIANT: plain, plain-packed or deepspeed-packed
 
-Takes the rows, the model folder and the settings that benchmarks/sft.py put into WORK. Rank 0 writes RESULT:
-seconds and useful tokens of all steps but the first, and the last step's loss.
+Takes the rows, the model folder and the settings that benchmarks/sft.py or benchmarks/gpu put into WORK:
+`device` (cpu where it is not given), `dtype` (float32), `optimizer` (adamw, or sgd), `checkpointing`, and
+`lora`, the rank of adapters.
+Rank 0 writes RESULT: seconds and useful tokens of all steps but the first, each step's end and loss, and the
+GPU's peaks.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.paired import device_peaks
 from dsft.model.attention import KEYWORD, attend_per_segment
 
 Batch = dict[str, Any]
 Step = Callable[[Sequence[Batch], int], float]
+ELEMENTS_AT_ONCE = 2**28  # whose gradients are in float32 at the same time
 
 
 def main(variant: str, work: Path, result: Path) -> None:
-    torch.set_num_threads(1)
     given = json.loads((work / "given.json").read_text())
+    if device_of(given).type == "cpu":
+        torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    make = plain if variant == "plain" else deepspeed_loop
-    is_packed = variant == "deepspeed-packed"
+    make = deepspeed_loop if variant == "deepspeed-packed" else plain
+    is_packed = variant.endswith("packed")
     train_step = make(work, given, is_packed)
     losses, ends = [], []
     for step, packs in zip(given["steps"], given["packs"], strict=True):
@@ -51,10 +57,72 @@ def main(variant: str, work: Path, result: Path) -> None:
                     "useful_tokens": sum(tokens[1:]),
                     "steps": len(ends),
                     "loss": losses[-1],
+                    "ends": ends,
+                    "losses": losses,
+                    "peaks": device_peaks(),
                 }
             )
         )
     dist.destroy_process_group()
+
+
+def device_of(given: Batch) -> torch.device:
+    return torch.device(given.get("device", "cpu"))
+
+
+def join(given: Batch) -> None:
+    dist.init_process_group("gloo" if device_of(given).type == "cpu" else "nccl")
+
+
+def load(work: Path, given: Batch) -> Any:
+    """The model, on the device, in training mode."""
+    dtype = getattr(torch, given.get("dtype", "float32"))
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype).to(device_of(given))
+    if given.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=given["lora"], lora_alpha=2 * given["lora"], target_modules="all-linear")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if given.get("checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def optimizer_of(weights: Iterable[Tensor], given: Batch) -> torch.optim.Optimizer:
+    if given.get("optimizer", "adamw") == "sgd":
+        return torch.optim.SGD(weights, lr=given["learning_rate"])
+    return torch.optim.AdamW(weights, lr=given["learning_rate"], weight_decay=0.0, fused=True)
+
+
+class MasterWeights:
+    """Fused AdamW without decay, or SGD, over float32 copies of weights in half precision, as mixed precision
+    needs it; over the weights themselves where they are in float32. A part of them after the other."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], given: Batch) -> None:
+        self.parts: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.Optimizer]] = []
+        part: list[nn.Parameter] = []
+        trained = [p for p in parameters if p.requires_grad]
+        for p in trained:
+            part.append(p)
+            if p is trained[-1] or sum(q.numel() for q in part) >= ELEMENTS_AT_ONCE:
+                whole = [q if q.dtype == torch.float32 else q.detach().float() for q in part]
+                optimizer = optimizer_of(whole, given)
+                self.parts.append((part, whole, optimizer))
+                part = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for part, whole, optimizer in self.parts:
+            for p, master in zip(part, whole, strict=True):
+                if p is not master and p.grad is not None:
+                    master.grad, p.grad = p.grad.float(), None
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, master in zip(part, whole, strict=True):
+                if p is not master:
+                    p.copy_(master)
 
 
 def padded(examples: Sequence[Any], given: Batch, rank: int, world: int) -> list[Batch]:
@@ -96,8 +164,15 @@ def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
     return batches
 
 
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """On the device; segments are no tensor."""
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch["given"].items()}
+    return {"given": inputs, "labels": batch["labels"].to(device)}
+
+
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """The sum over the targets, in float32."""
+    batch = moved(batch, next(model.parameters()).device)
     logits = model(**batch["given"], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
@@ -108,21 +183,21 @@ def total(mine: Tensor) -> float:
 
 
 def plain(work: Path, given: Batch, is_packed: bool) -> Step:
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
-    model.train()
+    join(given)
+    model = load(work, given)
+    if is_packed:
+        attend_per_segment(model, "sdpa", given["max_length"])
     parallel = nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0, fused=True)
+    optimizer = MasterWeights(model.parameters(), given)
 
     def train_step(batches: Sequence[Batch], targets: int) -> float:
-        summed = torch.zeros(())
+        summed = torch.zeros((), device=device_of(given))
         for batch in batches:  # one micro-batch a step here, so that nothing is reduced twice
             loss = loss_of(parallel, batch)
             (loss * dist.get_world_size() / targets).backward()
             summed += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
         return total(summed) / targets
 
     return train_step

@@ -2,8 +2,9 @@
 
     torchrun … -m benchmarks.sft_peers VARIANT WORK RESULT      VARIANT: trainer, trl or trl-packed
 
-Takes the rows, the model folder and the settings that benchmarks/sft.py put into WORK. Rank 0 writes RESULT:
-seconds and useful tokens of all steps but the first, and the last step's loss.
+Takes the rows, the model folder and the settings that benchmarks/sft.py or benchmarks/gpu put into WORK (as
+benchmarks/sft_loops.py does). Rank 0 writes RESULT: seconds and useful tokens of all steps but the first,
+each step's end and loss, and the GPU's peaks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+from benchmarks.paired import device_peaks
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 class Clock(TrainerCallback):
@@ -40,7 +43,7 @@ class Clock(TrainerCallback):
 def main(variant: str, work: Path, result: Path) -> None:
     given = json.loads((work / "given.json").read_text())
     examples = [given["examples"][index] for step in given["steps"] for index in step]
-    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    model = load(work, given)
     clock = Clock()
     make = padded if variant == "trainer" else trl
     trainer = make(variant, work, given, examples, model)
@@ -56,9 +59,18 @@ def main(variant: str, work: Path, result: Path) -> None:
                     "useful_tokens": tokens * (steps - 1) / steps,
                     "steps": steps,
                     "loss": clock.losses[-1],
+                    "ends": clock.ends,
+                    "losses": clock.losses,
+                    "peaks": device_peaks(),
                 }
             )
         )
+
+
+def load(work: Path, given: dict[str, Any]) -> Any:
+    """In float32, which the trainers' bf16 keeps as the master weights; frozen ones need none."""
+    dtype = getattr(torch, given.get("dtype", "float32")) if given.get("lora") else torch.float32
+    return AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype)
 
 
 def common(given: dict[str, Any], work: Path, per_rank: int) -> dict[str, Any]:
@@ -75,13 +87,13 @@ def common(given: dict[str, Any], work: Path, per_rank: int) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": given.get("device", "cpu") == "cpu",
+        "bf16": given.get("dtype") == "bfloat16",
         "fp16": False,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": bool(given.get("checkpointing")),
         "disable_tqdm": True,
         "train_sampling_strategy": "sequential",
-        "dataloader_pin_memory": False,
+        "dataloader_pin_memory": given.get("device", "cpu") != "cpu",
         "ddp_find_unused_parameters": False,
         "seed": 42,
     }
@@ -139,8 +151,14 @@ def trl(variant: str, work: Path, given: dict[str, Any], examples: list[dict[str
         max_length=given["max_length"],
         packing=packed,
     )
+    adapter = None
+    if given.get("lora"):
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=given["lora"], lora_alpha=2 * given["lora"], target_modules="all-linear")
     return SFTTrainer(
         model=model,
+        peft_config=adapter,
         args=args,
         train_dataset=rows_of(examples),
         processing_class=AutoTokenizer.from_pretrained(work / "model"),

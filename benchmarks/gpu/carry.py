@@ -1,0 +1,99 @@
+"""`scripts/gpu prepare`: a folder of wheels for a GPU machine without a network, whose own Python has torch
+and what commonly stands beside it. Takes constraints.txt and benchmarks/peers.txt; asks the package index
+that pip is set to; writes .gpu/ and a line in git's own list of what it leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_MIB = 64  # of the folder and the repository together
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+
+# Not torch, accelerate, peft, tokenizers, safetensors, huggingface_hub, pyarrow, numpy and their like, which
+# an image for GPUs has; not wandb, without which a run goes on. DeepSpeed has no wheel: one is made here.
+WHEELS = (
+    "transformers", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
+    "msgpack", "ClusterShell", "hjson", "httpx",
+    "trl", "datasets", "dill", "multiprocess", "xxhash",  # for the peers
+    "liger-kernel",
+)  # fmt: skip
+UNPINNED = {"liger-kernel": "0.8.5"}  # no dependency of dsft's
+
+
+def prepare(folder: Path, python: str) -> int:
+    """The exit code. `python`: the version there, such as 3.12."""
+    folder.mkdir(exist_ok=True)
+    for wheel in folder.glob("*.whl"):
+        wheel.unlink()
+    leave_out(folder)
+    pins = pinned()
+    wanted = [f"{name}=={pins[normal(name)]}" for name in WHEELS]
+    platforms = [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    target = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    commands = (
+        [*pip, "download", *target, *platforms, "-d", str(folder), *wanted],
+        [
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(folder),
+            f"deepspeed=={pins['deepspeed']}",
+        ],
+    )
+    for command in commands:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+        )
+        if done.returncode != 0:
+            print(f"scripts/gpu: pip ended with exit code {done.returncode}", file=sys.stderr)
+            return done.returncode
+    size = (sum(file.stat().st_size for file in folder.iterdir()) + tracked_bytes()) / 2**20
+    print(f"{folder.name}/ and the repository: {size:.0f} MiB; take both there, then: scripts/gpu setup")
+    if size > LIMIT_MIB:
+        print(f"scripts/gpu: more than {LIMIT_MIB} MiB", file=sys.stderr)
+        return 1
+    return 0
+
+
+def pinned() -> dict[str, str]:
+    lines = [
+        line
+        for file in (ROOT / "constraints.txt", ROOT / "benchmarks" / "peers.txt")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
+    return dict(UNPINNED) | {normal(name): pin for name, _, pin in (line.partition("==") for line in lines)}
+
+
+def normal(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
+def leave_out(folder: Path) -> None:
+    """In .git/info/exclude, so that the folder is no change of the repository."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "--git-path", "info/exclude"], cwd=ROOT, capture_output=True, text=True
+    )
+    if asked.returncode != 0:
+        return
+    path = ROOT / asked.stdout.strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = f"/{folder.name}/"
+    known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if line not in known:
+        path.write_text("\n".join([*known, line]) + "\n", encoding="utf-8")
+
+
+def tracked_bytes() -> int:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
+    return sum(
+        (ROOT / name).stat().st_size for name in listed.split("\0") if name and (ROOT / name).is_file()
+    )

@@ -1,0 +1,170 @@
+"""Results beside each other: takes the objects of results.json, gives whether each reached its goals, the
+tables of results.md, and docs/gpu.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import CASES, STAGES, Case
+from benchmarks.paired import markdown
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+SAME_WORK = 0.02  # the most that a step's loss may be off that of a case beside it, relative
+OWN_ROWS = ("trl-packed",)  # chooses its own rows, so its losses are of others
+BY_NAME = {case.name: case for case in CASES}
+Result = dict[str, Any]
+
+
+def judge(result: Result, case: Case, is_rehearsal: bool) -> Result:
+    """With `pass`, and in `reason` every goal that was missed; `goals` says both in words. A rehearsal has to
+    come to its end, and to be equal where numbers are computed: speed and memory are nobody's."""
+    said, missed = [], []
+    for name, sense, bound in case.goals:
+        value = figure(result, name)
+        if value is None and name.startswith("ratio"):
+            continue  # its other case was not run
+        reached = value is not None and (value >= bound if sense == ">=" else value <= bound)
+        text = f"{name} {shown(value)}, goal {sense} {bound:g}"
+        said.append(f"{text}: {'reached' if reached else 'missed'}")
+        if not reached and not (is_rehearsal and case.mode == "fast"):
+            missed.append(text)
+    is_other = result.get("loss_difference", 0) > SAME_WORK and not is_rehearsal
+    if is_other:
+        missed.append(
+            f"losses differ by {result['loss_difference']:.2%} from a case beside it: not the same work"
+        )
+    return result | {"goals": said, "pass": not missed, "reason": "; ".join(missed)}
+
+
+def figure(result: Mapping[str, Any], name: str) -> float | None:
+    if name.startswith("ratio "):
+        return result.get("ratios", {}).get(name.removeprefix("ratio "))
+    value = result.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def compare(results: Sequence[Result]) -> list[Result]:
+    """In the order of the table; each case that has others beside it gets `ratios` of its tokens per second
+    to theirs, and the largest difference of its losses from theirs, and is judged again."""
+    order = {case.name: number for number, case in enumerate(CASES)}
+    by_name = {one["case"]: dict(one) for one in results if one["case"] in order}
+    for one in by_name.values():
+        case = BY_NAME[one["case"]]
+        if not case.beside or "tokens_per_s" not in one:
+            continue
+        others = [by_name[name] for name in case.beside if "tokens_per_s" in by_name.get(name, {})]
+        one["ratios"] = {other["case"]: one["tokens_per_s"] / other["tokens_per_s"] for other in others}
+        alike = [o for o in others if BY_NAME[o["case"]].settings["way"] not in OWN_ROWS]
+        apart = [apart_by(one["losses"], other["losses"]) for other in alike]
+        one |= {"loss_difference": max(apart)} if apart else {}
+        one |= judge(one, case, bool(one.get("rehearsed")))
+    return sorted(by_name.values(), key=lambda one: order[one["case"]])
+
+
+def apart_by(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    pairs = list(zip(ours, theirs, strict=False))
+    return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=math.inf)
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    return "\n\n".join(part for stage in STAGES if (part := of_stage(stage, results))) + "\n"
+
+
+def of_stage(stage: str, results: Sequence[Result]) -> str:
+    mine = [one for one in results if one["stage"] == stage]
+    if not mine:
+        return ""
+    header = [
+        "case",
+        "",
+        "tokens/s",
+        "MFU",
+        "GPU GiB, measured / planned",
+        "host GiB",
+        "figures",
+        "what was missed",
+    ]
+    rows = [
+        [
+            one["case"], word(one), shown(one.get("tokens_per_s"), 0), shown(one.get("mfu")), memory(one),
+            shown(gib(one.get("host_peak")), 1), figures(one),
+            one["reason"].replace("|", "/").replace("\n", " "),
+        ]
+        for one in mine
+    ]  # fmt: skip
+    return f"### {stage}: {STAGES[stage]}\n\n{markdown(header, rows)}"
+
+
+def word(result: Mapping[str, Any]) -> str:
+    return {True: "reached", False: "missed" if "goals" in result else "failed", None: "not run"}[
+        result["pass"]
+    ]
+
+
+def memory(result: Mapping[str, Any]) -> str:
+    measured = gib(result.get("peaks", {}).get("allocated"))
+    return "–" if measured is None else f"{measured:.1f} / {shown(gib(result.get('planned')), 1)}"
+
+
+def gib(size: float | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def figures(result: Mapping[str, Any]) -> str:
+    """What is neither in another column nor a list."""
+    ratios = [f"{value:.2f} × {name}" for name, value in result.get("ratios", {}).items()]
+    names = (
+        "difference", "first_difference", "first_margin", "gradient_error", "output_error",
+        "other_segment_bits",
+        "matmul_tflops", "copy_tb_s", "to_device_gb_s", "to_host_gb_s", "disk_write_gb_s", "tokens_advised",
+        "step_seconds", "pairs_per_s", "plan_error", "loss_difference", "seconds_to_end",
+        "checkpoints_at_kill",
+    )  # fmt: skip
+    return "; ".join([*ratios, *(f"{name} {shown(result[name])}" for name in names if name in result)]) or "–"
+
+
+def shown(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return "–"
+    if digits != 3 or abs(value) >= 1000:
+        return f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
+    return f"{value:.3g}"
+
+
+# --- the page -----------------------------------------------------------------------------------------------
+
+GUIDE = Path(__file__).with_name("guide.md")
+
+NONE = """\
+No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. Every case has
+been rehearsed, at a size at which its figures say nothing of a GPU.
+"""
+
+
+def page(results: Sequence[Result]) -> str:
+    """The guide, then what was measured; rehearsals are not results."""
+    guide = GUIDE.read_text(encoding="utf-8")
+    real = compare([one for one in results if not one.get("rehearsed")])
+    if not any(one["pass"] is not None for one in real):
+        return f"{guide}{NONE}\n{goals()}\n"
+    heads = "\n".join(f"- {line}" for line in sorted({head(one) for one in real}))
+    reached, skipped = (sum(one["pass"] is which for one in real) for which in (True, None))
+    count = f"{reached} of {len(real)} cases reached their goals; {skipped} were not run."
+    return f"{guide}{heads}\n\n{count}\n\n{table(real)}\n{goals()}\n"
+
+
+def head(result: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"{result['date'][:10]}: {result['gpu']}; {result['machine']}; {versions}; dsft {result['commit']}"
+
+
+def goals() -> str:
+    rows = [[case.name, "; ".join(f"{name} {sense} {bound:g}" for name, sense, bound in case.goals)]
+            for case in CASES if case.goals and case.stage not in ("setup", "correct")]  # fmt: skip
+    return "### Goals, of one H200\n\n" + markdown(["case", "goals"], rows)
