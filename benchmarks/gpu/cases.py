@@ -83,9 +83,10 @@ def speed(  # noqa: PLR0913  a row of the table
     **settings: Any,
 ) -> Case:
     """`rows`: documents (of 4,096 tokens each), short (about 205 tokens) or pairs; `way`: dsft, plain, …;
-    settings: `spec`, keys of the spec, and `micro`, `max_length` or `lora`."""
+    settings: `spec`, keys of the spec, `micro`, `max_length`, `lora`, `checkpointing` and `timed`, the number
+    of steps that count."""
     told = {"model": model, "rows": rows, "way": way, **settings}
-    return Case(name, stage, "speed", seconds, told, goals, beside, key, gib, mode="fast")
+    return Case(name, stage, "speed", seconds, told, goals, beside, key, gib)
 
 
 FP32 = {"train.precision": "fp32"}
@@ -151,18 +152,20 @@ CASES: tuple[Case, ...] = (
           seconds=150, spec={"model.compile": True}),
     # --- 8 and 3 billion ----------------------------------------------------------------------------------
     speed("lora-dsft", "large", "8b", "documents", "dsft", ("tokens_per_s", ">=", 13500), PLAN,
-          beside=("lora-plain", "lora-trl"), gib=120, seconds=200, micro=2, lora=16),
+          beside=("lora-plain", "lora-trl"), gib=120, seconds=200, timed=10, micro=2, lora=16),
     speed("full-dsft", "large", "8b", "documents", "dsft", ("mfu", ">=", 0.40), PLAN,
-          beside=("full-plain",), gib=135, seconds=240, micro=2, checkpointing=True,
+          beside=("full-plain",), gib=135, seconds=240, timed=10, micro=2, checkpointing=True,
           spec={"parallel.zero_stage": 3}),
-    speed("lora-plain", "large", "8b", "documents", "plain", gib=120, seconds=120, micro=2, lora=16),
-    speed("lora-trl", "large", "8b", "documents", "trl", gib=120, seconds=120, micro=2, lora=16),
-    speed("full-plain", "large", "8b", "documents", "plain", gib=135, seconds=150, micro=2,
+    speed("lora-plain", "large", "8b", "documents", "plain", gib=120, seconds=120, timed=10,
+          micro=2, lora=16),
+    speed("lora-trl", "large", "8b", "documents", "trl", gib=120, seconds=120, timed=10,
+          micro=2, lora=16),
+    speed("full-plain", "large", "8b", "documents", "plain", gib=135, seconds=150, timed=10, micro=2,
           checkpointing=True),
-    speed("offload-none", "large", "3b", "documents", "dsft", gib=100, seconds=150, micro=8,
+    speed("offload-none", "large", "3b", "documents", "dsft", gib=100, seconds=150, timed=10, micro=8,
           spec=FULL_3B),
     speed("offload-host", "large", "3b", "documents", "dsft", ("ratio offload-none", ">=", 0.70),
-          beside=("offload-none",), gib=60, seconds=240, micro=8,
+          beside=("offload-none",), gib=60, seconds=240, timed=10, micro=8,
           spec={**FULL_3B, "parallel.offload_optimizer": {"device": "cpu"}}),
     # --- preferences --------------------------------------------------------------------------------------
     speed("dpo-precomputed", "preferences", "1b", "pairs", "dsft", ("ratio dpo-live", ">=", 1.25),

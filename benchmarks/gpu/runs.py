@@ -63,15 +63,21 @@ def device() -> str:
 
 
 def model_folder(folder: Path, name: str) -> Path:
-    """Drawn by the seed on the device, in bf16 on a GPU where it is large; made once."""
+    """Made once, by a process of its own, so that this one holds nothing on the GPU."""
+    made = folder / "models" / name
+    if not (made / "made").exists():
+        command = [sys.executable, "-m", "benchmarks.gpu.runs", str(made), name]
+        subprocess.run(command, cwd=ROOT, env=environment(), check=True)
+    return made
+
+
+def make_model(made: Path, name: str) -> None:
+    """Drawn by the seed on the device, in bf16 where it is large."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from dsft.data.tokenizer.load import byte_level_tokenizer
 
-    made = folder / "models" / name
-    if (made / "made").exists():
-        return made
     config = dict(MODELS[name])
     torch.manual_seed(SEED)
     kind = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -81,7 +87,6 @@ def model_folder(folder: Path, name: str) -> Path:
     model.save_pretrained(made)
     byte_level_tokenizer().save_pretrained(made)
     (made / "made").touch()
-    return made
 
 
 def write_rows(path: Path, rows: str, count: int, max_length: int) -> None:
@@ -283,3 +288,7 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[1]), sys.argv[2])
