@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,19 +163,26 @@ def reason_not_to_run(case: Case, ends: float, is_rehearsal: bool) -> str:
 
     if case.key is not None and not has_key(case.key):
         return f"this version has no {case.key}"
-    gpus = gpu_memory()
+    if case.needs is not None and find_spec(case.needs) is None:
+        return f"{case.needs} is not installed"
     if not is_rehearsal:
-        if not gpus:
-            return "no GPU was found (nvidia-smi)"
-        if len(gpus) < case.gpus:
-            return f"needs {case.gpus} GPUs, here are {len(gpus)}"
-        free = min((total - used) for used, total in gpus) / 1024
-        if free < case.gib:
-            return f"{free:.0f} GiB of the GPU's memory are free, of {case.gib:g} that it needs"
-        if ends - time.monotonic() < LEFT:
-            return "the stage's time was over"
-    elif case.gpus > 1 and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return reason_of_the_gpus(case, gpu_memory()) or (
+            "the stage's time was over" if ends - time.monotonic() < LEFT else ""
+        )
+    if case.gpus > 1 and os.environ.get("DS_ACCELERATOR") != "cpu":
         return "several ranks are rehearsed with DS_ACCELERATOR=cpu"
+    return ""
+
+
+def reason_of_the_gpus(case: Case, gpus: list[tuple[int, int]]) -> str:
+    """`gpus`: (used, total) MiB of each."""
+    if not gpus:
+        return "no GPU was found (nvidia-smi)"
+    if len(gpus) < case.gpus:
+        return f"needs {case.gpus} GPUs, here are {len(gpus)}"
+    free = min(total - used for used, total in gpus) / 1024
+    if free < case.gib:
+        return f"{free:.0f} GiB of the GPU's memory are free, of {case.gib:g} that it needs"
     return ""
 
 

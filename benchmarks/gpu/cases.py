@@ -51,10 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """`seconds`: the limit of its process group; `key`: of the spec, without which the case is not run;
-    `gib`: memory of a GPU that must be free; `gpus`: how many there must be; `beside`: cases of the same
-    work, whose losses it must have and over which its speed is told; `mode`: of the stand-in GPU, for a
-    rehearsal."""
+    """`seconds`: the limit of its process group; `key`: of the spec, and `needs`: a module, without which the
+    case is not run; `gib`: memory of a GPU that must be free; `gpus`: how many there must be; `beside`: cases
+    of the same work, whose losses it must have and over which its speed is told; `mode`: of the stand-in GPU,
+    for a rehearsal."""
 
     name: str
     stage: str
@@ -64,6 +64,7 @@ class Case:
     goals: tuple[Goal, ...] = ()
     beside: tuple[str, ...] = ()
     key: str | None = None
+    needs: str | None = None
     gib: float = 4
     gpus: int = 1
     mode: Literal["numbers", "fast"] = "numbers"
@@ -86,7 +87,8 @@ def speed(  # noqa: PLR0913  a row of the table
     settings: `spec`, keys of the spec, `micro`, `max_length`, `lora`, `checkpointing` and `timed`, the number
     of steps that count."""
     told = {"model": model, "rows": rows, "way": way, **settings}
-    return Case(name, stage, "speed", seconds, told, goals, beside, key, gib)
+    needs = "trl" if "trl" in way else "liger_kernel" if "liger" in name else None
+    return Case(name, stage, "speed", seconds, told, goals, beside, key, needs, gib)
 
 
 FP32 = {"train.precision": "fp32"}

@@ -178,6 +178,7 @@ def test_why_a_case_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.reason_not_to_run(case, late, False) == ""
     assert "time was over" in driver.reason_not_to_run(case, time.monotonic() + 1, False)
     assert "needs 2 GPUs" in driver.reason_not_to_run(cases_of("several")[0], late, False)
+    assert "is not installed" in driver.reason_not_to_run(replace(case, needs="nothing"), late, False)
     assert "has no" in driver.reason_not_to_run(replace(case, key="model.nothing"), late, False)
 
 
