@@ -73,6 +73,7 @@ def parse() -> argparse.Namespace:
         word.add_argument("--work", type=Path, help="folder of models and runs; by default a temporary one")
         word.add_argument("--only", nargs="+", default=[], metavar="CASE")
         word.add_argument("--rehearse", action="store_true", help="every case, very small: no figure counts")
+        word.add_argument("--commit", help="of dsft, where the folder is no git checkout")
         word.add_argument(
             "--seconds", type=float, help="of a stage; 570, and without limit with all or --rehearse"
         )
@@ -104,7 +105,7 @@ def run_stage(stage: str, options: argparse.Namespace) -> bool:
         for case in cases_of(stage, tuple(options.only)):
             result = run_case(case, work, ends, options.rehearse) | {
                 "stage": stage,
-                "commit": facts["dsft"],
+                "commit": options.commit or facts["dsft"],
                 "versions": {name: facts[name] for name in ("Python", *PACKAGES)},
                 "gpu": facts["gpu"],
                 "machine": f"{facts['processor']}, {facts['cores']} cores, {facts['memory']}",
@@ -207,7 +208,7 @@ def watch(
     argv: list[str], environ: dict[str, str], limit: float, log: Path
 ) -> tuple[int | None, dict[str, Any]]:
     """The exit code, None where the limit ended it; and the largest memory of the host's (all processes'
-    resident pages) and of GPU 0 as nvidia-smi has it, in bytes, looked at every second."""
+    resident pages) and of GPU 0 as nvidia-smi has it, in bytes, looked at every two seconds."""
     host = device = 0
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -219,7 +220,7 @@ def watch(
                 host = max(host, sum(map(resident, family(process.pid))))
                 device = max([device, *(used * 2**20 for used, _ in gpu_memory()[:1])])
                 try:
-                    process.wait(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
+                    process.wait(timeout=min(2.0, max(deadline - time.monotonic(), 0.01)))
                 except subprocess.TimeoutExpired:
                     continue
             code = process.poll()

@@ -65,7 +65,7 @@ def environment(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     asked = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.limit,ecc.mode.current"
     facts |= {
         "CUDA of torch": str(torch.version.cuda),
-        "cuDNN": str(torch.backends.cudnn.version()),
+        "cuDNN": asked_of(torch.backends.cudnn.version),
         "nvidia-smi": said(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]),
         "topology": said(["nvidia-smi", "topo", "-m"]),
         "kernel": platform.release(),
@@ -76,8 +76,15 @@ def environment(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         facts["GPUs"] = (
             f"{torch.cuda.device_count()} × {properties.name}, {properties.total_memory / 2**30:.1f} GiB"
         )
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["NCCL"] = asked_of(torch.cuda.nccl.version)
     return {"facts": facts}
+
+
+def asked_of(version: Callable[[], object]) -> str:
+    try:
+        return str(version())
+    except (RuntimeError, AttributeError) as error:
+        return str(error).partition(". ")[0]
 
 
 def said(command: Sequence[str]) -> str:
@@ -130,7 +137,8 @@ def seconds_of(work: Callable[[], object], times: int = 10) -> float:
 
 
 def doctor(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
-    words = [sys.executable, "-m", "dsft.cli", "doctor", str(ROOT / "specs" / "quickstart.yaml")]
+    words = [sys.executable, "-c", "from dsft.cli import main; main()", "doctor"]
+    words.append(str(ROOT / "specs" / "quickstart.yaml"))
     done = subprocess.run(words, cwd=ROOT, env=runs.environment(), capture_output=True, text=True)
     print(done.stdout, done.stderr, flush=True)
     if done.returncode != 0:

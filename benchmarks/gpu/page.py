@@ -101,9 +101,11 @@ def of_stage(stage: str, results: Sequence[Result]) -> str:
 
 
 def word(result: Mapping[str, Any]) -> str:
-    return {True: "reached", False: "missed" if "goals" in result else "failed", None: "not run"}[
-        result["pass"]
-    ]
+    if result["pass"] is None:
+        return "not run"
+    if not result.get("goals"):
+        return "done" if result["pass"] else "failed"
+    return "reached" if result["pass"] else "missed"
 
 
 def memory(result: Mapping[str, Any]) -> str:
