@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.paired import device_peaks
 from benchmarks.sft_loops import MasterWeights, device_of, join, load, moved, packed, total
-from dsft.model.attention import KEYWORD, attend_per_segment
+from dsft.model.attention import attend_per_segment
 
 
 def main(work: Path, result: Path) -> None:
@@ -85,13 +85,13 @@ class Answers(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> Tensor:
-        batch = moved(batch, next(self.model.parameters()).device)
+        batch = moved(batch, self.model)
         hidden = self.model.base_model(**batch["given"], use_cache=False).last_hidden_state[0]
         labels = batch["labels"][0]
         at = (labels != -100).nonzero().flatten()
         logits = self.model.lm_head(hidden[at]).float()
         logps = -F.cross_entropy(logits, labels[at], reduction="none")
-        lengths = torch.tensor([length for length, _ in batch["given"][KEYWORD]])
+        lengths = torch.tensor(batch["lengths"])
         segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(at.device)[at]
         return logps.new_zeros(len(lengths)).index_add(0, segment, logps).view(-1, 2)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.paired import device_peaks
-from dsft.model.attention import KEYWORD, attend_per_segment
+from dsft.model.attention import attend_per_segment, packed_keywords
 
 Batch = dict[str, Any]
 Step = Callable[[Sequence[Batch], int], float]
@@ -158,21 +158,24 @@ def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
         labels = torch.cat([F.pad(shifted(row), (0, 1), value=-100) for row in rows])
         lengths = tuple(len(row["input_ids"]) for row in rows)
         positions = torch.cat([torch.arange(length) for length in lengths])
-        segments = tuple((length, 0) for length in lengths)
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], KEYWORD: segments}
-        batches.append({"given": inputs, "labels": labels[None]})
+        inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        batches.append({"given": inputs, "labels": labels[None], "lengths": lengths})
     return batches
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """On the device; segments are no tensor."""
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch["given"].items()}
-    return {"given": inputs, "labels": batch["labels"].to(device)}
+def moved(batch: Batch, model: Any) -> Batch:
+    """On the model's device, with what tells its attention the segments of a packed row."""
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in batch["given"].items()}
+    if "lengths" in batch:
+        kind = getattr(model, "module", model).config._attn_implementation
+        inputs |= packed_keywords(kind, inputs["position_ids"], batch["lengths"])
+    return batch | {"given": inputs, "labels": batch["labels"].to(device)}
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """The sum over the targets, in float32."""
-    batch = moved(batch, next(model.parameters()).device)
+    batch = moved(batch, model)
     logits = model(**batch["given"], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
