@@ -111,7 +111,7 @@ def ceilings(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         "to_device_gb_s": size / 4 / seconds_of(lambda: target[: size // 4].copy_(host)) / 1e9,
         "to_host_gb_s": size / 4 / seconds_of(lambda: host.copy_(source[: size // 4])) / 1e9,
     }
-    began, data = time.perf_counter(), os.urandom(2**20) * (8 if is_rehearsal else 2048)
+    data = os.urandom(2**20) * (8 if is_rehearsal else 2048)
     with (folder / "disk").open("wb") as file:
         began = time.perf_counter()
         file.write(data)
