@@ -170,8 +170,11 @@ def reason_not_to_run(case: Case, ends: float, is_rehearsal: bool) -> str:
         return reason_of_the_gpus(case, gpu_memory()) or (
             "the stage's time was over" if ends - time.monotonic() < LEFT else ""
         )
-    if case.gpus > 1 and os.environ.get("DS_ACCELERATOR") != "cpu":
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if case.gpus > 1 and not on_cpu:
         return "several ranks are rehearsed with DS_ACCELERATOR=cpu"
+    if case.body == "out_of_memory" and on_cpu:
+        return "the memory of a GPU, or of a stand-in, is what runs out"
     return ""
 
 

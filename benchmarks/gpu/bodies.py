@@ -281,7 +281,7 @@ def out_of_memory(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     }  # fmt: skip
     spec = write_spec(clear(folder / case.name) / "spec.yaml", keys)
     if is_rehearsal:
-        os.environ["STANDIN_GIB"] = "0.5"
+        os.environ["STANDIN_GIB"] = "0.15"
     run = train(spec)
     advised = re.search(r"data\.max_tokens_per_micro_batch to ([\d,]+) or less", run.printed)
     if run.code != 71 or advised is None:
