@@ -143,8 +143,9 @@ def shown(value: float | None, digits: int = 3) -> str:
 GUIDE = Path(__file__).with_name("guide.md")
 
 NONE = """\
-No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. Every case has
-been rehearsed, at a size at which its figures say nothing of a GPU.
+No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. The cases have
+been rehearsed on a CPU and on the stand-in GPU (`scripts/standin`), at a size at which no figure says
+anything of a GPU; most of them on one of the two only.
 """
 
 
