@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.paired import device_peaks
-from benchmarks.sft_loops import MasterWeights, device_of, join, load, moved, packed, total
-from dsft.model.attention import attend_per_segment
+from benchmarks.sft_loops import MasterWeights, attend_packed, device_of, join, load, moved, packed, total
 
 
 def main(work: Path, result: Path) -> None:
@@ -33,7 +32,7 @@ def main(work: Path, result: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join(given)
     model = load(work, given)
-    attend_per_segment(model, "sdpa", given["max_length"])
+    attend_packed(model, given["max_length"], device_of(given))
     policy = Answers(model)
     rows = {"examples": [row for pair in given["pairs"] for row in answers(pair)]}
     mine = [step[rank] for step in given["packs"]]

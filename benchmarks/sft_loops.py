@@ -11,6 +11,7 @@ GPU's peaks.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -163,6 +164,12 @@ def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
     return batches
 
 
+def attend_packed(model: Any, max_length: int, device: torch.device) -> None:
+    """As dsft attends to packed rows on this device, which is asked for where the choice depends on it."""
+    takes_device = "device" in inspect.signature(attend_per_segment).parameters
+    attend_per_segment(model, "auto", max_length, *([device] if takes_device else []))
+
+
 def moved(batch: Batch, model: Any) -> Batch:
     """On the model's device, with what tells its attention the segments of a packed row."""
     device = next(model.parameters()).device
@@ -189,7 +196,7 @@ def plain(work: Path, given: Batch, is_packed: bool) -> Step:
     join(given)
     model = load(work, given)
     if is_packed:
-        attend_per_segment(model, "sdpa", given["max_length"])
+        attend_packed(model, given["max_length"], device_of(given))
     parallel = nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = MasterWeights(model.parameters(), given)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.runs import SEED, device
-from dsft.model.attention import attend_per_segment, packed_keywords
+from benchmarks.sft_loops import attend_packed
+from dsft.model.attention import packed_keywords
 
 # (query heads, key heads, head size, sliding window or None)
 SHAPES = ((16, 16, 64, None), (16, 4, 128, None), (16, 4, 80, None), (8, 2, 64, 100))
@@ -37,7 +38,7 @@ def of_shape(
     model = model_of(shape, dtype)
     reference = model_of(shape, torch.float64)
     reference.load_state_dict({k: v.double().cpu() for k, v in model.state_dict().items()})
-    attend_per_segment(model, "auto", max(lengths))
+    attend_packed(model, max(lengths), torch.device(device()))
     chosen.add(str(model.config._attn_implementation))
 
     draw = random.Random(SEED)
