@@ -134,7 +134,7 @@ CASES: tuple[Case, ...] = (
     }, (("difference", "<=", 1e-3),)),
     Case("dpo-references", "correct", "references", 150, {"spec": {**FP32, "model.lora": {"rank": 8}}},
          (("difference", "<=", 1e-4), ("first_margin", "<=", 1e-5))),
-    Case("out-of-memory", "correct", "out_of_memory", 200, gib=100, mode="fast"),
+    Case("out-of-memory", "correct", "out_of_memory", 200, gib=100),
     # --- 1.3 billion parameters ---------------------------------------------------------------------------
     speed("documents-dsft", "speed", "1b", "documents", "dsft", ("mfu", ">=", 0.45), PLAN,
           beside=("documents-plain", "documents-trl"), gib=90, seconds=150),
