@@ -38,11 +38,15 @@ def tried(planted: Any) -> dict[str, Any]:
     return {"error": None, "waits": places, "counts": counts, "gradient": weights.grad.double().sum().item()}
 
 
-def memory() -> dict[str, int]:
-    """Peaks of a model that no host holds: 8 GiB of weights, and as much again within."""
+def memory() -> dict[str, Any]:
+    """Peaks of what no host holds: 8 GiB of weights, and as much again within; then more than there is."""
     weights = torch.empty(4 << 30, dtype=torch.bfloat16, device="cuda")
     with peak() as found:
         weights + weights
+    try:
+        torch.empty(32 << 30, dtype=torch.bfloat16, device="cuda")
+    except torch.OutOfMemoryError as error:
+        return found | {"refused": str(error).splitlines()[0]}
     return found
 
 

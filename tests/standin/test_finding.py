@@ -34,8 +34,10 @@ def test_gradients_are_those_of_the_cpu() -> None:
     assert answer(WORKER, "loss", mode="numbers")["gradient"] == weights.grad.double().sum().item()
 
 
-def test_memory_is_counted_that_no_host_has() -> None:
-    assert answer(WORKER, "memory") == {
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_memory_is_counted_that_no_host_has(allocator: str) -> None:
+    found = answer(WORKER, "memory", gib=24, PYTORCH_ALLOC_CONF=allocator)
+    assert "Tried to allocate 64.00 GiB" in found.pop("refused") and found == {
         "before": 8 << 30,
         "allocated": 16 << 30,
         "reserved": 16 << 30,

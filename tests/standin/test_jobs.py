@@ -1,0 +1,124 @@
+"""Whole runs on the stand-in GPU, with numbers: what a run prints and records is what it is on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.runs import records, write_spec
+from tests.integration.test_preference import DPO, write_pairs
+from tests.launching import LATE, ROOT
+from tests.standin.gpu import environ
+
+pytestmark = pytest.mark.standin
+
+SHORT = ("train.max_steps=4", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep_last=null")
+SMALL = (*SHORT, "train.global_batch_size=6", "model.from_config.num_hidden_layers=2")
+CASES: dict[str, tuple[str, ...]] = {
+    "zero0": ("parallel.zero_stage=0",),
+    "zero1": ("parallel.zero_stage=1",),
+    "zero2-packed": ("parallel.zero_stage=2", "data.packing=true"),
+    "zero3-checkpointing": ("parallel.zero_stage=3", "model.gradient_checkpointing=true"),
+    "offload": ("parallel.zero_stage=2", "parallel.offload_optimizer={device: cpu}"),
+    "lora": ("model.lora={rank: 4, alpha: 8}",),
+}
+"""Runs of tests/integration/runs.py's spec. The quickstart, its resumed half and DPO stand beside them."""
+KEYS = ("train/loss", "train/grad_norm", "eval/loss")
+
+
+def jobs(folder: Path) -> list[dict[str, Any]]:
+    """All runs, in the order in which they need each other; each in a folder of its name under `folder`."""
+    made = []
+
+    def add(name: str, *args: str, **more: str) -> None:
+        place = f"output_dir={folder / name}"
+        made.append({"args": [*args, place], "log": str(folder / f"{name}.log"), **more})
+
+    quickstart = [str(ROOT / "specs" / "quickstart.yaml"), *SHORT]
+    add("quickstart", *quickstart)
+    runs = {"from": str(folder / "quickstart" / "quickstart"), "run": str(folder / "resumed" / "quickstart")}
+    add("resumed", *quickstart, **runs)
+    small = str(write_spec(folder))
+    for name, overrides in CASES.items():
+        add(name, small, *SMALL, *overrides)
+    export = folder / "zero1" / "small" / "export"
+    spec = folder / "dpo.yaml"
+    spec.write_text(DPO.format(supervised=export, folder=folder, steps=4, middle=2))
+    write_pairs(folder / "zero1" / "small" / "pairs.jsonl")
+    add("dpo", str(spec), "dpo={reference: live}", "train.eval_every=2")
+    return made
+
+
+def done(folder: Path, variables: dict[str, str]) -> Path:
+    """Runs the jobs in a process with these variables."""
+    (folder / "zero1" / "small").mkdir(parents=True)
+    file = folder / "jobs.json"
+    file.write_text(json.dumps(jobs(folder)))
+    command = [sys.executable, "-m", "tests.standin.jobs_worker", str(file)]
+    ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=LATE)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """The folders of all runs on the stand-in GPU and on the CPU."""
+    places = {"gpu": environ("numbers"), "cpu": dict(os.environ)}
+    for variables in places.values():
+        Path(variables["TORCH_EXTENSIONS_DIR"]).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        folders = [tmp_path_factory.mktemp(name) for name in places]
+        gpu, cpu = pool.map(done, folders, places.values())
+    yield gpu, cpu
+
+
+def run_of(folder: Path, name: str) -> Path:
+    """The folder of a job's run; fails the test, with what the job wrote, where it did not end well."""
+    if json.loads((folder / "codes.json").read_text())[name]:
+        pytest.fail(
+            f"{name} on {folder.name}:\n{(folder / f'{name}.log').read_text()[-6000:]}", pytrace=False
+        )
+    return next(path for path in (folder / name).iterdir() if (path / "metrics.jsonl").exists())
+
+
+def losses(folder: Path, name: str) -> list[str]:
+    """Losses as they were printed, during training and held out."""
+    run_of(folder, name)
+    return re.findall(r"loss ([\d.]+)", (folder / f"{name}.log").read_text())
+
+
+def test_the_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) -> None:
+    gpu, cpu = (losses(folder, "quickstart") for folder in both)
+    assert gpu == cpu and len(gpu) >= 6
+    memory = json.loads((run_of(both[0], "quickstart") / "memory.json").read_text())
+    assert memory["phases"]["first_step"]["device_allocated"]["measured"] > 0, "it did not run on the device"
+
+
+def test_a_run_goes_on_from_its_checkpoint(both: tuple[Path, Path]) -> None:
+    folder, _ = both
+    assert "going on from step 2" in (folder / "resumed.log").read_text()
+    whole, resumed = (run_of(folder, name) for name in ("quickstart", "resumed"))
+    for key in KEYS:
+        assert records(resumed, key) == records(whole, key), key
+    weights, again = (load_file(run / "export" / "model.safetensors") for run in (whole, resumed))
+    assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", [*CASES, "dpo"])
+def test_a_run_records_what_it_does_on_the_cpu(name: str, both: tuple[Path, Path]) -> None:
+    gpu, cpu = (run_of(folder, name) for folder in both)
+    keys = (*KEYS, "train/rewards/margins", "eval/rewards/margins") if name == "dpo" else KEYS
+    for key in keys:
+        expected = records(cpu, key)
+        assert len(expected) >= 2
+        assert records(gpu, key) == pytest.approx(expected, rel=1e-4, abs=1e-6), key
