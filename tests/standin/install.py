@@ -26,6 +26,7 @@ LIBRARIES = {
     "cudnn": ("cudnn",), "nccl": ("nccl",), "cusparse": ("cusparse",), "cusparseLt": ("cusparseLt",),
     "cusolver": ("cusolver",), "cufft": ("cufft",), "curand": ("curand",), "cufile": ("cuFile",),
     "nvrtc": ("nvrtc",), "cupti": ("cupti",), "nvshmem_host": ("nvshmem",), "nvToolsExt": ("nvtx",),
+    "nvidia-ml": ("nvml",),
 }  # fmt: skip
 """What stands between `lib` and `.so` in a library's name, and how its functions' names begin."""
 REFUSED = {"cudart": 801, "cuda": 801, "nvrtc": 1, "cupti": 15}
@@ -94,7 +95,7 @@ def stub(library: str, name: str) -> str:
 def build(torch: Path, headers: Path, folder: Path) -> None:
     """The libraries that this torch names, compiled into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = dict(needed(torch)) | {"cuda": "libcuda.so.1"}
+    names = dict(needed(torch)) | {"cuda": "libcuda.so.1", "nvidia-ml": "libnvidia-ml.so.1"}
     wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, version in undefined(torch):
         library = base(version) if base(version) in names else owner(name)
