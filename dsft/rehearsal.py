@@ -4,7 +4,8 @@ fails in its first minute, with the sizes that would fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dsft.data.steps.batch import MicroBatch
@@ -12,9 +13,10 @@ from dsft.data.steps.cut import first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.plan.units import GIB
-from dsft.report.memory import MemoryMeter, room
+from dsft.report.memory import MemoryMeter, Phase, room
 
 PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first
+LESS = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
 MARGIN = 64  # one part in so many of the memory is not counted on: allocators round to pages
 
 
@@ -55,10 +57,44 @@ def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], me
         raise OutOfMemoryError(advice(longest, taken, limit, str(error))) from error
 
 
+SIGNS = (
+    "out of memory",  # torch's allocator; CUDA's error 2, which NCCL's messages end with too
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "bad_alloc",
+    "STATUS_ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuSPARSE, cuDNN 8
+    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "Failed to CUDA",  # NCCL: "Failed to CUDA calloc 4194304 bytes", "… host alloc …" (nccl, alloc.h)
+)
+
+
 def ran_out(error: Exception) -> bool:
-    """Whether an allocation failed: torch's allocators, numpy's or Python's own."""
-    signs = ("out of memory", "DefaultCPUAllocator", "can't allocate memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+    """Whether an allocation failed: torch's allocators, CUDA's libraries, numpy's or Python's own."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+@contextmanager
+def told_when_full(meter: MemoryMeter) -> Iterator[None]:
+    """Raise OutOfMemoryError for an allocation that fails in the block, in whichever phase that is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemoryError(full(meter.phase, str(error))) from error
+
+
+def full(phase: Phase, error: str) -> str:
+    """What to say of an allocation that failed outside of the rehearsal."""
+    reason = " ".join(error.split())[:400]
+    if phase == "load":
+        return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."
+    where = {"evaluation": "in an evaluation", "save": "in a save"}.get(phase, "in a step")
+    return (
+        f"The memory is full {where} ({reason}), though the longest micro-batch of the run fitted before step "
+        "1: look whether another process uses this device; a smaller micro-batch leaves more room (lower "
+        f"data.max_tokens_per_micro_batch or train.micro_batch_size), and so do {LESS}."
+    )
 
 
 def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
@@ -86,9 +122,8 @@ def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> s
     said = f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
     smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in taken)
     fit = tokens_that_fit(taken, limit)
-    more = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
     if fit is None:
-        return f"{said}, and not even a quarter of it; use {more}, or a smaller model."
+        return f"{said}, and not even a quarter of it; use {LESS}, or a smaller model."
     fit = min(fit, rows * length - 1)  # all of it did not
     if longest.lengths is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
@@ -96,4 +131,4 @@ def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> s
         way_out = f"set train.micro_batch_size to {fit // (rows_each * length)} or less"
     else:
         way_out = f"set train.micro_batch_size to 1 and data.max_length to {fit // rows_each} or less"
-    return f"{said}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {more}."
+    return f"{said}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {LESS}."

@@ -19,8 +19,10 @@ COUNTERS = (
 def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> None:
     """Call `step`, which must give the optimizer a rate and a gradient of 0, then take it back: moments,
     Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since
-    Adam and SGD move and decay them by a multiple of the rate."""
+    Adam and SGD move and decay them by a multiple of the rate. The moments are made before it, so that the
+    backward has them beside its activations, as every step but a run's first does."""
     cpu = device.type == "cpu"
+    state.make_moments(engine)
     with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
         with _counters_kept(engine):
             step()

@@ -143,6 +143,12 @@ def forget_first_step(engine: Any) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
+def make_moments(engine: Any) -> None:
+    """Allocate the moments, as zeros after one step; what is swapped to a disk takes no memory and has none.
+    Undone by `forget_steps`."""
+    _empty_state(engine.optimizer, 1)
+
+
 def forget_steps(engine: Any) -> None:
     """No moments and no step count, as before a first step, where no step has changed a weight."""
     _empty_state(engine.optimizer, 0)

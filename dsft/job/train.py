@@ -37,7 +37,7 @@ from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.source import Start, as_it_is, of_zeros
-from dsft.rehearsal import rehearse
+from dsft.rehearsal import rehearse, told_when_full
 from dsft.report.memory import MemoryMeter, Phase
 from dsft.report.memory_file import MemoryFile
 from dsft.report.profile import StepTrace, traced_step
@@ -74,7 +74,8 @@ def train(
     memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
     memory.enter("load")
     objective = objective_of(spec)
-    built = build(job, inputs, world, objective, Start(folder, start, say))
+    with told_when_full(memory.meter):
+        built = build(job, inputs, world, objective, Start(folder, start, say))
     engine, reference = built.engine, built.reference
     rehearse(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
     memory.enter("load")
@@ -124,7 +125,8 @@ def train(
     )
     memory.enter("steady")
     try:
-        with ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is) as soon:
+        coming = ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is)
+        with told_when_full(memory.meter), coming as soon:
             end = fit(engine, objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
     finally:
         report.close(latest | memory.record() | inputs.loaded.summary)

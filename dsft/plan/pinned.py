@@ -24,7 +24,9 @@ SECTIONS = ("offload_optimizer", "offload_param")
 """Of DeepSpeed's zero_optimization."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""The variable that torch's allocators read; PYTORCH_CUDA_ALLOC_CONF is its older name."""
+"""The variable that torch's allocators read, from 2.9 on. PYTORCH_CUDA_ALLOC_CONF is its older name, which
+counts where both are set (c10/cuda/CUDAAllocatorConfig.h)."""
+OLDER = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cut) -> int:
@@ -48,15 +50,23 @@ def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cu
 
 
 def allocator(spec: Spec, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """What to add to the environment, unless the user has set it, so that large tensors are locked as they
-    are. Else torch locks the next power of two of bytes, up to twice as many
-    (ATen/core/CachingHostAllocator.h:303); from 2.13 on it can be told not to."""
-    parallel = spec.parallel
-    offloads = {parallel.offload_optimizer.device, parallel.offload_parameters.device} != {"none"}
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
-    if not offloads or (major, minor) < (2, 13) or {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+    """What to add to the environment of a rank before torch is imported, unless the user has set it or torch
+    is a build for another device than CUDA's.
+
+    expandable_segments: the memory of a GPU is taken in pages that grow with a segment, so that micro-batches
+    of other lengths reuse what earlier ones have freed (docs/performance.md). pinned_max_round_threshold_mb,
+    where a run offloads: large tensors are page-locked as they are. Else torch locks the next power of two of
+    bytes, up to twice as many (ATen/core/CachingHostAllocator.h:303); from 2.13 on it can be told not to.
+    """
+    version, _, build = torch_version.partition("+")
+    if {ALLOCATOR, OLDER} & environ.keys() or build.startswith(("cpu", "rocm", "xpu")):
         return {}
-    return {ALLOCATOR: "pinned_max_round_threshold_mb:64"}
+    options, parallel = ["expandable_segments:True"], spec.parallel
+    offloads = {parallel.offload_optimizer.device, parallel.offload_parameters.device} != {"none"}
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if offloads and (major, minor) >= (2, 13):
+        options.append("pinned_max_round_threshold_mb:64")
+    return {ALLOCATOR: ",".join(options)}
 
 
 def has_room(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:

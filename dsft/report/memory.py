@@ -46,6 +46,11 @@ class MemoryMeter:
         self.peaks: dict[Phase, Peaks] = {}
         self.method = RESET if _reset_host_peak() else SAMPLED
 
+    @property
+    def phase(self) -> Phase:
+        """The running one."""
+        return self._phase
+
     def enter(self, phase: Phase) -> None:
         """End the running phase and begin this one."""
         ended = self.running()

@@ -2,8 +2,8 @@
 
     python rehearsal_worker.py OUTPUT.jsonl
 
-Rank 0 writes a line per case: {"case", "allocated": tensors with moments in the rehearsal's step, "rates":
-that step's learning rates, "compared": number of tensors, "differences": names of those that are not equal
+Rank 0 writes a line per case: {"case", "before", "allocated": tensors with moments before the rehearsal's
+step and after it, "rates": that step's learning rates, "compared": number of tensors, "differences": names of those that are not equal
 to the last bit afterwards}.
 """
 
@@ -86,19 +86,26 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
 
 def rehearse(engine: Any) -> dict[str, Any]:
     """Rehearse on a micro-batch longer than any of the steps', and look at the optimizer in between."""
-    forget, seen = state.forget_steps, {}
+    forget, step, seen = state.forget_steps, engine.step, {}
 
-    def look(inner: Any) -> None:
-        base = state._base(inner.optimizer)
-        seen["allocated"] = sum(len(held) > 0 for held in base.state.values())
-        seen["rates"] = [group["lr"] for group in base.param_groups]
+    def with_moments() -> int:
+        return sum(len(held) > 0 for held in state._base(engine._engine.optimizer).state.values())
+
+    def look_before(*arguments: Any) -> Any:
+        seen["before"] = with_moments()
+        return step(*arguments)
+
+    def look_after(inner: Any) -> None:
+        seen["allocated"] = with_moments()
+        seen["rates"] = [group["lr"] for group in state._base(inner.optimizer).param_groups]
         forget(inner)
 
-    state.forget_steps = look
+    state.forget_steps, engine.step = look_after, look_before
     try:
         engine.rehearse(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
     finally:
         state.forget_steps = forget
+        del engine.step
     return seen
 
 

@@ -30,4 +30,5 @@ def test_a_run_is_the_same_to_the_last_bit_with_and_without_it(results: dict[str
     assert found["differences"] == []
     assert found["compared"] > 20
     assert found["allocated"] > 0, "the rehearsed step makes the optimizer's states"
+    assert found["before"] == found["allocated"], "and has them in its backward"
     assert set(found["rates"]) == {0.0}

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.errors import OutOfMemoryError
 from dsft.plan.units import GIB
-from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit
+from dsft.rehearsal import Taken, advice, first_part, ran_out, told_when_full, tokens_that_fit
+from dsft.report.memory import MemoryMeter, Phase
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
@@ -69,7 +71,41 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
     assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
     assert ran_out(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …"))
     assert ran_out(MemoryError())
+    for said in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "NCCL error … ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 "
+        "'out of memory'",
+        "NCCL error … ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA "
+        "calloc 4194304 bytes",
+    ):
+        assert ran_out(RuntimeError(said)), said
+    assert not ran_out(RuntimeError("NCCL error … ncclUnhandledCudaError: Cuda failure 700 'an illegal …'"))
     assert not ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        ("load", "The model and its engine do not fit into memory (CUDA out of memory. Tried to"),
+        ("steady", "The memory is full in a step (CUDA out of memory. Tried to"),
+        ("evaluation", "The memory is full in an evaluation (CUDA out of memory. Tried to"),
+        ("save", "The memory is full in a save (CUDA out of memory. Tried to"),
+    ],
+)
+def test_after_the_rehearsal_a_full_memory_ends_the_run_with_advice(phase: Phase, said: str) -> None:
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.enter(phase)
+    with pytest.raises(OutOfMemoryError) as told, told_when_full(meter):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.01 GiB")
+    assert str(told.value).startswith(said) and "model.gradient_checkpointing" in str(told.value)
+    assert told.value.exit_code == 71
+
+
+def test_other_faults_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), told_when_full(MemoryMeter(torch.device("cpu"))):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
 WORKER = """

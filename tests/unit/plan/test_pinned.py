@@ -64,11 +64,19 @@ def test_only_what_is_named_is_changed() -> None:
     assert section["pin_memory"]
 
 
-def test_torch_is_told_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:
+def test_torch_is_told_to_grow_segments_and_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:
     offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
-    exact = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}
-    assert allocator(offloaded, {}, "2.13.0+cu130") == exact
-    assert allocator(offloaded, {}, "2.12.1") == {}
-    assert allocator(make_spec(), {}, "2.13.0") == {}
+    grows = "expandable_segments:True"
+    for version in ("2.13.0", "2.13.0+cu130", "2.15.0a0+b4e4ee81d3.nv26.12"):
+        exact = {"PYTORCH_ALLOC_CONF": f"{grows},pinned_max_round_threshold_mb:64"}
+        assert allocator(offloaded, {}, version) == exact
+        assert allocator(make_spec(), {}, version) == {"PYTORCH_ALLOC_CONF": grows}
+    assert allocator(offloaded, {}, "2.12.1") == {"PYTORCH_ALLOC_CONF": grows}
+
+
+def test_what_the_user_says_of_the_allocator_stays_and_other_devices_have_no_segments(make_spec: Any) -> None:
+    offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert allocator(offloaded, {name: "expandable_segments:True"}, "2.13.0") == {}
+        assert allocator(offloaded, {name: "max_split_size_mb:512"}, "2.13.0") == {}
+    for version in ("2.13.0+cpu", "2.13.0+rocm7.0", "2.13.0+xpu"):
+        assert allocator(offloaded, {}, version) == {}
