@@ -315,11 +315,13 @@ def softmax_backward(func: Any) -> Callable[..., Any]:
     return lambda grad, out, dim, dtype: func(grad, out, dim, grad.dtype).to(dtype)
 
 
-def product(a: Any, b: Any, dtype: Any) -> Any:
+def product(a: Any, b: Any, dtype: Any, *, out: Any = None) -> Any:
     return a.to(dtype) @ b.to(dtype)
 
 
-def product_added(c: Any, a: Any, b: Any, dtype: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+def product_added(
+    c: Any, a: Any, b: Any, dtype: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Any:
     return beta * c.to(dtype) + alpha * product(a, b, dtype)
 
 
@@ -342,5 +344,11 @@ ON_CPU: dict[Any, Callable[..., Any]] = {
     operation.default: make(operation.default)
     for make, operations in WRITTEN.items()
     for operation in operations
-} | {aten.mm.dtype: product, aten.bmm.dtype: product, aten.addmm.dtype: product_added}
+} | {
+    aten.mm.dtype: product,
+    aten.mm.dtype_out: product,
+    aten.bmm.dtype: product,
+    aten.addmm.dtype: product_added,
+    aten.addmm.dtype_out: product_added,
+}
 """What the CPU has no kernel for, or one with fewer cases."""
