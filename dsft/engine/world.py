@@ -157,6 +157,8 @@ def join(
     device = take_device(launched.local_rank, promised, os.environ)
     name = device.type
     own = here(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
+    if name == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new length of a row
     store = _store(launched)
     # An agent of torchrun keeps its store when it starts the ranks again.
     attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

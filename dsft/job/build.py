@@ -66,6 +66,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None
 
     switched_off: list[str] = []
+    attention: list[str] = []
 
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, job.cut, keep)
@@ -73,13 +74,16 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
         if spec.task == "dpo":
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing:
-            attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
+            max_length, kind = spec.data.max_length, spec.model.attention
+            attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device))
         return policy
 
     policy = world.each(part)
     share_buffers(policy.causal_lm, world)
     if switched_off:
         start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
+    for line in attention:
+        start.say(line)
     files: dict[str, bytes] = {}
 
     def write() -> None:

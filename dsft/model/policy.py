@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import Borders, MicroBatch
 from dsft.model.adapter_names import plain_name
-from dsft.model.attention import packed_keywords
+from dsft.model.attention import LONGEST, packed_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.stage import Entry, Exit
 
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         (head,) = self._head
         return "" if head is None else head.softmax_on(device, self._label_smoothing).said
 
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917  the engines pass on what `behind_inputs` gives
         self,
         inputs: Tensor,
         position_ids: Tensor,
@@ -58,17 +58,19 @@ class Policy(nn.Module):
         noise_scale: Tensor | None = None,
         num_targets: int | None = None,
         starts: tuple[int, ...] | None = None,
+        borders: Borders | None = None,
     ) -> Tensor:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
-        (B, T) int64; lengths, starts: of a packed row's segments, as in MicroBatch; noise_scale (B, T): of
-        the first stage's embeddings in training; num_targets: how many there are, where that is known. Gives
+        (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale
+        (B, T): of the first stage's embeddings in training; num_targets: how many, where that is known. Gives
         (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, hidden states
         (B, T, hidden), which the next one takes."""
         given: dict[str, Any] = {"input_ids": inputs}
         if self._entry:
             self._entry[0].received = inputs
             given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
-        given |= packed_keywords(self.causal_lm.config._attn_implementation, position_ids, lengths, starts)
+        kind, longest = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, LONGEST, 0)
+        given |= packed_keywords(kind, position_ids, lengths, starts, borders, longest)
         given |= {"position_ids": position_ids, "use_cache": False}
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
@@ -90,7 +92,7 @@ def behind_inputs(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
     """What `Policy.forward` takes of `batch` behind `inputs`, in its order; without noise unless `noisy`."""
     noise_scale = batch.noise_scale if noisy else None
     placed = (batch.position_ids, batch.targets, batch.lengths)
-    return (*placed, noise_scale, batch.num_targets, batch.starts)
+    return (*placed, noise_scale, batch.num_targets, batch.starts, batch.borders)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def seconds_of(
     kinds = sorted(set(stands_for))
     policy = _policy(model, shallow(config, kinds), dtype, device)
     if packed_up_to is not None:
-        attend_per_segment(policy.causal_lm, model.attention, packed_up_to)
+        attend_per_segment(policy.causal_lm, model.attention, packed_up_to, device)
     took = _by_module(policy, joints, batch.to(device))
     of_kind = {kind: took[f"{joints.layers}.{index}"] for index, kind in enumerate(kinds)}
     before, after = (sum(took.get(name, 0.0) for name in names) for names in (joints.before, joints.after))

@@ -62,7 +62,8 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
         dtype = DTYPES[spec.train.precision]
         policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
         if spec.data.packing:
-            attend_per_segment(policy.causal_lm, model.attention, spec.data.max_length)
+            max_length, device = spec.data.max_length, world.device
+            attend_per_segment(policy.causal_lm, model.attention, max_length, device)
         return policy
 
     policy = world.each(part)

@@ -28,7 +28,8 @@ from dsft.engine.proof import (
 from dsft.errors import SpecError
 from dsft.model import kernels
 from dsft.model import policy as policies
-from dsft.model.attention import KEYWORD, attend_per_segment, own_attention
+from dsft.model.attention import attend_per_segment, own_attention
+from dsft.model.attention_loop import KEYWORD
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
@@ -121,7 +122,7 @@ def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
     """Only the last two segments are one."""
     of = policies.packed_keywords
 
-    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None, _: None) -> Any:
+    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None, *_: Any) -> Any:
         return of(kind, at, (*lengths[:-2], sum(lengths[-2:])) if lengths and len(lengths) > 2 else lengths)
 
     monkeypatch.setattr(policies, "packed_keywords", joined)

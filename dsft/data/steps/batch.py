@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsft.data.steps.copies import to_device
+from dsft.errors import DsftError
 
 NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
+
+Borders = tuple[Tensor, ...]
+"""Of the n segments of a packed row: (n + 1,) int32, where each begins in the row, and the end of the last.
+Where some go on from a prompt, two more: (n + 1,) int32, the same of the segments' keys, and (K,) int32,
+which token of the row each of these K keys is."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,16 @@ class MicroBatch:
     starts: tuple[int, ...] | None = None  # the position at which each segment begins; None: 0. One that
     # begins later follows the first tokens, up to there, of the last segment that begins at 0
     pairs: Pairs | None = None
+    borders: Borders | None = None  # of a packed row's segments; made by `to`
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
+        borders = self.borders
+        if borders is None and self.lengths is not None:
+            borders = borders_of(self.lengths, self.starts)
         return replace(
             self,
+            borders=borders and tuple(to_device(border, device) for border in borders),
             input_ids=to_device(self.input_ids, device),
             position_ids=to_device(self.position_ids, device),
             targets=to_device(self.targets, device),
@@ -75,6 +88,25 @@ def _pairs_to(pairs: Pairs, lengths: tuple[int, ...] | None, device: torch.devic
         reference=None if pairs.reference is None else to_device(pairs.reference, device),
         segments=None if segments is None else to_device(segments, device),
     )
+
+
+def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:
+    """On the host. Raises DsftError for a segment that begins later than its prompt ends."""
+    begins = np.cumsum((0, *lengths), dtype=np.int32)
+    if not any(starts or ()):
+        return (torch.from_numpy(begins),)
+    index, ends, prompt = list[NDArray[np.int32]](), [0], (0, 0)
+    for begin, length, start in zip(begins, lengths, starts or (), strict=False):
+        if start == 0:
+            prompt = begin, length
+        elif prompt[1] < start:
+            raise DsftError(f"A segment begins at position {start} without so many tokens before it.")
+        else:
+            index.append(np.arange(prompt[0], prompt[0] + start, dtype=np.int32))
+        index.append(np.arange(begin, begin + length, dtype=np.int32))
+        ends.append(ends[-1] + start + length)
+    keys = np.array(ends, dtype=np.int32), np.concatenate(index)
+    return tuple(map(torch.from_numpy, (begins, *keys)))
 
 
 @dataclass(frozen=True)

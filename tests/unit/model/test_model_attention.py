@@ -12,17 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.errors import DsftError, SpecError
-from dsft.model import attention
-from dsft.model.attention import (
-    KEYWORD,
-    SEGMENTS,
-    Segments,
-    attend_per_segment,
-    own_attention,
-    packed_keywords,
-    segment_attention,
-    segments_of,
-)
+from dsft.model import attention_loop
+from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of
+from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
 from dsft.model.policy import Policy
 from dsft.older import checkpoint_activations
 
@@ -70,7 +62,7 @@ def test_equals_a_dense_mask(
     segments: Segments,
 ) -> None:
     """The output and the gradients of query, key and value, however many queries a kernel gets at once."""
-    monkeypatch.setattr(attention, "AT_ONCE", at_once)
+    monkeypatch.setattr(attention_loop, "AT_ONCE", at_once)
     torch.manual_seed(3)
     tokens = sum(length for length, _ in segments)
     row = [torch.randn(1, heads, tokens, SIZE) * 2 for heads in (HEADS, key_heads, key_heads)]

@@ -1,0 +1,152 @@
+"""Attention over a packed row, segment by segment: takes queries, keys and values of a row and its segments.
+
+torch's kernel runs on each segment, and the cost is the sum of the squares of their lengths. It is exact on
+every device and in every type, with soft-caps too; on a GPU each segment costs launches of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsft.errors import DsftError
+from dsft.model.attention_asked import NOT_SAID, refuse_unknown
+
+SEGMENTS = "dsft_segments"
+KEYWORD = "segments"
+Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of each segment of a row
+
+# Queries of a CPU's kernel under a mask, which computes what is hidden too: fewer at once have fewer keys.
+AT_ONCE = 128
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """(B, heads, T, D) each, key and value with as many heads or a divisor -> (B, T, heads, D), None: causal
+    within each segment of a packed row (B = 1) and what it goes on from, over the last `sliding_window`
+    tokens, the scores bent by `softcap` as in Gemma 2. The signature is transformers' AttentionInterface's.
+
+    Raises DsftError for anything else that the model asks of its attention.
+    """
+    segments, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", NOT_SAID)
+    softcap = asked.pop("softcap", None)
+    refuse_unknown(module, attention_mask, segments is not None, window, asked)
+    longest = max(length + start for length, start in segments)
+    reach = min(window, longest) if window not in (None, NOT_SAID) else longest
+    band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs = []
+    for part in _parts(segments, reach, query, key, value):
+        for block in part.blocks(reach, softcap is not None):
+            if softcap is not None:
+                assert band is not None
+                output = _attend_bent(block, block.seen(band), scale, dropout, softcap)
+            else:
+                output = _attend(block, None if block.is_square(reach) else block.seen(band), scale, dropout)
+            outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+class _Part(NamedTuple):
+    """A segment's queries (1, heads, n, D) from position `start` on, and the keys and values (1, heads, m, D)
+    of positions start + n - m to start + n."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: int
+
+    def is_square(self, reach: int) -> bool:
+        """Plainly causal: no keys before the segment's own, and all of them within reach."""
+        return self.start == 0 and self.query.shape[2] <= reach
+
+    def blocks(self, reach: int, is_masked: bool) -> Iterator[_Part]:
+        """Of AT_ONCE queries and the keys up to them and within reach, where there is a mask and a CPU."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if self.query.device.type != "cpu" or (self.is_square(reach) and not is_masked):
+            yield self
+            return
+        before = self.start + length - keys  # the position of the first key
+        for begin in range(0, length, AT_ONCE):
+            start, size = self.start + begin, min(AT_ONCE, length - begin)
+            first = max(before, start + 1 - reach)
+            key, value = (x.narrow(2, first - before, start + size - first) for x in (self.key, self.value))
+            yield _Part(self.query.narrow(2, begin, size), key, value, start)
+
+    def seen(self, band: Tensor | None) -> Tensor:
+        """(n, m) bool: which keys each query sees."""
+        length, keys = self.query.shape[2], self.key.shape[2]
+        if band is None:
+            device = self.query.device
+            return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+        end = self.start + length
+        return band[self.start : end, end - keys : end]
+
+
+def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
+    """Splits, whose backward is one concatenation; only the part of a shared prompt that is within reach is
+    copied."""
+    lengths = [length for length, _ in segments]
+    split = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    prompt: tuple[Tensor, Tensor] | None = None
+    for (q, k, v), (_, start) in zip(split, segments, strict=True):
+        if start == 0:
+            prompt = k, v
+        elif prompt is None or prompt[0].shape[2] < start:
+            raise DsftError(f"A segment begins at position {start} without so many tokens before it.")
+        else:
+            first = max(0, start + 1 - reach)
+            k, v = (
+                torch.cat((before.narrow(2, first, start - first), own), dim=2)
+                for before, own in zip(prompt, (k, v), strict=True)
+            )
+        yield _Part(q, k, v, start)
+
+
+def _attend(part: _Part, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """Causal where there is no mask."""
+    query, key, value, _ = part
+    is_grouped = query.shape[1] != key.shape[1]
+    if is_grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
+        # with groups torch's kernels on a GPU take no mask and no float32, but for the one that makes all
+        # n × m scores
+        key, value, is_grouped = *_ungrouped(part), False
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def _ungrouped(part: _Part) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each head of the query."""
+    groups = part.query.shape[1] // part.key.shape[1]
+    return part.key.repeat_interleave(groups, dim=1), part.value.repeat_interleave(groups, dim=1)
+
+
+def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softcap: float) -> Tensor:
+    """softcap × tanh(score ÷ softcap), which torch's kernel has not: by hand, as transformers' Gemma 2 does,
+    with the softmax in float32."""
+    key, value = _ungrouped(part)
+    scores = softcap * torch.tanh(part.query @ key.transpose(2, 3) * scale / softcap)
+    shares = (
+        scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(part.query.dtype)
+    )
+    return F.dropout(shares, dropout) @ value
+
+
+@lru_cache(maxsize=4)  # a model has at most two kinds of layers, and all of them the same row
+def _band(length: int, reach: int, device: torch.device) -> Tensor:
+    """(length, length) bool: a token sees itself and the reach - 1 before it."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - reach)

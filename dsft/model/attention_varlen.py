@@ -1,0 +1,125 @@
+"""Attention over a packed row in one call: takes queries, keys and values of a whole row and the borders of
+its segments, gives what `segment_attention` gives. As many kernels run for a hundred segments as for one.
+
+The kernel is FlashAttention's for sequences of varying length: torch's own (torch.nn.attention.varlen) or the
+package flash-attn's. Its causal mask is aligned to the last key, so a segment's keys may begin before its
+queries: those of a shared prompt are put before the segment's own by one gather. The backward pass adds to
+the gradient of the queries in no fixed order, so two runs differ by rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from dsft.errors import DsftError
+from dsft.model.attention_asked import NOT_SAID, refuse_unknown
+
+KEY_INDEX = "key_index"
+"""Keyword of the tokens of the row that are the segments' keys, (K,); None: each token once."""
+
+
+class Form(NamedTuple):
+    """longest: no segment has more keys; scale: of the scores; window: (W - 1, 0) for W tokens with a token
+    itself, (-1, 0) for all before it; softcap: as in Gemma 2, None without; dropout: a probability."""
+
+    longest: int
+    scale: float
+    window: tuple[int, int]
+    softcap: float | None
+    dropout: float
+
+
+class Kernel(Protocol):
+    """query (T, H, D), key and value (K, h, D) with h heads that divide H; borders: of the queries' segments
+    and of the keys', (n + 1,) int32 each. Gives (T, H, D)."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
+    ) -> Tensor: ...
+
+
+def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
+    """The kernel that calls torch's `varlen_attn`. That of torch 2.10 has neither window nor scale, and where
+    there is no `enable_gqa` grouped heads are taken without a word.
+
+    The kernel raises DsftError for what this `varlen_attn` does not compute."""
+    known = frozenset(inspect.signature(attend).parameters)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form) -> Tensor:
+        needed = (
+            ("windows", "window_size" not in known and form.window != (-1, 0)),
+            ("scales other than 1 ÷ √D", "scale" not in known and form.scale != query.shape[-1] ** -0.5),
+            ("soft-caps", form.softcap is not None),
+            ("dropout", form.dropout > 0),
+        )
+        missing = [name for name, is_missing in needed if is_missing]
+        if missing:
+            raise DsftError(f"it computes no {' and no '.join(missing)}")
+        wanted: dict[str, Any] = {
+            "window_size": form.window,
+            "scale": form.scale,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if "window_size" not in known:
+            wanted["is_causal"] = True
+        given = {name: value for name, value in wanted.items() if name in known}
+        output: Tensor = attend(query, key, value, *borders, form.longest, form.longest, **given)
+        return output
+
+    return call
+
+
+def package_kernel(
+    query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
+) -> Tensor:
+    """flash_attn_varlen_func of the package flash-attn, 2.6 or later, which has soft-caps and dropout."""
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    output: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        *borders,
+        form.longest,
+        form.longest,
+        dropout_p=form.dropout,
+        softmax_scale=form.scale,
+        causal=True,
+        window_size=form.window,
+        softcap=form.softcap or 0.0,
+    )
+    return output
+
+
+def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function, with the signature and shapes of `segment_attention`, that calls `kernel`."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **asked: Any,
+    ) -> tuple[Tensor, None]:
+        borders = asked.pop("cu_seq_lens_q", None), asked.pop("cu_seq_lens_k", None)
+        longest, _ = asked.pop("max_length_q", None), asked.pop("max_length_k", None)
+        index, softcap = asked.pop(KEY_INDEX, None), asked.pop("softcap", None)
+        window = asked.pop("sliding_window", NOT_SAID)
+        refuse_unknown(module, attention_mask, borders[0] is not None, window, asked)
+        reach = -1 if window in (None, NOT_SAID) or window >= longest else window - 1
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if index is not None:
+            k, v = k.index_select(0, index), v.index_select(0, index)
+        form = Form(longest, scale, (reach, 0), softcap, dropout)
+        return kernel(q, k, v, borders, form)[None], None
+
+    return attend
