@@ -69,8 +69,8 @@ def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:
         return Choice(SEGMENTS, f"{loop}, as FlashAttention needs keys and values with heads of one size")
     refused = ""
     for name, kernel, flash_3, said in (
-        (VARLEN, torch_kernel(), True, "torch's varlen_attn with FlashAttention 3"),
-        (VARLEN, torch_kernel(), False, "torch's varlen_attn"),
+        (VARLEN, torch_kernel(), True, "FlashAttention 3"),
+        (VARLEN, torch_kernel(), False, "varlen_attn of torch"),
         (PACKAGE, package_kernel, False, "the package flash-attn"),
     ):
         try:

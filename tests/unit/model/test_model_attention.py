@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, borders_of
 from dsft.errors import DsftError, SpecError
 from dsft.model import attention_loop
-from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of
+from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
+from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Choice, asked_by, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
-from dsft.model.policy import Policy
+from dsft.model.attention_varlen import KEY_INDEX, torch_kernel, varlen_attention
+from dsft.model.policy import Policy, behind_inputs
 from dsft.older import checkpoint_activations
+from tests import varlen_on_cpu
 
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
@@ -385,3 +390,228 @@ def test_models_that_cannot_be_packed(kind: str, keys: dict[str, Any], said: str
 
 def test_longrope_within_its_first_range_is_packed() -> None:
     attend_per_segment(small("phi3", **LONGROPE), "auto", max_length=32)
+
+
+# --- in one call --------------------------------------------------------------------------------------------
+
+ATTENTION = varlen_attention(torch_kernel())
+
+
+def told(segments: Segments, longest: int = 0) -> dict[str, Any]:
+    """What the attention that takes the row in one call is told."""
+    return dict(packed_keywords(VARLEN, positions_of(segments), None, longest=longest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("segments", [ALONE, SHARED, ((30, 0),)], ids=["alone", "shared", "one"])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+def test_one_call_equals_the_loop(
+    window: int | None, key_heads: int, segments: Segments, dtype: torch.dtype
+) -> None:
+    """The output and the gradients of query, key and value."""
+    torch.manual_seed(3)
+    tokens = sum(length for length, _ in segments)
+    row = [
+        torch.randn(1, tokens, n, SIZE, dtype=dtype).transpose(1, 2) for n in (HEADS, key_heads, key_heads)
+    ]
+    ours, theirs = ([x.clone().requires_grad_() for x in row] for _ in range(2))
+    asked = {"sliding_window": window, "scaling": 0.3}
+    before = len(varlen_on_cpu.calls)
+    found, weights = ATTENTION(nn.Module(), *ours, None, **asked, **told(segments, 64))
+    assert varlen_on_cpu.calls[before:] == [len(segments)]
+    expected, _ = segment_attention(nn.Module(), *theirs, None, segments=segments, **asked)
+    assert weights is None and found.shape == (1, tokens, HEADS, SIZE)
+    bound = 1e-12 if dtype is torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    pull = torch.randn_like(found)
+    found.backward(pull)
+    expected.backward(pull)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound)
+
+
+def test_what_one_call_is_told() -> None:
+    """Borders are int32, the keys of a shared prompt stand before the segment's own, and the longest segment
+    is the same number for every row."""
+    alone, shared = told(ALONE, 64), told(SHARED, 64)
+    assert alone["cu_seq_lens_q"].tolist() == alone["cu_seq_lens_k"].tolist() == [0, 7, 20, 21, 30]
+    assert KEY_INDEX not in alone
+    assert shared["cu_seq_lens_q"].tolist() == [0, 9, 13, 15, 18, 28, 33, 41]
+    assert shared["cu_seq_lens_k"].tolist() == [0, 9, 18, 20, 24, 34, 48, 58]
+    index = shared[KEY_INDEX].tolist()
+    assert index[9:18] == [0, 1, 2, 3, 4, 9, 10, 11, 12]
+    assert index[48:] == [18, 19, *range(33, 41)]
+    for given in (alone, shared):
+        assert given["max_length_q"] == given["max_length_k"] == 64
+        assert {given[key].dtype for key in ("cu_seq_lens_q", "cu_seq_lens_k")} == {torch.int32}
+    assert told(ALONE)["max_length_q"] == 13  # never less than there is
+    with pytest.raises(DsftError, match="without so many tokens before it"):
+        borders_of((3, 5), (0, 4))
+
+
+def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
+    tokens = torch.arange(41)[None]
+    lengths, starts = (tuple(numbers) for numbers in zip(*SHARED, strict=True))
+    made = MicroBatch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(torch.device("cpu"))
+    assert made.borders is not None and behind_inputs(made)[-1] is made.borders
+    given = packed_keywords(VARLEN, made.position_ids, lengths, starts, made.borders, 64)
+    assert given["cu_seq_lens_k"] is made.borders[1] and given[KEY_INDEX] is made.borders[2]
+    assert MicroBatch(tokens, tokens, tokens).to(torch.device("cpu")).borders is None
+    again = made.to(torch.device("cpu")).borders
+    assert again is not None and all(a is b for a, b in zip(again, made.borders, strict=True))
+
+
+@pytest.mark.parametrize("implementation", [VARLEN, PACKAGE])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"told": False}, "hands no segments down"),
+        ({"s_aux": torch.ones(4)}, "asks s_aux of its attention"),
+        ({"is_causal": False}, "looks ahead"),
+        ({"attention_mask": torch.ones(1)}, "makes a mask of its own"),
+    ],
+)
+def test_one_call_refuses_what_the_loop_refuses(
+    asked: dict[str, Any], said: str, implementation: str
+) -> None:
+    row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
+    mask, is_told = asked.get("attention_mask"), asked.get("told", True)
+    asked = {key: value for key, value in asked.items() if key not in ("attention_mask", "told")}
+    with pytest.raises(DsftError, match=said):
+        FUNCTIONS[implementation](nn.Module(), *row, mask, **asked, **(told(ALONE) if is_told else {}))
+
+
+def old_varlen_attn(  # noqa: PLR0913, PLR0917  torch's
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Tensor:
+    """As torch 2.10 has it."""
+    heads = torch.ops.torch_attn._varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, None, [-1, -1]
+    )
+    output: Tensor = heads[0]
+    return output
+
+
+def test_an_older_varlen_attn_gives_the_same_or_is_refused() -> None:
+    torch.manual_seed(3)
+    row = [torch.randn(1, heads, TOKENS, SIZE) for heads in (HEADS, 2, 2)]
+    older = varlen_attention(torch_kernel(old_varlen_attn))
+    given = {"sliding_window": None, "scaling": SIZE**-0.5, **told(ALONE)}
+    found, expected = (attend(nn.Module(), *row, None, **given)[0] for attend in (older, ATTENTION))
+    torch.testing.assert_close(found, expected)
+    for key, value, said in (
+        ("sliding_window", 4, "no windows"),
+        ("scaling", 0.3, "no scales other"),
+        ("softcap", 3.0, "no soft-caps"),
+        ("dropout", 0.5, "no dropout"),
+    ):
+        with pytest.raises(DsftError, match=said):
+            older(nn.Module(), *row, None, **given | {key: value})
+
+
+def flash_attn_varlen_func(*row: Any, **keywords: Any) -> Tensor:
+    """The package flash-attn's function, by torch's."""
+    given.append(keywords)
+    assert keywords.pop("causal") and not keywords.pop("dropout_p")
+    keywords.pop("softcap")
+    window, scale = keywords.pop("window_size"), keywords.pop("softmax_scale")
+    assert not keywords
+    output: Tensor = varlen_attn(*row, window_size=window, scale=scale, enable_gqa=True)  # type: ignore[assignment]
+    return output
+
+
+given: list[dict[str, Any]] = []
+
+
+def test_the_package_is_called_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", sys.modules[__name__])
+    row = [torch.randn(1, heads, 41, SIZE) for heads in (HEADS, 2, 2)]
+    asked = {"scaling": 0.3, "sliding_window": 4}
+    found, _ = FUNCTIONS[PACKAGE](nn.Module(), *row, None, **asked, **told(SHARED))
+    expected, _ = segment_attention(nn.Module(), *row, None, segments=SHARED, **asked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gemma2"])
+@pytest.mark.parametrize("layout", ["alone", "pairs"])
+def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
+    """Log-probabilities and all gradients, in float64; checkpointed too."""
+    model = small(kind).double()
+    checkpoint_activations(model)
+    model.train()
+    policy, parameters = Policy(model), list(model.parameters())
+    rows, ids, targets, segments = pairs(draw_tokens)
+    if layout == "alone":
+        segments, ids = ALONE, draw_tokens(TOKENS)
+        targets = ids.roll(-1, 1)
+    lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
+    batch = MicroBatch(ids, positions_of(segments), targets, lengths, starts=starts).to(torch.device("cpu"))
+    found = []
+    for attention in ("sdpa", "auto"):
+        attend_per_segment(model, attention, 64)
+        if attention == "auto":
+            use(model, VARLEN)
+        before = len(varlen_on_cpu.calls)
+        logps = policy(batch.input_ids, *behind_inputs(batch))
+        assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if attention == "auto" else [])
+        pull = torch.linspace(0.5, 1.5, logps.numel()).view_as(logps)
+        found.append((logps, torch.autograd.grad((logps * pull).sum(), parameters, allow_unused=True)))
+    (loop, of_loop), (one, of_one) = found
+    torch.testing.assert_close(one, loop, rtol=0, atol=1e-5)  # float32 log-probabilities
+    for mine, other in zip(of_one, of_loop, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_model_asks_of_its_attention() -> None:
+    plain = asked_by(small("llama"))
+    assert (plain.heads, plain.key_heads, plain.head_sizes, plain.scales) == (4, 2, (8,), (8**-0.5,))
+    assert (plain.windows, plain.softcap, plain.dropout, plain.is_uneven) == ((None,), None, 0.0, False)
+    assert set(asked_by(small("mistral")).windows) == {None, 5}
+    assert asked_by(small("gemma2")).softcap == 50.0
+    assert asked_by(small("granite", attention_multiplier=0.5)).scales == (0.5,)
+    assert asked_by(small("gpt2", **LEARNED | {"attn_pdrop": 0.1})).dropout == 0.1
+    assert asked_by(small("gpt_neox")).head_sizes == (8,)
+
+
+def test_what_is_chosen_is_said() -> None:
+    model = small("llama")
+    on_cpu = "attention of packed rows: segment by segment, as FlashAttention needs a GPU"
+    assert attend_per_segment(model, "auto", 64) == on_cpu
+    assert attend_per_segment(model, "sdpa", 64).endswith("segment by segment, as model.attention is sdpa")
+    assert attend_per_segment(model, "eager", 64).endswith("eager, as model.attention says")
+    of_fp32 = choose(model, torch.device("cuda"))
+    assert of_fp32 == Choice(SEGMENTS, "segment by segment, as FlashAttention does not compute in float32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", [SEGMENTS, VARLEN])
+def test_transformers_makes_no_mask_and_does_not_look_for_segments(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    """It would wait for the device in each forward pass."""
+    found = list[bool]()
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: found.append(True))
+    model = small(kind)
+    use(model, name)
+    ids = draw_tokens(TOKENS)
+    if (kind, name) == ("gemma2", VARLEN):
+        with pytest.raises(DsftError, match="no soft-caps"):
+            Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+    else:
+        Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+    assert not found
+    with own_attention(model):
+        Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+    assert found
