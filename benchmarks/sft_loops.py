@@ -11,7 +11,6 @@ GPU's peaks.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -165,9 +164,8 @@ def packed(given: Batch, packs: Sequence[Sequence[int]]) -> list[Batch]:
 
 
 def attend_packed(model: Any, max_length: int, device: torch.device) -> None:
-    """As dsft attends to packed rows on this device, which is asked for where the choice depends on it."""
-    takes_device = "device" in inspect.signature(attend_per_segment).parameters
-    attend_per_segment(model, "auto", max_length, *([device] if takes_device else []))
+    """As dsft attends to packed rows on this device."""
+    attend_per_segment(model, "auto", max_length, device)
 
 
 def moved(batch: Batch, model: Any) -> Batch:

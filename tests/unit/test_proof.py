@@ -28,12 +28,15 @@ from dsft.engine.proof import (
 from dsft.errors import SpecError
 from dsft.model import kernels
 from dsft.model import policy as policies
-from dsft.model.attention import attend_per_segment, own_attention
-from dsft.model.attention_loop import KEYWORD
+from dsft.model.attention import attend_per_segment, own_attention, use
+from dsft.model.attention_choice import VARLEN
+from dsft.model.attention_loop import KEYWORD, SEGMENTS
+from dsft.model.attention_varlen import KEY_INDEX
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.spec.schema import Model
+from tests import varlen_on_cpu
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = {
@@ -85,11 +88,12 @@ def rows(*lengths: int, segments: bool = False) -> Dataset:
     return Dataset.of(examples)
 
 
-def scores(precision: str = "fp32") -> Scores:
+def scores(precision: str = "fp32", attention: str = SEGMENTS) -> Scores:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     policy = build_model(Model(from_config=LLAMA), FACTS, 3, dtype)
     policy.eval()
     attend_per_segment(policy.causal_lm, "auto", 64)
+    use(policy.causal_lm, attention)
     return Scores(policy)
 
 
@@ -331,3 +335,37 @@ def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, prec
         prove_kernels(engine, engine.policy, rows(20, 30, 17, 60), Alone(), 0)  # type: ignore[arg-type]
     (problem,) = error.value.problems
     assert problem.where == "model.kernels" and problem.message.endswith("set it to torch")
+
+
+# --- attention in one call ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_in_one_call_passes(precision: str) -> None:
+    before = len(varlen_on_cpu.calls)
+    prove(scores(precision, VARLEN), rows(20, 30, 17, 25, 60), precision)
+    prove(scores(precision, VARLEN), pairs(*REAL), precision)
+    assert {4, 6} <= set(varlen_on_cpu.calls[before:])  # rows; answers that share their prompt
+
+
+@pytest.mark.parametrize(
+    ("key", "mutation", "shared", "said"),
+    [
+        ("cu_seq_lens", lambda ends: ends[[*range(len(ends) - 2), -1]], False, "neighbour changes its loss"),
+        ("cu_seq_lens", lambda ends: ends + (ends == ends[1]).int(), False, "neighbour changes its loss"),
+        (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|the other answer changes"),
+        (KEY_INDEX, lambda index: index.flip(0), True, "alone|the other answer changes"),
+    ],
+)
+def test_a_wrong_border_in_one_call_is_found(
+    monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, said: str
+) -> None:
+    monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
+    of = policies.packed_keywords
+
+    def mutated(*given: Any) -> Any:
+        return {n: mutation(told) if n.startswith(key) else told for n, told in of(*given).items()}
+
+    monkeypatch.setattr(policies, "packed_keywords", mutated)
+    with pytest.raises(SpecError, match=said):
+        prove(scores(attention=VARLEN), pairs(*REAL) if shared else rows(20, 30, 17, 25, 60))
