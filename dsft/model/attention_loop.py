@@ -23,6 +23,7 @@ Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of eac
 
 # Queries of a CPU's kernel under a mask, which computes what is hidden too: fewer at once have fewer keys.
 AT_ONCE = 128
+FLASH_SIZE = 256  # the largest head of FlashAttention, torch's one kernel on a GPU that takes groups
 
 
 def segment_attention(
@@ -120,9 +121,9 @@ def _attend(part: _Part, mask: Tensor | None, scale: float, dropout: float) -> T
     """Causal where there is no mask."""
     query, key, value, _ = part
     is_grouped = query.shape[1] != key.shape[1]
-    if is_grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
-        # with groups torch's kernels on a GPU take no mask and no float32, but for the one that makes all
-        # n × m scores
+    takes_groups = mask is None and query.dtype != torch.float32 and query.shape[-1] <= FLASH_SIZE
+    if is_grouped and query.device.type != "cpu" and not takes_groups:
+        # else torch takes the kernel that makes all n × m scores
         key, value, is_grouped = *_ungrouped(part), False
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
