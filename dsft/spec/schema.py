@@ -72,7 +72,11 @@ class Model(Section):
     )
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = Field(default="auto", description="Attention implementation of transformers; auto takes sdpa.")
+    ] = Field(
+        default="auto",
+        description="Attention: auto takes torch's, of packed rows the fastest that device, precision and "
+        "model allow; sdpa attends packed rows segment by segment; the others are transformers'.",
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute each layer's activations in the backward pass to save memory.",
