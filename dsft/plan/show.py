@@ -29,6 +29,7 @@ from dsft.plan.tables import figures, heading, printed, rendered, size_text
 from dsft.plan.traffic import bubble
 from dsft.plan.units import GIB
 from dsft.spec.patterns import group_of
+from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
     "Bytes of a run's fullest moment; activations and head are an estimate, padding of flat buffers is not "
@@ -145,6 +146,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield Text(_bubble(plan))
     yield _traffic(plan)
     yield from map(Text, _less_traffic(plan))
+    yield from map(Text, _attention(plan.spec))
     if plan.reference is not None:
         yield heading("Reference")
         yield from map(Text, _reference(plan, plan.reference))
@@ -158,6 +160,20 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield heading("Warnings")
         for warning in plan.warnings:
             yield Text(warning)
+
+
+def _attention(spec: Spec) -> Iterator[str]:
+    """Of packed rows, where the spec names the device; a run tries it and says what it is."""
+    accelerator = spec.cluster.accelerator if spec.cluster else None
+    if accelerator is None or not spec.data.packing or spec.model.attention != "auto":
+        return
+    if accelerator.name.lower() == "cpu":
+        found = "segment by segment, as FlashAttention needs a GPU"
+    elif spec.train.precision == "fp32":
+        found = "segment by segment, as FlashAttention does not compute in fp32"
+    else:
+        found = "FlashAttention in one call (docs/packing.md: not with soft-caps or attention dropout)"
+    yield f"Attention of packed rows: {found}"
 
 
 def _groups(plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, borders_of
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
 from dsft.errors import DsftError, SpecError
 from dsft.model import attention_loop
 from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
@@ -20,7 +20,9 @@ from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Choice, aske
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
 from dsft.model.attention_varlen import KEY_INDEX, torch_kernel, varlen_attention
 from dsft.model.policy import Policy, behind_inputs
+from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
+from dsft.spec.schema import Dpo
 from tests import varlen_on_cpu
 
 LENGTHS = (7, 13, 1, 9)
@@ -615,3 +617,27 @@ def test_transformers_makes_no_mask_and_does_not_look_for_segments(
     with own_attention(model):
         Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
     assert found
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
+def test_preference_pairs_in_one_call_have_the_loss_and_gradients_of_the_loop(loss_type: Any) -> None:
+    """Of pairs that share their prompt."""
+    model = small("llama").double()
+    policy, parameters = Policy(model), list(model.parameters())
+    _, ids, targets, segments = pairs(draw_tokens)
+    lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
+    num_tokens = torch.tensor([[answers[0], answers[1]] for _, *answers in PAIRS])
+    told = Pairs(torch.arange(len(PAIRS)), num_tokens, torch.randn(len(PAIRS), 2, dtype=torch.float64) - 30)
+    batch = MicroBatch(ids, positions_of(segments), targets, lengths, starts=starts, pairs=told)
+    batch = batch.to(torch.device("cpu"))
+    objective = preference(Dpo(loss_type=loss_type, beta=0.5))
+    found = []
+    for name in (SEGMENTS, VARLEN):
+        use(model, name)
+        sums = objective.sums(policy(batch.input_ids, *behind_inputs(batch)), batch)
+        found.append((torch.stack(sums), torch.autograd.grad(sums[0], parameters)))
+    (loop, of_loop), (one, of_one) = found
+    torch.testing.assert_close(one, loop, rtol=1e-6, atol=1e-6)
+    assert max(float(gradient.abs().max()) for gradient in of_loop) > 1e-3
+    for mine, other in zip(of_one, of_loop, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)

@@ -207,3 +207,25 @@ def test_what_each_host_swaps_to_its_disk_is_shown(plan: Any) -> None:
 def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
     text = rendered([heading("evil \x1b]0;x\x1b\\ \x1b[2J")], terminal=terminal)
     assert r"evil \x1b]0;x\x1b\ \x1b[2J" in text and ("\x1b[1m" in text) is terminal
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "said"),
+    [
+        ("H100", "bf16", "FlashAttention in one call"),
+        ("H100", "fp32", "segment by segment, as FlashAttention does not compute in fp32"),
+        ("cpu", "fp32", "segment by segment, as FlashAttention needs a GPU"),
+    ],
+)
+def test_the_attention_of_packed_rows_is_named(
+    make_spec: Any, device: str, precision: str, said: str
+) -> None:
+    spec = {
+        "data": {"max_length": 128, "packing": True},
+        "train": {"precision": precision},
+        "cluster": {"hosts": {"a": 1}, "accelerator": {"name": device, "memory_gib": 80}},
+    }
+    assert f"Attention of packed rows: {said}" in text(build_plan(make_spec(**spec)))
+    silent = [spec | {"data": {"max_length": 128}}, spec | {"cluster": {"hosts": {"a": 1}}}]
+    for given in (*silent, spec | {"model": {"attention": "sdpa"}}):
+        assert "Attention of packed rows" not in text(build_plan(make_spec(**given)))
