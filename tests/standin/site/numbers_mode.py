@@ -315,6 +315,11 @@ def softmax_backward(func: Any) -> Callable[..., Any]:
     return lambda grad, out, dim, dtype: func(grad, out, dim, grad.dtype).to(dtype)
 
 
+def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
+    """The CPU's forward leaves a buffer for it, CUDA's leaves it empty."""
+    return aten.log_sigmoid_backward.default(grad, x, aten.log_sigmoid_forward.default(x)[1])
+
+
 def product(a: Any, b: Any, dtype: Any, *, out: Any = None) -> Any:
     return a.to(dtype) @ b.to(dtype)
 
@@ -345,6 +350,7 @@ ON_CPU: dict[Any, Callable[..., Any]] = {
     for make, operations in WRITTEN.items()
     for operation in operations
 } | {
+    aten.log_sigmoid_backward.default: log_sigmoid_backward,
     aten.mm.dtype: product,
     aten.mm.dtype_out: product,
     aten.bmm.dtype: product,
