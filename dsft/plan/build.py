@@ -118,9 +118,9 @@ def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> 
     gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
     host = cluster.host_memory_gib if cluster else None
     for rank in sizes.stages:
-        if gpu is not None and rank.device > gpu * GIB:
+        if gpu is not None and rank.gpu > gpu * GIB:
             yield (
-                f"cluster.accelerator.memory_gib: {gpu:g} is less than the {rank.device / GIB:.1f} GiB of "
+                f"cluster.accelerator.memory_gib: {gpu:g} is less than the {rank.gpu / GIB:.1f} GiB of "
                 f"stage {rank.stage}; dsft plan SPEC --compare shows the layouts that fit"
             )
     passes = reference.hosts if reference is not None and reference.hosts is not None else {}

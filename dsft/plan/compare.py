@@ -104,7 +104,7 @@ class Size:
 
     @property
     def device(self) -> int:
-        return max(rank.device for rank in self.memory.stages)
+        return max(rank.gpu for rank in self.memory.stages)
 
 
 @dataclass(frozen=True)
@@ -298,11 +298,11 @@ def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
 def _needs(taken: Memory, reference: Reference | None, limits: Limits) -> list[Need]:
     """Held against the bounds that are known: training, and a pass of the reference before it; the nearest to
     its bound, or the worst, first."""
-    found = [Need(f"a GPU of stage {rank.stage}", rank.device, limits.device or 0) for rank in taken.stages]
+    found = [Need(f"a GPU of stage {rank.stage}", rank.gpu, limits.device or 0) for rank in taken.stages]
     found += _hosts(taken.hosts, "", limits)
     if reference is not None and reference.hosts is not None:
         found += [
-            Need(f"a GPU of stage {rank.stage} in the reference's pass", rank.device, limits.device or 0)
+            Need(f"a GPU of stage {rank.stage} in the reference's pass", rank.gpu, limits.device or 0)
             for rank in reference.stages
         ]
         found += _hosts(reference.hosts, " in the reference's pass", limits)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
 from dsft.plan.batch import batch_sizes
-from dsft.plan.census import Census
+from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import SUB_GROUP, bucket_size, gradients_stay_bf16
 from dsft.plan.head import (
@@ -25,7 +25,7 @@ from dsft.plan.head import (
     kept_rows,
 )
 from dsft.plan.layout import Layout
-from dsft.plan.moments import NONE, Moment, Part, Row, Tensors, each, moments, one, total
+from dsft.plan.moments import NONE, Moment, Part, Row, Tensors, each, gathered, moments, one, total
 from dsft.plan.swapped import Swapped, swapped
 from dsft.plan.units import FP32
 from dsft.spec.pairs import longest_example
@@ -35,6 +35,16 @@ PROCESS = 420 << 20
 """Bytes of a process with nothing of the model: Python, torch, transformers and DeepSpeed, measured on a CPU
 at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."""
 WITH_ZERO = 90 << 20  # what ZeRO 1 to 3 import besides: torch's compiler, for Muon (deepspeed utils.py:72)
+
+DRIVER = 1536 << 20
+"""Bytes of a GPU that CUDA's context, its libraries' handles and NCCL's buffers take beside torch's allocator.
+An estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") has 1,343 MiB for CUDA's
+kernels alone; they differ with the GPU, the driver and the number of ranks."""
+FRAGMENTS = 1 / 40
+"""Of what torch has allocated at most, what its allocator has reserved on top (docs/plan.md)."""
+
+BACKWARD = 2 / 3
+"""Of a layer's activations, about, that have gradients at once: measured of Llamas with torch's allocator."""
 
 SPARE = 1 / 10
 """Of a figure, what a host must have beside it, since plans were mostly a little below the measured peaks
@@ -55,11 +65,14 @@ class RankMemory:
     one_layer   those of the largest layer: what is recomputed at a time, and what evaluation takes
     head        of the last stage: the logits that are there at once, at most, and the fp32 sum of their
                 chunks' gradients by the output layer's weight
-    logits      the logits alone, which is what evaluation takes
+    logits      the logits that evaluation has at once
     offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
     reference   weights of a reference beside the policy (`with_reference`); those on the CPU are in offloaded
     loading     while model and engine are made
+    between     what stays from one step to the next
+    forward     what evaluation adds to that, at ZeRO 3 with the parameters that it gathers
     retained    on a CPU: freed blocks of other moments that the C library does not give back
+    beside      on a GPU, about: what is taken of it beyond torch's tensors (DRIVER, FRAGMENTS)
     """
 
     stage: int
@@ -76,7 +89,10 @@ class RankMemory:
     offloaded: int
     reference: int = 0
     loading: int = 0
+    between: int = 0
+    forward: int = 0
     retained: int = 0
+    beside: int = 0
 
     @property
     def states(self) -> int:
@@ -86,17 +102,22 @@ class RankMemory:
 
     @property
     def device(self) -> int:
+        """What torch allocates."""
         return self.states + self.activations + self.head
+
+    @property
+    def gpu(self) -> int:
+        """What the device must have."""
+        return self.device + self.beside
 
     def phase(self, phase: str) -> int:
         """On the GPU, in one of the phases that a run's memory is measured in; 0 for another."""
-        kept = self.parameters + self.master + self.reference
         return {
             "load": self.loading + self.reference,
             "first_step": self.device,
             "steady": self.device,
-            "evaluation": kept + self.moments + self.one_layer + self.logits,
-            "save": kept + self.moments,
+            "evaluation": self.between + self.forward + self.reference,
+            "save": self.between + self.reference,
         }.get(phase, 0)
 
 
@@ -133,9 +154,11 @@ def stage_memory(
 ) -> RankMemory:
     """One rank of a stage, where micro-batches of at most so many tokens pass through the stages."""
     work = _work(stage, census, spec, _Flow(layout, micro_batches, tokens))
-    part = replace(_part(stage, census, spec, layout, micro_batches), backward=work.moment)
-    found = list(moments(part).values())
-    fullest = max(found, key=lambda moment: total(moment) - (0 if part.on_cpu else _offloaded(moment)))
+    part = _part(stage, census, spec, layout, micro_batches)
+    part = replace(part, forward=work.forward, backward=work.backward)
+    named = moments(part)
+    found = list(named.values())
+    fullest = max(found, key=total if part.on_cpu else on_device)
     small, large = max(_sum(moment).small for moment in found), max(_sum(moment).large for moment in found)
     rows = {row: fullest.get(row, NONE).total for row in get_args(Row)}
     if not part.on_cpu:
@@ -145,14 +168,21 @@ def stage_memory(
         elements=sum(part.trained) + sum(part.frozen),
         one_layer=work.one_layer,
         logits=work.logits,
-        loading=total(found[0]) - _offloaded(found[0]),
+        loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
+        between=on_device(named["between"]),
+        forward=max(work.one_layer, work.logits) + (gathered(part).total if part.zero == 3 else 0),
         retained=small + large - total(fullest) if part.on_cpu else 0,
+        beside=0 if part.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
     )
 
 
 def _offloaded(moment: Moment) -> int:
     return moment.get("offloaded", NONE).total
+
+
+def on_device(moment: Moment) -> int:
+    return total(moment) - _offloaded(moment)
 
 
 def _sum(moment: Moment) -> Tensors:
@@ -213,9 +243,10 @@ class _Flow:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a forward and a backward take; one_layer, logits: as in RankMemory."""
+    """What a forward and a backward take; one_layer, logits: as in RankMemory, those of a forward alone."""
 
-    moment: Moment
+    forward: Moment
+    backward: Moment
     one_layer: int
     logits: int
 
@@ -249,28 +280,47 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches:
 
 
 def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
-    """The activations of all micro-batches in flight, and the head.
+    """The activations of all micro-batches in flight, and the head: its logits are gone when the backward
+    begins, the gradient of its weight is not.
 
-    Of each matrix of a layer the backward needs the input, and what follows it needs the output: in + out
-    elements per token, in the type of the weights. Where q, k and v share an input it is counted for each,
-    which stands for what the two norms, rotary embeddings and the activation function keep. With gradient
-    checkpointing a layer keeps its input alone, and one layer at a time is recomputed.
+    With gradient checkpointing a layer keeps its input alone, and one layer at a time is recomputed. Of the
+    layer through which the backward goes BACKWARD of its activations have gradients at once.
     """
-    matrices: dict[int, list[int]] = {}
+    found: dict[int, list[Parameter]] = {}
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
-        if parameter.layer is not None and len(parameter.shape) == 2:
-            matrices.setdefault(parameter.layer, []).extend(parameter.shape)
+        if parameter.layer is not None:
+            found.setdefault(parameter.layer, []).append(parameter)
     token, flight = flow.tokens * weight_bytes(spec), flow.in_flight(stage)
-    layers = [each(sizes, token) for sizes in matrices.values()]
+    hidden = _embedding(census)[1]
+    layers = [each(_kept(own, hidden, spec), token) for own in found.values()]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
-    inputs = each([_embedding(census)[1]] * len(layers) * flight, token)
+    inputs = each([hidden] * len(layers) * flight, token)
     is_last = stage == flow.layout.pipeline_stages - 1
-    logits, gradient = _head(census, spec, flow.tokens) if is_last else (0, 0)
-    kept, on_host = sum(layers * flight, NONE), NONE
+    logits, gradient, scored = _head(census, spec, flow.tokens) if is_last else (0, 0, 0)
+    flowing = one(int(one_layer.total * BACKWARD))
+    ahead, back, on_host = sum(layers * flight, NONE), sum(layers * flight, NONE), NONE
     if spec.model.gradient_checkpointing:
-        kept, on_host = (one_layer, inputs) if spec.model.activation_offload else (one_layer + inputs, NONE)
-    moment: Moment = {"activations": kept, "head": one(logits) + one(gradient), "offloaded": on_host}
-    return _Work(moment, one_layer.total, logits)
+        ahead, back = inputs, one_layer + inputs
+        if spec.model.activation_offload:
+            ahead, back, on_host = NONE, one_layer, inputs
+    forward: Moment = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
+    backward: Moment = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
+    return _Work(forward, backward, one_layer.total, scored)
+
+
+def _kept(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
+    """Elements per token, in the type of the weights, that the backward needs of a layer with these parameters.
+
+    Of each matrix the input, and what follows it needs the output; the widest once more, for what the
+    activation function gives. Where q, k and v share an input it is counted for each, which stands for what
+    the two norms and rotary embeddings keep; trained norms of narrower weights keep two hidden vectors more.
+    An adapter's matrices have one input with the layer's own, and so add their rank.
+    """
+    matrices = [p.shape for p in own if len(p.shape) == 2 and ".lora_" not in p.name]
+    ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
+    norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
+    widest = max((shape[0] for shape in matrices), default=0)
+    return [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
 
 
 def _embedding(census: Census) -> tuple[int, int]:
@@ -280,23 +330,25 @@ def _embedding(census: Census) -> tuple[int, int]:
     return vocabulary, hidden
 
 
-def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int]:
-    """Logits, and the sum of their chunks' gradients by the weight, which fp16 and preference pairs have no
-    need of; were every token a target."""
+def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
+    """Logits, the sum of their chunks' gradients by the weight, which fp16 and preference pairs have no need
+    of, and the logits of a forward alone; were every token a target."""
     vocabulary, hidden = _embedding(census)
     chunk = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
     if not in_chunks(tokens * vocabulary, chunk):
-        return tokens * vocabulary * PLAIN_BYTES_PER_LOGIT, 0
+        plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
+        return plain, 0, plain
+    scored = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS)
     outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0
+        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
     if spec.task != "dpo":
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32
+        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
     row = vocabulary * weight_bytes(spec)
     kept = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if kept == tokens else chunk)
-    return kept * row + at_once, 0
+    return kept * row + at_once, 0, scored
 
 
 def weight_bytes(spec: Spec) -> int:

@@ -75,7 +75,8 @@ class Part:
     ranks, of the optimizer's states, and of the gradients that ZeRO 3 keeps; bucket, gathered: elements
     of the reduction's and the gathering's buckets; optimizer, parameters: where they are kept; groups: of
     the optimizer; accumulates: steps have several micro-batches; pinned: what is offloaded is page-
-    locked; locked: bytes of the buffers through which a rank swaps; backward: activations and head."""
+    locked; locked: bytes of the buffers through which a rank swaps; forward,
+    backward: activations and head at the fullest moment of each."""
 
     trained: tuple[int, ...]
     frozen: tuple[int, ...]
@@ -95,6 +96,7 @@ class Part:
     is_bf16: bool
     pinned: bool
     locked: int
+    forward: Moment = field(default_factory=dict)
     backward: Moment = field(default_factory=dict)
     gradient: int = FP32
 
@@ -133,10 +135,11 @@ class Part:
 
 
 def moments(part: Part) -> dict[str, Moment]:
-    """By name: load, backward and what follows it. Without anything to train, load, and ZeRO 3's forward."""
+    """By name: between (steps), load and its flattening, backward and what follows it. Without anything to
+    train, between, load, and ZeRO 3's forward."""
     if not part.trained:
         kept: Moment = {"parameters": weights(part)}
-        return {"load": kept} | (
+        return {"between": kept, "load": kept} | (
             {"forward": merged(kept, {"buffers": gathered(part)})} if part.zero == 3 else {}
         )
     if part.zero == 0:
@@ -173,12 +176,15 @@ def _whole(part: Part) -> dict[str, Moment]:
         "master": copies,
         "moments": each(part.trained, part.moment),
     }
+    left = gradients if part.accumulates else NONE  # else each comes as activations go
     flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796, and again in the type that travels
     travels = one(flat * part.weight) + (one(flat * part.reduced) if part.reduced != part.weight else NONE)
     load: Moment = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(part)}
     return {
+        "between": kept,
         "load": load,
-        "backward": merged(kept, {"gradients": gradients}, part.backward),
+        "forward": merged(kept, {"gradients": left}, part.forward),
+        "backward": merged(kept, {"gradients": left}, part.backward),
         "reduction": merged(kept, {"gradients": gradients, "buffers": travels}),
         "update": merged(kept, {"gradients": gradients + copies}),
     }
@@ -190,12 +196,17 @@ def _bf16(part: Part) -> dict[str, Moment]:
     whole = one(part.elements * FP32)
     made: Moment = {"parameters": weights(part), "master": one(part.share * FP32), "gradients": whole}
     low: Moment = {"gradients": each(part.trained, part.weight)}
-    kept = merged(made, low, {"moments": one(part.share * part.moment)})
+    between = merged(made, {"moments": one(part.share * part.moment)})
+    kept = merged(between, low)
+    left = kept if part.accumulates else between  # else each comes as activations go
     # several groups are flattened together, one is reduced where it is (engine.py:3796)
     joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE
     return {
-        "load": merged(made, {"parameters": each(part.trained, part.weight)}),
-        "backward": merged(kept, part.backward),
+        "between": between,
+        "load": made,
+        "flattening": _copied(part),
+        "forward": merged(left, part.forward),
+        "backward": merged(left, part.backward),
         "widening": merged(kept, {"buffers": one(part.largest * FP32)}),  # bf16_optimizer.py:523
         "reduction": merged(kept, {"buffers": whole if joined else NONE}),
         "update": merged(kept, {"buffers": part.gathering(part.elements)}),
@@ -223,12 +234,22 @@ def _partitioned(part: Part) -> dict[str, Moment]:
         "buffers": _buckets(part, width),
     }
     update: Moment = {"gradients": added + (NONE if low or part.is_offloaded else share)}
+    first: Moment = {} if part.is_offloaded else {"gradients": share}  # zeros (stage_1_and_2.py:937)
     return {
-        "load": merged(made, {"parameters": each(part.trained, part.weight)}),
+        "between": kept,
+        "load": merged(made, first),
+        "flattening": _copied(part),
+        "forward": merged(kept, {"gradients": whole + added if part.accumulates else NONE}, part.forward),
         "backward": merged(kept, backward, part.backward),
         "update": merged(kept, update),
         "gathering": merged(kept, {"buffers": part.gathering(part.elements)}),
     }
+
+
+def _copied(part: Part) -> Moment:
+    """The weights and their flat copy, before anything else is made (stage_1_and_2.py:500, bf16_optimizer.py:
+    180)."""
+    return {"parameters": weights(part) + each(part.trained, part.weight)}
 
 
 def _arriving(part: Part) -> Tensors:
@@ -287,8 +308,10 @@ def _sharded(part: Part) -> dict[str, Moment]:
     if part.on_cpu:
         load = merged(load, {"parameters": each(part.shares(part.trained), part.weight)})
     return {
+        "between": kept,
         "load": merged(load, {"buffers": one(sub_group * FP32)}),  # stage3.py:1306, 1172
         "flattening": _flattening(part, kept),
+        "forward": merged(kept, {"buffers": gathered(part)}, part.forward),
         "backward": merged(
             kept, {"buffers": gathered(part) + reducing, "gradients": _arriving(part)}, part.backward
         ),
@@ -312,7 +335,10 @@ def _flattening(part: Part, kept: Moment) -> Moment:
 
 def gathered(part: Part) -> Tensors:
     """At ZeRO 3: what stays whole from its forward to its backward, and the bucket it comes in, of which gloo
-    has a copy, beside the shares that go out (partition_parameters.py:1343)."""
+    has a copy, beside the shares that go out (partition_parameters.py:1343). One rank's share is the whole,
+    and is used as it is (_no_gather_coalesced)."""
+    if part.ranks == 1:
+        return NONE
     whole = [numel for numel in part.trained + part.frozen if numel > PERSIST_BELOW]
     ahead = min(part.gathered, sum(whole))
     fits = sum(whole) <= LIVE

@@ -32,6 +32,7 @@ class ReferenceMemory:
     activations of the largest layer: a forward pass keeps no more
     logits      that are there at once, at most
     offloaded   parameters on the CPU
+    beside      as of a RankMemory
     retained    as of a RankMemory; nothing is freed before the end
     """
 
@@ -42,12 +43,16 @@ class ReferenceMemory:
     activations: int
     logits: int
     offloaded: int
-
+    beside: int = 0
     retained: int = 0
 
     @property
     def device(self) -> int:
         return self.parameters + self.gathered + self.activations + self.logits
+
+    @property
+    def gpu(self) -> int:
+        return self.device + self.beside
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,8 @@ def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceMemory:
     if dpo_of(spec).reference_offload == "cpu":
         small = sum(p.numel for p in census.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(spec)
         parameters, offloaded = small, rank.parameters - small
-    return ReferenceMemory(
-        rank.stage, rank.elements, parameters, rank.buffers, rank.one_layer, rank.logits, offloaded
-    )
+    taken = (parameters, rank.buffers, rank.one_layer, rank.logits, offloaded, rank.beside)
+    return ReferenceMemory(rank.stage, rank.elements, *taken)
 
 
 def _is_its(parameter: Parameter, own: Spec) -> bool:

@@ -32,8 +32,8 @@ from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
-    "Bytes of a run's fullest moment; activations and head are an estimate, padding of flat buffers is not "
-    "counted, nor what a GPU's driver takes of either memory. A run measures them: memory.json."
+    "Bytes of a run's fullest moment; activations, head and what a GPU's driver takes are an estimate, padding "
+    "of flat buffers is not counted, nor what the driver takes of its host. A run measures them: memory.json."
 )
 SHOWN_BLOCKS = 16
 
@@ -75,7 +75,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "layers_of_stages": cut_of(spec.parallel, plan.census).counts,
         },
         "memory": {
-            "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device} for rank in plan.memory.stages],
+            "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in plan.memory.stages],
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
@@ -97,7 +97,7 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     keys = _reference_keys(plan)
     return {
         "line": reference_line(plan.spec),
-        "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device} for rank in reference.stages],
+        "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in reference.stages],
         "per_host": None if reference.hosts is None else dict(reference.hosts),
         "deepspeed": nested(keys) if keys else None,
         "reasons": {entry.key: entry.reason for entry in keys},
@@ -247,7 +247,8 @@ def _memory(plan: Plan) -> Table:
         ("buffers and copies", "buffers"),
         ("activations, about", "activations"),
         ("logits, about", "head"),
-        ("total", "device"),
+        ("driver and fragments, about", "beside"),
+        ("total", "gpu"),
         ("in the host's memory", "offloaded"),
         ("freed, but kept by malloc", "retained"),
     )
@@ -257,7 +258,7 @@ def _memory(plan: Plan) -> Table:
         table.add_row("layers", *(_range((layers[0], layers[-1])) for layers in owned))
     for label, field in rows:
         sizes = [getattr(rank, field) for rank in stages]
-        if field not in ("reference", "offloaded", "retained") or any(sizes):
+        if field not in ("reference", "beside", "offloaded", "retained") or any(sizes):
             table.add_row(label, *map(size_text, sizes))
     table.add_section()
     for label, size in _host_rows(plan.memory.hosts):

@@ -1,0 +1,267 @@
+"""Runs on the stand-in for a GPU: each case builds an engine of a real size and takes the peaks of torch's own
+allocator in every phase, beside the plan's figures.
+
+    python -m tests.standin.memory_worker OUTPUT.jsonl [WORD …]      WORD: only the cases whose name has it
+
+Writes a line per case: {"case", "tokens", "measured": {phase: bytes}, "reserved": {phase: bytes}, "planned":
+{phase: bytes}, "rows": the plan's rows in bytes}, or {"case", "error"}.
+
+No tensor of the host's is ever written: weights are empty, and operations on the host's memory only make
+their results' shapes, so that models of any size need no memory. Each case is a fork of one process that has
+imported everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1  # to ask CUDA forbids to fork
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+from deepspeed.runtime.utils import CheckOverflow
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dsft.data.steps.batch import MicroBatch
+from dsft.engine.build import build_engine
+from dsft.engine.clip import StepClip
+from dsft.engine.partition import keep_for
+from dsft.engine.world import join
+from dsft.launch.environment import detect
+from dsft.model import build
+from dsft.model.attention import attend_per_segment
+from dsft.model.census import take_census
+from dsft.model.config import TokenFacts
+from dsft.model.dtypes import DTYPES
+from dsft.model.weights import Keep, Places
+from dsft.objective.next_token import next_token
+from dsft.plan.batch import batch_sizes
+from dsft.plan.census import census_from
+from dsft.plan.ds_config import Elements, deepspeed_config, sized
+from dsft.plan.layout import layout
+from dsft.plan.memory import memory
+from dsft.rehearsal import rehearse
+from dsft.report.memory import MemoryMeter
+from dsft.spec.schema import Spec
+
+BIG = 1 << 18  # elements: operations of the host on fewer are computed
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.3B": {
+        "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 32_000,
+    },
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128_256,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape and the sections of a spec; tokens: of a micro-batch."""
+
+    name: str
+    shape: str
+    tokens: int
+    sections: dict[str, dict[str, Any]]
+
+    def spec(self) -> Spec:
+        config = SHAPES[self.shape] | {"model_type": "llama", "max_position_embeddings": self.tokens}
+        plain: dict[str, Any] = {
+            "name": "memory",
+            "task": "pretrain",
+            "model": {"from_config": config},
+            "data": {
+                "train": [{"path": "builtin:quickstart"}],
+                "packing": True,
+                "max_length": self.tokens,
+                "max_tokens_per_micro_batch": self.tokens,
+            },
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+            "optim": {"learning_rate": 1e-3},
+        }
+        for section, keys in self.sections.items():
+            plain[section] = plain.get(section, {}) | keys
+        return Spec.model_validate(plain)
+
+
+def cases() -> Iterator[Case]:
+    def case(name: str, zero: int, precision: str = "bf16", tokens: int = 4096, **sections: Any) -> Case:
+        shape = name.split()[0]
+        parallel = {"zero_stage": zero} | sections.pop("parallel", {})
+        train = {"precision": precision} | sections.pop("train", {})
+        return Case(name, shape, tokens, {"parallel": parallel, "train": train, **sections})
+
+    twice = {"train": {"accumulation_steps": 2}}
+    checkpointing = {"model": {"gradient_checkpointing": True}}
+    lora = {"model": {"lora": {"rank": 16}}}
+    cpu = {"parallel": {"offload_optimizer": {"device": "cpu"}}}
+    both = {"parallel": {"offload_optimizer": {"device": "cpu"}, "offload_parameters": {"device": "cpu"}}}
+    for zero, precision in itertools.product(range(4), ("fp32", "bf16", "fp16")):
+        if (zero, precision) != (0, "fp16"):
+            yield case(f"1.3B zero{zero} {precision}", zero, precision)
+    for zero in (1, 2, 3):
+        yield case(f"1.3B zero{zero} bf16 accumulation", zero, **twice)
+        yield case(f"1.3B zero{zero} bf16 checkpointing 16k", zero, tokens=16_384, **checkpointing)
+        yield case(f"1.3B zero{zero} bf16 lora", zero, **lora)
+        yield case(f"1.3B zero{zero} bf16 cpu", zero, **cpu)
+    yield case("1.3B zero2 bf16 cpu accumulation", 2, **cpu, **twice)
+    yield case("1.3B zero3 bf16 cpu both", 3, **both)
+    yield case("8B zero0 bf16 lora", 0, **lora)
+    yield case("8B zero2 bf16 lora checkpointing", 2, tokens=8192, model={**lora["model"], **checkpointing["model"]})
+    yield case("8B zero3 bf16 checkpointing", 3, **checkpointing)
+    yield case("8B zero2 bf16 cpu checkpointing", 2, **cpu, **checkpointing)
+    yield case("8B zero3 bf16 cpu both checkpointing", 3, **both, **checkpointing)
+
+
+class NoHostWork(TorchDispatchMode):
+    """Operations whose tensors are all on the CPU, and one of them large, give empty results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func.overloadpacket.__name__
+        if not tensors:
+            device = kwargs.get("device")
+            made_on_host = device is None or torch.device(device).type == "cpu"
+            size = args[0] if args and isinstance(args[0], (list, tuple)) else []
+            if made_on_host and name in ("zeros", "ones", "full") and _numel(size) > BIG:
+                kwargs.pop("layout", None)
+                return torch.ops.aten.empty.memory_format(size, **kwargs)
+            return func(*args, **kwargs)
+        large = max(tensor.numel() for tensor in tensors) > BIG
+        if not large or any(tensor.device.type != "cpu" for tensor in tensors) or func.is_view:
+            return func(*args, **kwargs)
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return func(*args, **kwargs)
+        if name in ("_pin_memory", "is_pinned", "detach", "empty_like", "set_", "resize_"):
+            return func(*args, **kwargs)
+        if name.endswith("_") or name.startswith("_foreach"):
+            return args[0] if name.endswith("_") else func(*args, **kwargs)
+        shapes = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        if "device" in shapes[1]:
+            shapes[1]["device"] = torch.device("meta")
+        shapes[1].pop("pin_memory", None)
+        made = func(*shapes[0], **shapes[1])
+        zeros = lambda leaf: torch.empty_like(leaf, device="cpu") if leaf.numel() > BIG else torch.zeros_like(leaf, device="cpu")  # noqa: E731
+        return tree_map(lambda leaf: zeros(leaf) if isinstance(leaf, Tensor) else leaf, made)
+
+
+def _numel(size: Any) -> int:
+    total = 1
+    for length in size:
+        total *= length
+    return total
+
+
+class NoValues:
+    """A source of weights that gives them memory and nothing else."""
+
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+        places = Places(root)
+        for parameter in list(root.parameters()):
+            if parameter.is_meta:
+                places.take(places.put(parameter, torch.empty(parameter.shape, dtype=dtype)), keep)
+        for buffer in list(root.buffers()):
+            if buffer.is_meta:
+                places.put(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
+        places.end(keep, "nothing")
+
+    def tensor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        return torch.empty(parameter.shape, dtype=dtype)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    spec = case.spec()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    ranks = layout(spec.parallel, 1)
+    world = join(detect(os.environ), ranks)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    facts = TokenFacts(SHAPES[case.shape]["vocab_size"], 1, 2, None)
+    census = census_from(take_census(spec.model, facts))
+    batch = batch_sizes(spec.train, ranks.data_parallel)
+    config = sized(deepspeed_config(spec, batch), Elements(census.numel, census.trained), frozenset())
+    meter = MemoryMeter(world.device)
+    meter.enter("load")
+    keep = keep_for(config, world)
+    policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], keep=keep)
+    attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
+    objective = next_token()
+    engine = build_engine(policy, spec, config, world, objective)
+    ids = torch.ones(1, case.tokens, dtype=torch.int64)
+    longest = MicroBatch(ids, ids, ids * 0, (case.tokens,))
+    rehearse(engine, longest, None, meter)
+    meter.enter("steady")
+    for _ in range(2):
+        engine.step([longest] * batch.accumulation_steps, {"tokens": 1}, 1e-3)
+    meter.enter("evaluation")
+    engine.evaluate([longest])
+    meter.enter("save")
+    for part in engine.owned():
+        assert part.data.numel() >= 0
+    meter.enter("start")
+    plan = memory(census, spec, ranks, {"here": 1}, case.tokens).stages[0]
+    phases = [phase for phase in meter.peaks if phase != "start"]
+    return {
+        "case": case.name,
+        "tokens": case.tokens,
+        "measured": {phase: meter.peaks[phase]["device_allocated"] for phase in phases},
+        "reserved": {phase: meter.peaks[phase]["device_reserved"] for phase in phases},
+        "planned": {phase: plan.phase(phase) for phase in phases},
+        "rows": {row: getattr(plan, row) for row in ("parameters", "gradients", "master", "moments", "buffers", "activations", "head", "one_layer", "logits", "offloaded")},
+    }  # fmt: skip
+
+
+def child(case: Case, output: Path) -> None:
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    try:
+        with NoHostWork() if " cpu" in case.name else nullcontext():
+            found = measure(case)
+    except BaseException as error:  # the parent goes on with the next case
+        traceback.print_exc()
+        found = {"case": case.name, "error": f"{type(error).__name__}: {error}"}
+    with output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(output: Path, words: list[str]) -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    build._weights = lambda *_: NoValues()  # type: ignore[assignment]
+    DeepSpeedCPUAdam.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    for module in (stage_1_and_2, stage3, bf16_optimizer, fused_optimizer, unfused_optimizer):
+        module.is_invalid_grad_norm = lambda *_: False  # nothing is computed, so it may be any number
+    for kind in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3, CheckOverflow):
+        kind.has_overflow = lambda self, *_, **__: False
+    StepClip._global_norm = lambda self, gradients: torch.ones(())  # type: ignore[method-assign]
+    CheckOverflow.check_using_norm = lambda self, *_, **__: False
+    for number, case in enumerate(cases()):
+        if all(word in case.name.split() for word in words):
+            os.environ["MASTER_PORT"] = str(29_700 + number)
+            child(case, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
