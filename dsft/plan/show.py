@@ -75,7 +75,10 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "layers_of_stages": cut_of(spec.parallel, plan.census).counts,
         },
         "memory": {
-            "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in plan.memory.stages],
+            "per_gpu": [
+                dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu}
+                for rank in plan.memory.stages
+            ],
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
@@ -97,7 +100,9 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     keys = _reference_keys(plan)
     return {
         "line": reference_line(plan.spec),
-        "per_gpu": [dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in reference.stages],
+        "per_gpu": [
+            dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in reference.stages
+        ],
         "per_host": None if reference.hosts is None else dict(reference.hosts),
         "deepspeed": nested(keys) if keys else None,
         "reasons": {entry.key: entry.reason for entry in keys},

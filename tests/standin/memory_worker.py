@@ -1,10 +1,11 @@
 """Runs on the stand-in for a GPU: each case builds an engine of a real size and takes the peaks of torch's own
 allocator in every phase, beside the plan's figures.
 
-    python -m tests.standin.memory_worker OUTPUT.jsonl [WORD …]      WORD: only the cases whose name has it
+    python -m tests.standin.memory_worker OUTPUT.jsonl [NAME …]      of these cases, or of all
+    python -m tests.standin.memory_worker --table OUTPUT.jsonl       the lines as docs/plan.md has them
 
-Writes a line per case: {"case", "tokens", "measured": {phase: bytes}, "reserved": {phase: bytes}, "planned":
-{phase: bytes}, "rows": the plan's rows in bytes}, or {"case", "error"}.
+Writes a line per case: {"case", "measured": {phase: bytes that torch has allocated at most}, "reserved": the
+same of its allocator, "planned": {phase: bytes}}, or {"case", "error"}.
 
 No tensor of the host's is ever written: weights are empty, and operations on the host's memory only make
 their results' shapes, so that models of any size need no memory. Each case is a fork of one process that has
@@ -23,12 +24,13 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1  # to ask CUDA forbids to fork
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam import cpu_adam
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
 from deepspeed.runtime.utils import CheckOverflow
@@ -38,11 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.engine import optimizer
 from dsft.engine.build import build_engine
 from dsft.engine.clip import StepClip
 from dsft.engine.partition import keep_for
 from dsft.engine.world import join
-from dsft.launch.environment import detect
+from dsft.launch.environment import detect, free_port
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
@@ -55,7 +58,7 @@ from dsft.plan.census import census_from
 from dsft.plan.ds_config import Elements, deepspeed_config, sized
 from dsft.plan.layout import layout
 from dsft.plan.memory import memory
-from dsft.rehearsal import rehearse
+from dsft.plan.units import GIB
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
 
@@ -125,7 +128,9 @@ def cases() -> Iterator[Case]:
     yield case("1.3B zero2 bf16 cpu accumulation", 2, **cpu, **twice)
     yield case("1.3B zero3 bf16 cpu both", 3, **both)
     yield case("8B zero0 bf16 lora", 0, **lora)
-    yield case("8B zero2 bf16 lora checkpointing", 2, tokens=8192, model={**lora["model"], **checkpointing["model"]})
+    yield case(
+        "8B zero2 bf16 lora checkpointing", 2, tokens=8192, model={**lora["model"], **checkpointing["model"]}
+    )
     yield case("8B zero3 bf16 checkpointing", 3, **checkpointing)
     yield case("8B zero2 bf16 cpu checkpointing", 2, **cpu, **checkpointing)
     yield case("8B zero3 bf16 cpu both checkpointing", 3, **both, **checkpointing)
@@ -160,7 +165,11 @@ class NoHostWork(TorchDispatchMode):
             shapes[1]["device"] = torch.device("meta")
         shapes[1].pop("pin_memory", None)
         made = func(*shapes[0], **shapes[1])
-        zeros = lambda leaf: torch.empty_like(leaf, device="cpu") if leaf.numel() > BIG else torch.zeros_like(leaf, device="cpu")  # noqa: E731
+        zeros = lambda leaf: (
+            torch.empty_like(leaf, device="cpu")
+            if leaf.numel() > BIG
+            else torch.zeros_like(leaf, device="cpu")
+        )  # noqa: E731
         return tree_map(lambda leaf: zeros(leaf) if isinstance(leaf, Tensor) else leaf, made)
 
 
@@ -191,6 +200,7 @@ class NoValues:
 def measure(case: Case) -> dict[str, Any]:
     spec = case.spec()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
     ranks = layout(spec.parallel, 1)
     world = join(detect(os.environ), ranks)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -207,7 +217,8 @@ def measure(case: Case) -> dict[str, Any]:
     engine = build_engine(policy, spec, config, world, objective)
     ids = torch.ones(1, case.tokens, dtype=torch.int64)
     longest = MicroBatch(ids, ids, ids * 0, (case.tokens,))
-    rehearse(engine, longest, None, meter)
+    meter.enter("first_step")
+    engine.rehearse(longest)
     meter.enter("steady")
     for _ in range(2):
         engine.step([longest] * batch.accumulation_steps, {"tokens": 1}, 1e-3)
@@ -221,12 +232,14 @@ def measure(case: Case) -> dict[str, Any]:
     phases = [phase for phase in meter.peaks if phase != "start"]
     return {
         "case": case.name,
-        "tokens": case.tokens,
         "measured": {phase: meter.peaks[phase]["device_allocated"] for phase in phases},
         "reserved": {phase: meter.peaks[phase]["device_reserved"] for phase in phases},
         "planned": {phase: plan.phase(phase) for phase in phases},
-        "rows": {row: getattr(plan, row) for row in ("parameters", "gradients", "master", "moments", "buffers", "activations", "head", "one_layer", "logits", "offloaded")},
     }  # fmt: skip
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def child(case: Case, output: Path) -> None:
@@ -247,21 +260,38 @@ def child(case: Case, output: Path) -> None:
     os._exit(0)
 
 
-def main(output: Path, words: list[str]) -> None:
+def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     build._weights = lambda *_: NoValues()  # type: ignore[assignment]
-    DeepSpeedCPUAdam.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    nothing = SimpleNamespace(create_adam=_nothing, destroy_adam=_nothing, adam_update=_nothing)
+    cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(load=lambda: nothing)  # which would be compiled
+    optimizer.load_op = _nothing
+    cpu_adam.DeepSpeedCPUAdam.step = lambda self, closure=None: None  # type: ignore[method-assign]
     for module in (stage_1_and_2, stage3, bf16_optimizer, fused_optimizer, unfused_optimizer):
         module.is_invalid_grad_norm = lambda *_: False  # nothing is computed, so it may be any number
     for kind in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3, CheckOverflow):
         kind.has_overflow = lambda self, *_, **__: False
     StepClip._global_norm = lambda self, gradients: torch.ones(())  # type: ignore[method-assign]
     CheckOverflow.check_using_norm = lambda self, *_, **__: False
-    for number, case in enumerate(cases()):
-        if all(word in case.name.split() for word in words):
-            os.environ["MASTER_PORT"] = str(29_700 + number)
-            child(case, output)
+    by_name = {case.name: case for case in cases()}
+    for name in names or by_name:
+        child(by_name[name], output)
+
+
+def table(output: Path) -> None:
+    """Of each case what was allocated in GiB, and the plan's error."""
+    phases = ("load", "steady", "evaluation", "save")
+    print(f"| case | {' | '.join(phases)} |\n|{' --- |' * (len(phases) + 1)}")
+    for found in map(json.loads, output.read_text(encoding="utf-8").splitlines()):
+        cells = [
+            f"{found['measured'][phase] / GIB:.2f}, {found['planned'][phase] / found['measured'][phase] - 1:+.1%}"
+            for phase in phases
+        ]
+        print(f"| {found['case']} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1] == "--table":
+        table(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -175,7 +175,7 @@ def shown(made: dict[str, Any]) -> str:
 
 
 def test_the_page_names_the_advice_and_why_not_the_others() -> None:
-    small = {"name": "H100", "memory_gib": 0.3}
+    small = {"name": "H100", "memory_gib": 2.0}
     page = shown(document({"a": 4}, accelerator=small, host_memory_gib=64.0))
     assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
     assert "parallel.zero_stage=" in page.split("What fits")[0]

@@ -8,7 +8,7 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.moments import MALLOC_KEEPS
 
 BIG, SMALL = 1_000_000, 100
@@ -30,9 +30,11 @@ LARGEST = 2 * BIG
 
 @pytest.fixture
 def sizes(make_spec: Any) -> Any:
-    def run(world: int = 4, hosts: dict[str, int] | None = None, **sections: Any) -> Memory:
+    def run(
+        world: int = 4, hosts: dict[str, int] | None = None, tokens: int | None = 1, **sections: Any
+    ) -> Memory:
         spec = make_spec(**sections)
-        return memory(census(), spec, layout(spec.parallel, world), hosts or {"here": world})
+        return memory(census(), spec, layout(spec.parallel, world), hosts or {"here": world}, tokens)
 
     return run
 
@@ -45,7 +47,7 @@ def test_zero_0_holds_everything_on_every_rank(sizes: Any) -> None:
         0,
         8 * WHOLE,
     )
-    assert rank.buffers == 0
+    assert rank.buffers == 4 * WHOLE  # flattened, to be reduced
 
 
 def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
@@ -175,21 +177,40 @@ def test_groups_are_flattened_together_where_there_are_several(
 def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: Any) -> None:
     """Two rows of 2,048 tokens, four layers of one (1000, 1000) matrix, 2,000 words of 1,000 elements."""
     tokens, given = 2 * 2048, {"accumulation_steps": 3, "micro_batch_size": 2}
-    rank = sizes(train=given).stages[0]
-    assert rank.activations == 4 * tokens * 4 * 2000
-    assert rank.one_layer == 4 * tokens * 2000
+    rank = sizes(tokens=None, train=given).stages[0]
+    one_layer = 4 * tokens * (1000 + 1000 + 1000)  # input, output, what the activation function gives
+    assert (rank.activations, rank.one_layer) == (4 * one_layer, one_layer)
     assert (rank.logits, rank.head) == (8 * tokens * 2000, 8 * tokens * 2000 + 4 * 2 * BIG)
     assert rank.device == rank.states + rank.activations + rank.head
 
-    kept = sizes(train=given, model={"gradient_checkpointing": True}).stages[0]
-    assert kept.activations == rank.one_layer + 4 * tokens * 4 * 1000
+    recomputed = one_layer + one_layer * 2 // 3  # and its gradients, when the logits are gone
+    kept = sizes(tokens=None, train=given, model={"gradient_checkpointing": True}).stages[0]
+    assert (kept.activations, kept.head) == (recomputed + 4 * tokens * 4 * 1000, 4 * 2 * BIG)
     offload = {"gradient_checkpointing": True, "activation_offload": True}
-    offloaded = sizes(train=given, model=offload).stages[0]
-    assert offloaded.activations == rank.one_layer and offloaded.offloaded == 4 * tokens * 4 * 1000
+    offloaded = sizes(tokens=None, train=given, model=offload).stages[0]
+    assert offloaded.activations == recomputed and offloaded.offloaded == 4 * tokens * 4 * 1000
 
-    first, last = sizes(train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
+    pipeline = {"zero_stage": 0, "pipeline_stages": 2}
+    first, last = sizes(tokens=None, train=given, parallel=pipeline).stages
     assert (first.head, last.head) == (0, rank.head)
-    assert (first.activations, last.activations) == (2 * rank.activations // 2, rank.activations // 2)
+    assert (first.activations, last.activations) == (4 * one_layer + one_layer * 2 // 3, 2 * one_layer)
+
+
+def test_adapters_add_their_rank_and_frozen_norms_keep_nothing(make_spec: Any) -> None:
+    """One layer of a (3000, 1000) matrix and a norm, in bf16, 8 tokens."""
+
+    def one_layer(*parameters: Parameter) -> int:
+        spec = make_spec(train={"precision": "bf16"})
+        counted = Census("X", 1, None, (Parameter("embed", (2000, 1000), None, True, ()), *parameters))
+        return memory(counted, spec, layout(spec.parallel, 1), {"here": 1}, 8).stages[0].one_layer
+
+    matrix = Parameter("w", (3000, 1000), 0, False, ())
+    norm = Parameter("n", (1000,), 0, False, ())
+    adapter = [Parameter(f"w.lora_{n}", shape, 0, False, ()) for n, shape in
+               (("A.weight", (16, 1000)), ("B.weight", (3000, 16)))]  # fmt: skip
+    assert one_layer(matrix, norm) == 2 * 8 * (1000 + 3000 + 3000 + 2 * 1000)
+    frozen = [replace(one, trained=False) for one in (matrix, norm)]
+    assert one_layer(*frozen, *adapter) == 2 * 8 * (1000 + 3000 + 3000 + 2 * 16)
 
 
 WORDS = 65_536
@@ -217,12 +238,13 @@ def test_the_heads_logits_are_those_of_a_chunk_at_most(
         spec = make_spec(train={"precision": precision}, cluster=cluster(accelerator))
         counted = Census("X", 1, None, parameters)
         (rank,) = memory(counted, spec, layout(spec.parallel, 1), {"here": 1}, tokens).stages
-        return rank.logits, rank.head - rank.logits
+        logits = rank.head - gradient if tokens > 32 else rank.logits  # of few tokens the backward has more
+        return logits, gradient if rank.head >= gradient else 0
 
     def cluster(accelerator: str) -> dict[str, Any]:
         return {"hosts": {"a": 1}, "accelerator": {"name": accelerator}}
 
-    assert planned(32, "cpu") == (12 * 32 * WORDS, 0)  # 16 MiB at 8 bytes: made whole
+    assert planned(32, "cpu")[0] == 12 * 32 * WORDS  # 16 MiB at 8 bytes: made whole
     assert planned(33, "cpu") == (8 * 33 * WORDS, gradient)
     assert planned(512, "cpu") == planned(100_000, "cpu") == (1 << 28, gradient)
     assert planned(100_000, "H100") == (1 << 30, gradient)
@@ -231,7 +253,22 @@ def test_the_heads_logits_are_those_of_a_chunk_at_most(
 def test_the_phases_of_a_run_take_parts_of_it(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
     assert rank.phase("steady") == rank.phase("first_step") == rank.device
-    assert rank.phase("load") == rank.parameters + rank.master + 2 * WHOLE  # flattened as it is made
+    assert rank.phase("load") == 2 * rank.parameters  # flattened as it is made
     assert rank.phase("save") == rank.parameters + rank.master + rank.moments
-    assert rank.phase("save") < rank.phase("evaluation") < rank.phase("steady")
+    assert rank.phase("evaluation") == rank.phase("save") + max(rank.one_layer, rank.logits)
+    assert rank.phase("evaluation") < rank.phase("steady")
     assert rank.phase("start") == 0
+    alone = sizes(world=1, parallel={"zero_stage": 2}, train={"precision": "bf16"}).stages[0]
+    assert alone.phase("load") == alone.parameters + 2 * alone.master  # zeros as the first gradients
+
+
+def test_fp32_gradients_of_zero_1_in_bf16_stay_between_steps(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 1}, train={"precision": "bf16"}).stages[0]
+    assert rank.phase("save") == rank.parameters + rank.master + rank.moments + 4 * WHOLE
+
+
+def test_a_gpu_has_more_on_it_than_tensors(sizes: Any) -> None:
+    rank = sizes(parallel={"zero_stage": 2}).stages[0]
+    assert rank.gpu == rank.device + DRIVER + int(rank.device * FRAGMENTS)
+    cpu = {"hosts": {"here": 4}, "accelerator": {"name": "cpu"}}
+    assert sizes(parallel={"zero_stage": 2}, cluster=cpu).stages[0].beside == 0

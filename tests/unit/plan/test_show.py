@@ -51,7 +51,7 @@ def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
     shown = text(plan(world_size=4))
     assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 3 × data-parallel ranks 4" in shown
     assert "Steps: 1 × rows ÷ 24, rounded up; unknown until the rows are read" in shown
-    assert "activations and head are an estimate" in shown
+    assert "activations, head and what a GPU's driver takes are an estimate" in shown
     assert "train_batch_size" not in shown
 
 
@@ -131,7 +131,7 @@ def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: An
 def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     cluster = {"hosts": {"a": 2}, "accelerator": {"name": "small", "memory_gib": 0.01}}
     made = plan(cluster=cluster, parallel={"zero_stage": 0})
-    assert "cluster.accelerator.memory_gib: 0.01 is less than the 0.0 GiB of stage 0" in made.warnings[-1]
+    assert "cluster.accelerator.memory_gib: 0.01 is less than the 1.5 GiB of stage 0" in made.warnings[-1]
     assert "Warnings" in text(made)
 
 
