@@ -91,9 +91,9 @@ def full(phase: Phase, error: str) -> str:
         return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."
     where = {"evaluation": "in an evaluation", "save": "in a save"}.get(phase, "in a step")
     return (
-        f"The memory is full {where} ({reason}), though the longest micro-batch of the run fitted before step "
-        "1: look whether another process uses this device; a smaller micro-batch leaves more room (lower "
-        f"data.max_tokens_per_micro_batch or train.micro_batch_size), and so do {LESS}."
+        f"The memory is full {where} ({reason}), though the longest micro-batch of the run fitted before "
+        "step 1: look whether another process uses this device; a smaller micro-batch leaves more room "
+        f"(lower data.max_tokens_per_micro_batch or train.micro_batch_size), and so do {LESS}."
     )
 
 

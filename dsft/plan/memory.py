@@ -37,13 +37,13 @@ at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."
 WITH_ZERO = 90 << 20  # what ZeRO 1 to 3 import besides: torch's compiler, for Muon (deepspeed utils.py:72)
 
 DRIVER = 1536 << 20
-"""Bytes of a GPU that CUDA's context, its libraries' handles and NCCL's buffers take beside torch's allocator.
-An estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") has 1,343 MiB for CUDA's
+"""Bytes of a GPU that CUDA's context, its libraries and NCCL's buffers take beside torch's allocator. An
+estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") has 1,343 MB for CUDA's
 kernels alone; they differ with the GPU, the driver and the number of ranks."""
 FRAGMENTS = 1 / 40
-"""Of what torch has allocated at most, what its allocator has reserved on top (docs/plan.md)."""
+"""Of what torch has allocated at most, about, what its allocator has reserved on top (docs/plan.md)."""
 
-BACKWARD = 2 / 3
+BACKWARD = 0.55
 """Of a layer's activations, about, that have gradients at once: measured of Llamas with torch's allocator."""
 
 SPARE = 1 / 10
@@ -309,7 +309,7 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
 
 
 def _kept(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
-    """Elements per token, in the type of the weights, that the backward needs of a layer with these parameters.
+    """Elements per token that the backward needs of a layer of these parameters, in the type of the weights.
 
     Of each matrix the input, and what follows it needs the output; the widest once more, for what the
     activation function gives. Where q, k and v share an input it is counted for each, which stands for what

@@ -32,8 +32,9 @@ from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
-    "Bytes of a run's fullest moment; activations, head and what a GPU's driver takes are an estimate, padding "
-    "of flat buffers is not counted, nor what the driver takes of its host. A run measures them: memory.json."
+    "Bytes of a run's fullest moment; activations, head and what a GPU's driver takes are an estimate, "
+    "padding of flat buffers is not counted, nor what the driver takes of its host. A run measures them: "
+    "memory.json."
 )
 SHOWN_BLOCKS = 16
 

@@ -3,8 +3,8 @@
     python rehearsal_worker.py OUTPUT.jsonl
 
 Rank 0 writes a line per case: {"case", "before", "allocated": tensors with moments before the rehearsal's
-step and after it, "rates": that step's learning rates, "compared": number of tensors, "differences": names of those that are not equal
-to the last bit afterwards}.
+step and after it, "rates": that step's learning rates, "compared": number of tensors, "differences": names
+of those that are not equal to the last bit afterwards}.
 """
 
 from __future__ import annotations

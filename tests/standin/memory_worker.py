@@ -1,5 +1,6 @@
-"""Runs on the stand-in for a GPU: each case builds an engine of a real size and takes the peaks of torch's own
-allocator in every phase, beside the plan's figures.
+# ruff: noqa: E402  CUDA is not to be asked before the forks, and imports would ask it
+"""Runs on the stand-in for a GPU: each case builds an engine of a real size and takes the peaks of torch's
+own allocator in every phase, beside the plan's figures.
 
     python -m tests.standin.memory_worker OUTPUT.jsonl [NAME …]      of these cases, or of all
     python -m tests.standin.memory_worker --table OUTPUT.jsonl       the lines as docs/plan.md has them
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1  # to ask CUDA forbids to fork
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 from deepspeed.ops.adam import cpu_adam
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
@@ -165,12 +166,14 @@ class NoHostWork(TorchDispatchMode):
             shapes[1]["device"] = torch.device("meta")
         shapes[1].pop("pin_memory", None)
         made = func(*shapes[0], **shapes[1])
-        zeros = lambda leaf: (
-            torch.empty_like(leaf, device="cpu")
-            if leaf.numel() > BIG
-            else torch.zeros_like(leaf, device="cpu")
-        )  # noqa: E731
-        return tree_map(lambda leaf: zeros(leaf) if isinstance(leaf, Tensor) else leaf, made)
+
+        def on_host(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            make = torch.empty_like if leaf.numel() > BIG else torch.zeros_like
+            return make(leaf, device="cpu")
+
+        return tree_map(on_host, made)
 
 
 def _numel(size: Any) -> int:
@@ -283,10 +286,8 @@ def table(output: Path) -> None:
     phases = ("load", "steady", "evaluation", "save")
     print(f"| case | {' | '.join(phases)} |\n|{' --- |' * (len(phases) + 1)}")
     for found in map(json.loads, output.read_text(encoding="utf-8").splitlines()):
-        cells = [
-            f"{found['measured'][phase] / GIB:.2f}, {found['planned'][phase] / found['measured'][phase] - 1:+.1%}"
-            for phase in phases
-        ]
+        sizes = [(found["measured"][phase], found["planned"][phase]) for phase in phases]
+        cells = [f"{measured / GIB:.2f}, {planned / measured - 1:+.1%}" for measured, planned in sizes]
         print(f"| {found['case']} | {' | '.join(cells)} |")
 
 

@@ -8,7 +8,7 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.moments import MALLOC_KEEPS
 
 BIG, SMALL = 1_000_000, 100
@@ -183,7 +183,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     assert (rank.logits, rank.head) == (8 * tokens * 2000, 8 * tokens * 2000 + 4 * 2 * BIG)
     assert rank.device == rank.states + rank.activations + rank.head
 
-    recomputed = one_layer + one_layer * 2 // 3  # and its gradients, when the logits are gone
+    recomputed = one_layer + int(one_layer * BACKWARD)  # and its gradients, when the logits are gone
     kept = sizes(tokens=None, train=given, model={"gradient_checkpointing": True}).stages[0]
     assert (kept.activations, kept.head) == (recomputed + 4 * tokens * 4 * 1000, 4 * 2 * BIG)
     offload = {"gradient_checkpointing": True, "activation_offload": True}
@@ -193,7 +193,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     pipeline = {"zero_stage": 0, "pipeline_stages": 2}
     first, last = sizes(tokens=None, train=given, parallel=pipeline).stages
     assert (first.head, last.head) == (0, rank.head)
-    assert (first.activations, last.activations) == (4 * one_layer + one_layer * 2 // 3, 2 * one_layer)
+    assert (first.activations, last.activations) == (4 * one_layer + int(one_layer * BACKWARD), 2 * one_layer)
 
 
 def test_adapters_add_their_rank_and_frozen_norms_keep_nothing(make_spec: Any) -> None:
