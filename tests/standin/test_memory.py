@@ -1,5 +1,5 @@
 """The plan's memory against torch's own allocator, on the stand-in GPU: one rank, models of 1.3 and 8 billion
-parameters, every mode. What several ranks share out, tests/integration/test_memory.py has of two."""
+parameters. What several ranks share out, tests/integration/test_memory.py has of two."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(output: Path) -> list[dict[str, Any]]:
 
 
 def test_the_plan_is_what_torch_allocates(cases: list[dict[str, Any]]) -> None:
-    assert len(cases) > 20
+    assert len(cases) > 10
     errors = {
         f"{case['case']}, {phase}": round(case["planned"][phase] / measured - 1, 3)
         for case in cases
