@@ -20,7 +20,7 @@ from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
 from dsft.loop import Progress, Record, evaluation_record
-from dsft.model.attention import attend_per_segment
+from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable
 from dsft.model.dropout import switch_off_dropout
 from dsft.model.dtypes import DTYPES
@@ -76,6 +76,8 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
         if spec.data.packing:
             max_length, kind = spec.data.max_length, spec.model.attention
             attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device))
+            if spec.model.compile:
+                check_can_compile(policy.causal_lm, attention[-1])
         return policy
 
     policy = world.each(part)

@@ -67,6 +67,16 @@ def use(causal_lm: PreTrainedModel, name: str) -> None:
     causal_lm.set_attn_implementation(name)
 
 
+def check_can_compile(causal_lm: PreTrainedModel, said: str) -> None:
+    """Raises SpecError where packed rows are attended by the loop. said: the line that tells the choice."""
+    if causal_lm.config._attn_implementation == SEGMENTS:
+        message = (
+            f"true, but attention per segment would be compiled anew for each row ({said}); use packing "
+            "false or compile false"
+        )
+        raise SpecError("Packed rows cannot be compiled here.", [Problem("model.compile", message)])
+
+
 def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     """Raises SpecError for an architecture whose tokens would see the segment before their own."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -108,6 +108,14 @@ def _model(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model", "from_config"), message)
 
 
+def _is_per_segment(spec: Spec) -> bool:
+    """Whether packed rows are known, before any device is, to be attended segment by segment."""
+    if spec.model.attention == "auto":
+        on_cpu = spec.accelerator is not None and spec.accelerator.name.lower() == "cpu"
+        return spec.train.precision == "fp32" or on_cpu
+    return not spec.model.attention.startswith("flash")
+
+
 def _compiled(spec: Spec) -> Iterator[Finding]:
     """Where a compiled layer would be compiled anew again and again, or was never tried."""
     parallel, data = spec.parallel, spec.data
@@ -123,10 +131,10 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
             "a pipeline's stages are not compiled yet; set pipeline_stages 1 or",
         ),
         (
-            data.packing and not spec.model.attention.startswith("flash"),
+            data.packing and _is_per_segment(spec),
             "data.packing",
-            "attention per segment would be compiled anew for each row; "
-            "use flash_attention_2, packing false or",
+            "attention per segment would be compiled anew for each row; use attention auto in bf16 on GPUs, "
+            "packing false or",
         ),
         (
             spec.model.lora is not None and spec.model.lora.use_dora,
@@ -143,8 +151,7 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
 
 def _kernels(spec: Spec) -> Iterator[Finding]:
     """Fused kernels and TF32, where they cannot be, or would change nothing."""
-    accelerator = spec.cluster.accelerator if spec.cluster else None
-    on_cpu = accelerator is not None and accelerator.name.lower() == "cpu"
+    on_cpu = spec.accelerator is not None and spec.accelerator.name.lower() == "cpu"
     if spec.model.kernels == "liger":
         path = ("model", "kernels")
         if on_cpu:

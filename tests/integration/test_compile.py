@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.errors import SpecError
 from dsft.model import compiled
+from dsft.model.attention import attend_per_segment, check_can_compile, use
+from dsft.model.attention_choice import VARLEN
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.policy import behind_inputs
 from dsft.spec.schema import Model
+from tests import varlen_on_cpu
 
 LLAMA = {
     "model_type": "llama",
@@ -59,3 +64,49 @@ def test_compiled_layers_give_the_same(monkeypatch: pytest.MonkeyPatch, checkpoi
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert 1 <= graphs <= 4, "two layers and four lengths share their graphs"
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Rows of different numbers of segments, attended in one call."""
+    model = Model(from_config=LLAMA, compile=compile, gradient_checkpointing=True)
+    policy = build_model(model, FACTS, 3, torch.float32).train()
+    attend_per_segment(policy.causal_lm, "auto", 32)
+    use(policy.causal_lm, VARLEN)
+    found = []
+    for lengths in ((9, 3, 17), (30,), (2, 5, 1, 8, 4)):
+        tokens = sum(lengths)
+        ids = torch.arange(tokens)[None] % 96
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        batch = MicroBatch(ids, positions, ids.roll(-1, dims=1), lengths).to(torch.device("cpu"))
+        found.append(policy(batch.input_ids, *behind_inputs(batch)))
+        found[-1].sum().backward()
+    gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
+    return [logps.detach() for logps in found], gradients
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo
+
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = packed(False)
+    before = len(varlen_on_cpu.calls)
+    found = packed(True)
+    assert set(varlen_on_cpu.calls[before:]) == {1, 3, 5}
+    for one, other in zip(expected[0], found[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert expected[1].keys() == found[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-5)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_over_segments_is_not_compiled() -> None:
+    policy = build_model(Model(from_config=LLAMA, compile=True), FACTS, 3, torch.bfloat16)
+    line = attend_per_segment(policy.causal_lm, "auto", 32)
+    with pytest.raises(SpecError, match="compiled anew for each row .*as FlashAttention needs a GPU"):
+        check_can_compile(policy.causal_lm, line)

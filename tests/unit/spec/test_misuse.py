@@ -203,7 +203,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         ],
     ),
     "compiled": spec(
-        model="model: {from_config: {model_type: llama}, compile: true, lora: {use_dora: true}}\n",
+        model="model: {from_config: {model_type: llama}, compile: true, attention: sdpa, "
+        "lora: {use_dora: true}}\n",
         data="data: {train: [{path: rows.jsonl}], packing: true}\n",
     )
     + "parallel: {zero_stage: 3}\n",
