@@ -61,12 +61,14 @@ def check_same_run(
     Raises CheckpointError naming every key that differs, with both values.
     """
     given = dict(flatten(spec.model_dump(mode="json", exclude_defaults=True)))
+    without = tuple(f"{key}." for key, value in flatten(checkpoint.state["spec"]) if value is None)
     differing_keys = [
         one.clause(WAS, NOW)
         for one in differing(checkpoint.state["spec"], spec.model_dump(mode="json"))
         if not may_differ(one.key)
         and not one.is_of_empty_values
-        and not (one.old == ABSENT and one.key not in given)  # a newer dsft has more keys
+        # a newer dsft has more keys; a section that was left out then is no such key
+        and not (one.old == ABSENT and one.key not in given and not one.key.startswith(without))
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
