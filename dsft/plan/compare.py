@@ -319,8 +319,11 @@ def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:
         spec = spec.model_copy(update={"train": plan.spec.train})
     else:
         spec = _with_batch(spec, batch.global_batch_size, batch.micro_batch_size)
-    pairs = ((key, value_at(plan.spec, key), value_at(spec, key)) for key in KEYS)
-    return tuple(f"{key}={_written(value)}" for key, own, value in pairs if value != own)
+    pairs = [(key, value_at(plan.spec, key), value_at(spec, key)) for key in KEYS]
+    changed = {key for key, own, value in pairs if value != own}
+    if "parallel.pipeline_stages" in changed and "zero_stage" not in plan.spec.parallel.model_fields_set:
+        changed.add("parallel.zero_stage")  # whose default depends on it
+    return tuple(f"{key}={_written(value)}" for key, _, value in pairs if key in changed)
 
 
 def _same_batch(spec: Spec, batch: BatchSizes) -> bool:

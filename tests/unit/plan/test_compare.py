@@ -25,8 +25,8 @@ from dsft.spec.schema import Spec
 LAYERS = 4
 
 
-def census(uncuttable: str | None = None) -> Census:
-    layers = [Parameter(f"layers.{i}.w", (5000, 1000), i, False, ()) for i in range(LAYERS)]
+def census(uncuttable: str | None = None, width: int = 5000) -> Census:
+    layers = [Parameter(f"layers.{i}.w", (width, 1000), i, False, ()) for i in range(LAYERS)]
     embed = Parameter("embed", (2000, 1000), None, True, ())
     head = Parameter("head", (2000, 1000), None, False, ())
     return Census("X", LAYERS, None, (embed, *layers, head), uncuttable)
@@ -92,7 +92,11 @@ def test_more_memory_takes_no_layout_away(hosts: dict[str, int], gpu: float) -> 
     assert small <= large
 
 
-def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16() -> None:
+def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # so large that the update, by groups of 10⁸ elements, does not need as much for its copies
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: census(width=50_000))
     made = document({"a": 1})
     made["data"]["max_length"] = 2
     made["train"] = {"global_batch_size": 4, "micro_batch_size": 1}
@@ -110,9 +114,11 @@ def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16()
     assert [(micro, over) for micro, _, over in between] == [(1, True), (4, False)]
 
 
-def test_what_is_typed_is_what_was_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "micro"), [(1, 6), (2, 3)])
+def test_what_is_typed_is_what_was_compared(tmp_path: Path, stages: int, micro: int) -> None:
     made = document({"a": 2, "b": 2}, accelerator={"name": "H100", "memory_gib": 80})
-    made |= {"task": "dpo", "train": {"global_batch_size": 24, "micro_batch_size": 6}}
+    made |= {"task": "dpo", "train": {"global_batch_size": 24, "micro_batch_size": micro}}
+    made["parallel"] = {"pipeline_stages": stages}
     spec = tmp_path / "x.yaml"
     spec.write_text(yaml.safe_dump(made), encoding="utf-8")
     plan, found = compared(made)
