@@ -169,16 +169,20 @@ def _clipping(spec: Spec) -> Iterator[Row]:
         )
 
 
+def accumulates(spec: Spec, batch: BatchSizes) -> bool:
+    """Whether a rank's step may have several micro-batches, by accumulation_steps or a packed budget."""
+    budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
+    return batch.accumulation_steps > 1 or (
+        budget is not None and budget < batch.micro_batch_size * longest_example(spec.data, spec.task)
+    )
+
+
 def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
     """Whether ZeRO 3 keeps bf16 gradients as they are, in place of an fp32 copy. That is so where the copy
     would hold the same values: a step has one micro-batch, and ranks are one or add up in bf16. Not at ZeRO
     2, whose update widens all gradients at once, nor where the optimizer is offloaded."""
-    budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
-    is_one = batch.accumulation_steps == 1 and (
-        budget is None or budget >= batch.micro_batch_size * longest_example(spec.data, spec.task)
-    )
     return (
-        is_one
+        not accumulates(spec, batch)
         and spec.train.precision == "bf16"
         and spec.parallel.zero_stage == 3
         and spec.parallel.offload_optimizer.device == "none"

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
-from dsft.plan.batch import batch_sizes
+from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import SUB_GROUP, bucket_size, gradients_stay_bf16
+from dsft.plan.ds_config import SUB_GROUP, accumulates, bucket_size, gradients_stay_bf16
 from dsft.plan.head import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -135,10 +135,10 @@ def memory(
 ) -> Memory:
     """`hosts`: host -> ranks, in the order of the ranks; `tokens`: of the largest micro-batch, by default the
     most that the spec allows."""
-    steps = batch_sizes(spec.train, layout.data_parallel).accumulation_steps
+    batch = batch_sizes(spec.train, layout.data_parallel)
     most = tokens or most_tokens(spec, layout)
     stages = tuple(
-        stage_memory(stage, census, spec, layout, most, steps) for stage in range(layout.pipeline_stages)
+        stage_memory(stage, census, spec, layout, most, batch) for stage in range(layout.pipeline_stages)
     )
     return Memory(stages, of_host(stages, spec, layout, hosts))
 
@@ -150,11 +150,12 @@ def most_tokens(spec: Spec, layout: Layout) -> int:
 
 
 def stage_memory(
-    stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, micro_batches: int = 1
+    stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, batch: BatchSizes | None = None
 ) -> RankMemory:
-    """One rank of a stage, where micro-batches of at most so many tokens pass through the stages."""
-    work = _work(stage, census, spec, _Flow(layout, micro_batches, tokens))
-    part = _part(stage, census, spec, layout, micro_batches)
+    """One rank of a stage, where micro-batches of at most so many tokens pass through the stages. batch: of a
+    step; None of a model that is not trained, which has one micro-batch at a time."""
+    work = _work(stage, census, spec, _Flow(layout, batch.accumulation_steps if batch else 1, tokens))
+    part = _part(stage, census, spec, layout, batch)
     part = replace(part, forward=work.forward, backward=work.backward)
     named = moments(part)
     found = list(named.values())
@@ -251,11 +252,11 @@ class _Work:
     logits: int
 
 
-def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches: int) -> Part:
+def _part(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None) -> Part:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
-    stays = gradients_stay_bf16(spec, batch_sizes(spec.train, layout.data_parallel))
+    stays = batch is not None and gradients_stay_bf16(spec, batch)
     return Part(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
@@ -269,7 +270,7 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, micro_batches:
         optimizer=devices[0],
         parameters=devices[1],
         groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
-        accumulates=micro_batches > 1,
+        accumulates=batch is not None and accumulates(spec, batch),
         pipeline=parallel.pipeline_stages > 1,
         on_cpu=on_cpu,
         is_bf16=spec.train.precision == "bf16",

@@ -87,6 +87,16 @@ def test_zero_3_keeps_two_bytes_of_a_gradient_where_a_step_has_one_micro_batch(s
     assert gradients(2) == 4 * WHOLE // 2
 
 
+def test_a_packed_budget_below_the_micro_batch_accumulates_gradients(sizes: Any) -> None:
+    def gradients(budget: int) -> Any:
+        data = {"packing": True, "max_length": 2048, "max_tokens_per_micro_batch": budget}
+        train = {"precision": "bf16", "micro_batch_size": 2, "accumulation_steps": 1}
+        parallel = {"zero_stage": 3}
+        return sizes(1, tokens=None, parallel=parallel, train=train, data=data).stages[0].gradients
+
+    assert (gradients(4096), gradients(2048)) == (2 * WHOLE, 4 * WHOLE)
+
+
 def test_offload_moves_the_state_to_the_hosts(sizes: Any) -> None:
     offloaded = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}
     table = sizes(hosts={"a": 3, "b": 1}, parallel=offloaded)

@@ -99,6 +99,13 @@ def test_a_pass_in_stages_has_each_stages_share(planned: Any) -> None:
     assert [rank.parameters for rank in whole.stages] == [2 * WHOLE]
 
 
+def test_the_policys_batch_need_not_divide_by_the_ranks_of_a_pass(planned: Any) -> None:
+    train = {"precision": "bf16", "global_batch_size": 8, "micro_batch_size": 4, "accumulation_steps": None}
+    parallel = {"pipeline_stages": 2}  # two data-parallel ranks, four in the pass
+    _, whole = planned(dpo={"reference_zero_stage": 0}, parallel=parallel, train=train)
+    assert [rank.parameters for rank in whole.stages] == [2 * WHOLE]
+
+
 @pytest.mark.parametrize(
     ("zero_stage", "path", "copied"),
     [(1, None, 2 * BIG), (1, "adapter", 2 * BIG + ADAPTER), (3, None, (2 * BIG + ADAPTER) // 4)],
