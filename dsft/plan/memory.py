@@ -225,7 +225,7 @@ def needed(size: int) -> int:
 
 
 def runs_on_cpu(spec: Spec) -> bool:
-    accelerator = spec.cluster.accelerator if spec.cluster else None
+    accelerator = spec.accelerator
     return accelerator is not None and accelerator.name.lower() == "cpu"
 
 

@@ -170,7 +170,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
 
 def _attention(spec: Spec) -> Iterator[str]:
     """Of packed rows, where the spec names the device; a run tries it and says what it is."""
-    accelerator = spec.cluster.accelerator if spec.cluster else None
+    accelerator = spec.accelerator
     if accelerator is None or not spec.data.packing or spec.model.attention != "auto":
         return
     if accelerator.name.lower() == "cpu":
