@@ -20,6 +20,7 @@ from dsft.engine.api import Scorer
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
+from dsft.model.attention_choice import PACKAGE, VARLEN
 from dsft.model.kernels import fused_modules, plain_kernels
 from dsft.model.policy import Policy
 
@@ -56,8 +57,10 @@ def prove_packing(
     answers = [row for pair in pairs for row in whole_rows(pair)]
     with own_attention(policy.causal_lm):
         alone = engine.score([collate([row], pad_id) for row in (*rows, *answers)])
-    world.each(lambda: _compare(together, alone[: len(rows)], rows, precision))
-    world.each(lambda: _compare_answers(shared, alone[len(rows) :], pairs, precision))
+    one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
+    way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
+    world.each(lambda: _compare(together, alone[: len(rows)], rows, precision, way_out))
+    world.each(lambda: _compare_answers(shared, alone[len(rows) :], pairs, precision, way_out))
     said = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
     return f"{said}; so have the answers of real pairs that share their prompt" if pairs else said
 
@@ -198,7 +201,11 @@ def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:
 
 
 def _compare_answers(
-    shared: Sequence[Tensor], alone: Sequence[Tensor], pairs: Sequence[Example], precision: Precision
+    shared: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    pairs: Sequence[Example],
+    precision: Precision,
+    way_out: str,
 ) -> None:
     """Local; nothing to compare on a rank without the last stage. shared: of the pairs as they are, with
     other chosen answers, and with other rejected ones."""
@@ -210,16 +217,18 @@ def _compare_answers(
         for kept, again in list(zip(before, after, strict=True))[1 - answer :: 2]:
             apart = float((kept - again).abs().max())
             if not apart <= NEIGHBOUR[precision]:
-                raise _shared_error(f"the other answer changes its loss (a token's by {apart:.2g} nats)")
+                said = f"the other answer changes its loss (a token's by {apart:.2g} nats)"
+                raise _shared_error(said, way_out)
     targets = [row.target_count for pair in pairs for row in whole_rows(pair)]
     for together, own, tokens in zip(before, alone, targets, strict=True):
         apart = _apart_per_token(together, own[0], tokens)
         if not apart <= _rounding(tokens, precision):
-            raise _shared_error(f"its loss is {apart:.2g} nats per token from what it is when alone")
+            said = f"its loss is {apart:.2g} nats per token from what it is when alone"
+            raise _shared_error(said, way_out)
 
 
-def _shared_error(found: str) -> SpecError:
-    message = f"of an answer that shares its prompt {found}: set it to false"
+def _shared_error(found: str, way_out: str) -> SpecError:
+    message = f"of an answer that shares its prompt {found}: {way_out}"
     return SpecError(
         "Sharing the prompt of two answers was tried on rows of data.train and is not exact.",
         [Problem("dpo.share_prompts", message)],
@@ -227,7 +236,11 @@ def _shared_error(found: str) -> SpecError:
 
 
 def _compare(
-    together: Sequence[Tensor], alone: Sequence[Tensor], rows: Sequence[Example], precision: Precision
+    together: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    rows: Sequence[Example],
+    precision: Precision,
+    way_out: str,
 ) -> None:
     """Local; nothing to compare on a rank without the last stage."""
     if not together:
@@ -237,12 +250,13 @@ def _compare(
     for kept, again in list(zip(before, after, strict=True))[1::2]:
         changed = float((kept - again).abs().max())
         if not changed <= NEIGHBOUR[precision]:
-            raise _error(f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)")
+            said = f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)"
+            raise _error(said, way_out)
     for packed, own in zip(before, alone, strict=True):
         tokens = len(packed) - 1
         apart = _apart_per_token(packed, own[0], tokens)
         if not apart <= _rounding(tokens, precision):
-            raise _error(f"a row's loss is {apart:.2g} nats per token from what it is when alone")
+            raise _error(f"a row's loss is {apart:.2g} nats per token from what it is when alone", way_out)
 
 
 def _apart_per_token(found: Tensor, own: Tensor, tokens: int) -> float:
@@ -254,8 +268,8 @@ def _rounding(tokens: int, precision: Precision) -> float:
     return ALONE[precision] * max(tokens**-0.5, 0.1)
 
 
-def _error(found: str) -> SpecError:
-    message = f"{found}: this model's packed rows would learn from each other; set it to false"
+def _error(found: str, way_out: str) -> SpecError:
+    message = f"{found}: this model's packed rows would learn from each other; {way_out}"
     return SpecError(
         "Packing was tried on rows of data.train and is not exact.", [Problem("data.packing", message)]
     )
