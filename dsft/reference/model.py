@@ -18,6 +18,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
+from dsft.model.dropout import switch_off_dropout
 from dsft.model.dtypes import DTYPES
 from dsft.model.policy import Policy
 from dsft.plan.census import Census, census_from
@@ -61,6 +62,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
         policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
+        switch_off_dropout(policy.causal_lm)  # as in the policy: both get the same attention of packed rows
         if spec.data.packing:
             max_length, device = spec.data.max_length, world.device
             attend_per_segment(policy.causal_lm, model.attention, max_length, device)

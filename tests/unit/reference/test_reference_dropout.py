@@ -17,11 +17,13 @@ from dsft.data.steps.steps import Laid
 from dsft.engine.frozen import Frozen
 from dsft.engine.world import World
 from dsft.inputs import Inputs, read_inputs
+from dsft.model.attention_choice import asked_by
 from dsft.model.build import build_model
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
+from dsft.reference import model as reference_of
 from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.live import refer_to_engine
@@ -30,7 +32,15 @@ from dsft.reference.passes import Pass, Scorer, scoring_batch
 from dsft.spec.schema import Spec
 from tests.unit.reference.small import model, rows, spec
 
-WORLD = World(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
+
+class Alone(World):
+    """One rank, without a process group."""
+
+    def each(self, work: Any) -> Any:
+        return work()
+
+
+WORLD = Alone(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
 PAIRS = 5
 
 
@@ -93,3 +103,18 @@ def test_dropout_has_no_part_in_the_scores(scored: Any, other: bool, folder: Pat
     batches = micro_batches(asked, inputs)
     torch.testing.assert_close(found, plain(policy, batches, dropout=False), rtol=0, atol=1e-5)
     assert (plain(policy, batches, dropout=True) - found).abs().max() > 1e-3, "dropout would be seen"
+
+
+def test_the_attention_of_packed_rows_is_chosen_without_dropout(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """As it is for the policy: torch's one call has no dropout."""
+    asked = spec(folder, {"data": {"packing": True}})
+    inputs = read_inputs(asked, lambda text: None)
+    chosen: list[float] = []
+    monkeypatch.setattr(
+        reference_of, "attend_per_segment", lambda causal_lm, *_: chosen.append(asked_by(causal_lm).dropout)
+    )
+    monkeypatch.setattr(reference_of, "build_frozen", lambda policy, config, world: None)
+    reference_of.open_reference(asked, inputs.facts, WORLD)
+    assert chosen == [0.0]
