@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
 from dsft.errors import DsftError, SpecError
-from dsft.model import attention_loop
+from dsft.model import attention_choice, attention_loop
 from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
 from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Choice, asked_by, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
@@ -604,6 +604,20 @@ def test_what_is_chosen_is_said() -> None:
     assert attend_per_segment(model, "eager", 64).endswith("eager, as model.attention says")
     of_fp32 = choose(model, torch.device("cuda"))
     assert of_fp32 == Choice(SEGMENTS, "segment by segment, as FlashAttention does not compute in float32")
+
+
+def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package's own assertion, or a library that does not load, ends no run."""
+
+    def broken(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(attention_choice, "_try", broken)
+    choice = choose(small("llama").bfloat16(), torch.device("cuda"))
+    assert choice.name == SEGMENTS
+    assert choice.said.endswith(
+        "not varlen_attn of torch: AssertionError; not the package flash-attn: AssertionError"
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
