@@ -84,7 +84,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     share_buffers(policy.causal_lm, world)
     if switched_off:
         start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
-    for line in attention:
+    for line in sorted({line for said in world.gather(attention) for line in said}):
         start.say(line)
     files: dict[str, bytes] = {}
 
