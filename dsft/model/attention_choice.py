@@ -1,22 +1,25 @@
 """Which attention packed rows get: takes a model, a device and a type, gives one of the functions of
 transformers' interface that this package has.
 
-Each is tried on the device, forward and backward, with what the model asks of its attention; the first that
-can is taken: FlashAttention 3 and 2 behind torch's varlen_attn, the package flash-attn, the loop.
+Each is tried on the device, forward and backward, with what the model asks of its attention, and compared
+with the definition; the first that agrees is taken: FlashAttention 3 and 2 behind torch's varlen_attn, the
+package flash-attn, the loop.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dsft.errors import DsftError
 from dsft.model.attention_loop import SEGMENTS, segment_attention
 from dsft.model.attention_varlen import Form, Kernel, package_kernel, torch_kernel, varlen_attention
 
@@ -30,6 +33,8 @@ FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 BORDERS = (0, 3, 8)  # of the two segments on which a kernel is tried
+ROUNDING = 0.05
+"""Of the norm of an output or a gradient, which is 0.01 to 0.02 where even sums are made in bf16."""
 
 
 @dataclass(frozen=True)
@@ -121,22 +126,57 @@ def _flash_3(wanted: bool) -> Iterator[None]:
 
 
 def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device) -> None:
-    """Forward and backward of two segments, the second behind a key of the first. Raises what the kernel
-    raises. Whether its numbers are right is tried on real rows, by `prove_packing`."""
+    """Forward and backward of two segments, the first behind a key, over the last two tokens where layers
+    have a window. Raises what the kernel raises, and DsftError where its output or a gradient is further from
+    the definition's than rounding. Dropout is only run."""
     begins = torch.tensor(BORDERS, dtype=torch.int32, device=device)
     keys = begins + torch.arange(len(BORDERS), dtype=torch.int32, device=device).clamp(max=1)
-    tokens = BORDERS[-1]
+    tokens, found = BORDERS[-1], list[Tensor]()
     for size, scale, window in product(asked.head_sizes, asked.scales, asked.windows):
-        query, key, value = (
-            torch.ones(length, heads, size, dtype=dtype, device=device, requires_grad=True)
-            for length, heads in ((tokens, asked.heads), *[(tokens + 1, asked.key_heads)] * 2)
-        )
-        reach = (-1, 0) if window is None else (window - 1, 0)
         scaling = size**-0.5 if scale is None else scale
+        drawn = torch.Generator().manual_seed(size)
+        query, key, value, pull = (
+            (torch.randn(length, heads, size, generator=drawn) * factor).to(device, dtype).requires_grad_()
+            for length, heads, factor in (
+                (tokens, asked.heads, 1 / (scaling * size**0.5)),  # scores of about 1
+                *[(tokens + 1, asked.key_heads, 1.0)] * 2,
+                (tokens, asked.heads, 1.0),
+            )
+        )
+        reach = (-1, 0) if window is None else (1, 0)
         form = Form(tokens, scaling, reach, asked.softcap, asked.dropout)
         with torch.enable_grad():
-            kernel(query, key, value, (begins, keys), form).sum().backward()
-    torch.cuda.synchronize(device)
+            output = kernel(query, key, value, (begins, keys), form)
+            mine = (output, *torch.autograd.grad(output, (query, key, value), pull))
+            if form.dropout > 0:
+                continue
+            q, k, v = (x.detach().float().requires_grad_() for x in (query, key, value))
+            output = _by_definition(q, k, v, form)
+            right = (output, *torch.autograd.grad(output, (q, k, v), pull.float()))
+        found += [
+            ~((one.float() - other).norm() <= ROUNDING * other.norm())
+            for one, other in zip(mine, right, strict=True)
+        ]
+    if found and bool(torch.stack(found).any()):  # which waits for the device
+        raise DsftError("its output or its gradients are not those of the definition")
+
+
+def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+    """The attention of BORDERS' segments, of which the first has one key more than queries; as in
+    dsft.model.attention_varlen's Kernel, score by score."""
+    outputs = []
+    for begin, end in pairwise(BORDERS):
+        q, groups = query[begin:end], query.shape[1] // key.shape[1]
+        behind = begin + (begin > 0)
+        k, v = (x[behind : end + 1].repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * form.scale
+        if form.softcap is not None:
+            scores = form.softcap * torch.tanh(scores / form.softcap)
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        if form.window[0] >= 0:
+            seen = seen.triu(len(k) - len(q) - form.window[0])
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
+    return torch.cat(outputs)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +19,9 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
 from dsft.errors import DsftError, SpecError
 from dsft.model import attention_choice, attention_loop
 from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
-from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Choice, asked_by, choose
+from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Asked, Choice, _try, asked_by, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
-from dsft.model.attention_varlen import KEY_INDEX, torch_kernel, varlen_attention
+from dsft.model.attention_varlen import KEY_INDEX, Kernel, torch_kernel, varlen_attention
 from dsft.model.policy import Policy, behind_inputs
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
@@ -618,6 +620,28 @@ def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.Monkey
     assert choice.said.endswith(
         "not varlen_attn of torch: AssertionError; not the package flash-attn: AssertionError"
     )
+
+
+WRONG: dict[str, Callable[[Kernel], Kernel]] = {
+    "right": lambda kernel: kernel,
+    "scale": lambda kernel: (
+        lambda q, k, v, b, form: kernel(q, k, v, b, form._replace(scale=form.scale * 1.5))
+    ),
+    "window": lambda kernel: lambda q, k, v, b, form: kernel(q, k, v, b, form._replace(window=(2, 0))),
+    "borders": lambda kernel: lambda q, k, v, b, form: kernel(q, k[:-1], v[:-1], (b[0], b[0]), form),
+    "heads": lambda kernel: lambda q, k, v, b, form: kernel(q, k.flip(1), v, b, form),
+    "gradient": lambda kernel: lambda q, k, v, b, form: kernel(q, (k + k.detach()) / 2, v, b, form),
+    "not finite": lambda kernel: lambda q, k, v, b, form: kernel(q, k, v * math.nan, b, form),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtype) -> None:
+    asked = Asked(4, 2, (16,), (None, 0.2), (None, 64), None, 0.0, is_uneven=False)
+    kernel = WRONG[wrong](torch_kernel())
+    with nullcontext() if wrong == "right" else pytest.raises(DsftError, match="not those of the definition"):
+        _try(kernel, asked, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
