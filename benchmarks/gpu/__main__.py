@@ -152,7 +152,7 @@ def run_case(case: Case, work: Path, ends: float, is_rehearsal: bool) -> dict[st
     result |= {"seconds": round(time.monotonic() - began, 1), "printed": printed, **seen}
     if code is None:
         return result | {"pass": False, "reason": f"ended after {limit:.0f} s"}
-    if code != 0:
+    if code != 0 or not (work / f"{case.name}.json").exists():
         lines = [line for line in printed.splitlines() if line.strip()]
         return result | {"pass": False, "reason": (lines or [f"exit code {code}"])[-1][:500]}
     return judge(result | json.loads((work / f"{case.name}.json").read_text()), case, is_rehearsal)
