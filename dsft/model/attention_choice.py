@@ -9,7 +9,7 @@ package flash-attn, the loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -131,7 +131,7 @@ def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device)
     the definition's than rounding. Dropout is only run."""
     begins = torch.tensor(BORDERS, dtype=torch.int32, device=device)
     keys = begins + torch.arange(len(BORDERS), dtype=torch.int32, device=device).clamp(max=1)
-    tokens, found = BORDERS[-1], list[Tensor]()
+    tokens, pairs = BORDERS[-1], list[tuple[Tensor, Tensor]]()
     for size, scale, window in product(asked.head_sizes, asked.scales, asked.windows):
         scaling = size**-0.5 if scale is None else scale
         drawn = torch.Generator().manual_seed(size)
@@ -153,12 +153,16 @@ def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device)
             q, k, v = (x.detach().float().requires_grad_() for x in (query, key, value))
             output = _by_definition(q, k, v, form)
             right = (output, *torch.autograd.grad(output, (q, k, v), pull.float()))
-        found += [
-            ~((one.float() - other).norm() <= ROUNDING * other.norm())
-            for one, other in zip(mine, right, strict=True)
-        ]
-    if found and bool(torch.stack(found).any()):  # which waits for the device
+        pairs += zip(mine, right, strict=True)
+    if are_apart(pairs):
         raise DsftError("its output or its gradients are not those of the definition")
+
+
+def are_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the first of one of them is further from the second than rounding, or not finite. Waits for the
+    device."""
+    apart = [~((mine.float() - right).norm() <= ROUNDING * right.norm()) for mine, right in pairs]
+    return bool(apart) and bool(torch.stack(apart).any())
 
 
 def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
