@@ -21,7 +21,7 @@ from dsft.model import attention_choice, attention_loop
 from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
 from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Asked, Choice, _try, asked_by, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
-from dsft.model.attention_varlen import KEY_INDEX, Kernel, torch_kernel, varlen_attention
+from dsft.model.attention_varlen import KEY_INDEX, Form, Kernel, torch_kernel, varlen_attention
 from dsft.model.policy import Policy, behind_inputs
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
@@ -530,15 +530,16 @@ def test_an_older_varlen_attn_gives_the_same_or_is_refused() -> None:
             older(nn.Module(), *row, None, **given | {key: value})
 
 
-def flash_attn_varlen_func(*row: Any, **keywords: Any) -> Tensor:
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, of_keys: Tensor, longest: int, _: int, **keywords: Any
+) -> Tensor:
     """The package flash-attn's function, by torch's."""
     given.append(keywords)
     assert keywords.pop("causal") and not keywords.pop("dropout_p")
     keywords.pop("softcap")
     window, scale = keywords.pop("window_size"), keywords.pop("softmax_scale")
     assert not keywords
-    output: Tensor = varlen_attn(*row, window_size=window, scale=scale, enable_gqa=True)  # type: ignore[assignment]
-    return output
+    return torch_kernel()(q, k, v, (borders, of_keys), Form(longest, scale, window, None, 0.0))
 
 
 given: list[dict[str, Any]] = []

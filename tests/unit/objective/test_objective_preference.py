@@ -181,7 +181,7 @@ def test_the_answers_of_a_packed_row_take_as_many_kernels_however_many_they_are(
         logps = values.requires_grad_()
         pairs = pairs_of([[1, 1]] * (number // 2))
         batch = MicroBatch(targets, targets, targets, lengths, pairs=pairs).to(CPU)
-        with torch.profiler.profile() as profiled:
+        with torch.profiler.profile(acc_events=True) as profiled:  # else torch 2.11 warns of lost cycles
             answers = answer_logps(logps, batch)
             weights = torch.arange(1.0, 1.0 + number, dtype=torch.float64)
             (gradient,) = torch.autograd.grad(answers.flatten() @ weights, logps)
