@@ -59,8 +59,8 @@ def environ(mode: str = "fast", *, devices: int = 1, gib: float | None = None, *
 
 
 def run(*command: str, mode: str = "fast", **settings: Any) -> subprocess.CompletedProcess[str]:
-    """A Python command over the stand-in GPU: `run("-m", "dsft.cli", "plan", "spec.yaml")`. Settings as in
-    `environ`."""
+    """A Python command over the stand-in GPU: `run("-c", "from dsft.cli import main; main()", "plan",
+    "spec.yaml")`. Settings as in `environ`."""
     return subprocess.run(
         [sys.executable, *command],
         env=environ(mode, **settings),
