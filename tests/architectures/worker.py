@@ -50,7 +50,6 @@ from dsft.launch.environment import detect
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
-from dsft.model.head import BYTES_PER_LOGIT
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.model.weights import Keep
@@ -58,6 +57,7 @@ from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
