@@ -52,6 +52,12 @@ def main() -> int:
                 f"{case.stage:12} {case.name:26} {case.seconds:4} s   {', '.join(map(goal_text, case.goals))}"
             )
         return 0
+    if not options.rehearse and not gpu_memory():
+        print(
+            "scripts/gpu: no GPU was found (nvidia-smi); --rehearse tries the cases without one.",
+            file=sys.stderr,
+        )
+        return 69
     options.out.mkdir(parents=True, exist_ok=True)
     stages = list(STAGES) if options.command == "all" else [options.command]
     failed = [run_stage(stage, options) for stage in stages]
