@@ -146,7 +146,7 @@ NONE = """\
 No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. The cases have
 been rehearsed on a CPU and on the stand-in GPU (`scripts/standin`), at a size at which no figure says
 anything of a GPU; most of them on one of the two only. Rehearsed nowhere (they need Triton, libaio or TRL):
-documents-liger, short-liger, offload-nvme and dpo-trl-live; out-of-memory has not passed on either.
+documents-liger, short-liger, offload-nvme and dpo-trl-live.
 """
 
 
