@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dsft.errors import DsftError, StoppedError, plain
+from dsft.errors import DsftError, StoppedError, WorldError, plain
 from dsft.launch.cores import THREADS, share_of
 from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
@@ -177,7 +177,12 @@ def train(
 
         score_as_launched(spec, batch.micro_batch_size, launched, places)
         return
-    from dsft.job import Job, run  # torch and deepspeed are imported from here on
+    try:
+        from dsft.job import Job, run  # torch and deepspeed are imported from here on
+    except ValueError as error:
+        if "DS_ACCELERATOR" in str(error):  # DeepSpeed knows none of this name
+            raise WorldError(str(error)) from None
+        raise
 
     known = (spec, batch, config, notes, launched, places, promise, command, kept, options.profile, share)
     run(Job(*known, stopping=stopping, pulse=pulse))

@@ -43,6 +43,10 @@ def main() -> int:
     if options.command == "prepare":
         return prepare(ROOT / ".gpu", options.python)
     if options.command == "page":
+        for folder in options.folders:
+            if not (folder / "results.json").exists():
+                print(f"scripts/gpu: {folder} has no results.json, which a stage writes.", file=sys.stderr)
+                return 66
         results = [one for folder in options.folders for one in read(folder / "results.json")]
         PAGE.write_text(page(results), encoding="utf-8")
         return 0
@@ -123,7 +127,8 @@ def run_stage(stage: str, options: argparse.Namespace) -> bool:
 
 
 def write(out: Path, result: dict[str, Any], case: Case) -> None:
-    """results.json with this result in the place of an earlier one of the same case, compared anew."""
+    """results.json with this result in place of an earlier one of the same case. Comparisons are computed
+    again."""
     kept = [one for one in read(out / "results.json") if one["case"] != case.name]
     results = compare([*kept, result])
     aside = out / ".results.json"

@@ -271,7 +271,7 @@ def references(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 
 def out_of_memory(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
-    """A micro-batch that cannot fit ends with exit code 71 and a number of tokens; so many then fit."""
+    """A micro-batch that cannot fit ends with exit code 71 and advises fewer tokens, which then fit."""
     model = runs.model_folder(folder, "small" if is_rehearsal else "1b")
     max_length, batch = (256, 64) if is_rehearsal else (4096, 24)
     rows = folder / "rows-memory.jsonl"

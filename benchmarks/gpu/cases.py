@@ -20,7 +20,7 @@ STAGES = {
     "several": "two and more GPUs: ZeRO 1 to 3, a pipeline, a rank that dies",
 }
 STAGE_SECONDS = 570
-"""After so many seconds no case of the stage begins or goes on: machines may be lent for ten minutes."""
+"""No case of a stage starts or continues after this many seconds: machines may be lent for ten minutes."""
 
 Goal = tuple[str, Literal[">=", "<="], float]  # a figure of the result, its bound
 

@@ -38,6 +38,8 @@ def take_device(
         _check_cpu_is_meant(promised, environ)
         return torch.device("cpu")
     count = accelerator.device_count()
+    if count == 0:
+        raise _no_gpu(f"DS_ACCELERATOR={environ.get('DS_ACCELERATOR')} asks for one")
     number = 0 if count == 1 else local_rank
     if number >= count:
         visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +68,12 @@ def _check_cpu_is_meant(promised: Accelerator | None, environ: MutableMapping[st
         why = "this host has NVIDIA's driver"
     else:
         return
-    raise WorldError(
+    raise _no_gpu(why)
+
+
+def _no_gpu(why: str) -> WorldError:
+    """why: a clause that says why there should be one."""
+    return WorldError(
         f"torch sees no GPU: {_reason()}; and {why}. Mend that (dsft doctor SPEC looks at each host), or set "
         "DS_ACCELERATOR=cpu to train on the CPU."
     )

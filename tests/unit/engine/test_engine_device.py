@@ -61,6 +61,12 @@ def test_fewer_gpus_than_processes(gpus: Gpus) -> None:
         take_device(2, None, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
+def test_a_gpu_that_is_asked_for_and_not_there(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "device_name", lambda: "cuda")
+    with pytest.raises(WorldError, match="torch sees no GPU: .*; and DS_ACCELERATOR=cuda asks for one"):
+        take_device(0, None, {"DS_ACCELERATOR": "cuda"})
+
+
 H100, NAMED_CPU = Accelerator(name="H100"), Accelerator(name="cpu")
 
 
