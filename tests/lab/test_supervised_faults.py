@@ -209,14 +209,15 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(lab: Lab, tmp_path
     assert re.search(r"rank 0 on node1, step \d+: has given no sign of life for", said)
     assert "slow.py" in (run.logs / "rank-0.stack").read_text()
 
-    saved = 0  # the step of the last checkpoint at each moment
+    saved = 0  # the step of the last checkpoint at each moment; a kill may come between a commit and its line
     starts = []
     for line in said.splitlines():
         if found := re.search(r"checkpoints/step-(\d+) is committed", line):
             saved = int(found[1])
         if found := re.match(r"going on from step (\d+): ", line):
-            starts.append(int(found[1]))
-            assert starts[-1] == saved, said
+            assert int(found[1]) >= saved, said
+            saved = int(found[1])
+            starts.append(saved)
     assert len(starts) == 2, said
     stopped = re.search(r"stopped at step (\d+) of 100 by SIGTERM, and saved", said)
     assert stopped is not None and int(stopped[1]) == saved, said
