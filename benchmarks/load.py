@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import paired
-from dsft.launch.end import end
+from dsft.system.process import end
 
 LARGE = {
     "hidden_size": 1024,

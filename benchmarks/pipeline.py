@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import paired
-from dsft.launch.end import end
+from dsft.system.process import end
 
 VOCABULARY = 64
 LLAMA: dict[str, Any] = {

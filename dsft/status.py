@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from dsft.checkpoint.lock import NAME as LOCK
 from dsft.errors import MissingInputError, plain
 from dsft.report.jsonl import STEP
 from dsft.spec.json_file import read_json
+from dsft.system.lock import NAME as LOCK
 
 STALE = 15.0
 """Seconds after which a status.json that should be two seconds old is told to be old."""

@@ -30,7 +30,6 @@ from importlib.metadata import version
 
 from dsft.errors import DsftError, StoppedError, WorldError, plain
 from dsft.launch.cores import THREADS, share_of
-from dsft.launch.end import end
 from dsft.launch.environment import Launched, detect
 from dsft.launch.live import live
 from dsft.launch.port import check_port
@@ -48,6 +47,7 @@ from dsft.plan.pinned import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
+from dsft.system.process import end
 
 RANK_0_SPEAKS = 3.0
 """Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""

@@ -36,7 +36,7 @@ PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def serve(parent: int) -> None:
-    from dsft.launch.parent import die_with
+    from dsft.system.process import die_with
 
     die_with(parent)
     for name in SHARED:
@@ -70,7 +70,7 @@ def tell(answer: dict[str, int]) -> None:
 
 def child(work: Callable[[], int]) -> int:
     """A process of its own session that does `work` and ends with its exit code, or with this process."""
-    from dsft.launch.parent import die_with
+    from dsft.system.process import die_with
 
     parent, pid = os.getpid(), os.fork()
     if pid:

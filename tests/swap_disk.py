@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsft.launch.disk import IN_MEMORY, ON_THE_NETWORK, file_system
+from dsft.system.disk import IN_MEMORY, ON_THE_NETWORK, file_system
 
 
 @functools.cache

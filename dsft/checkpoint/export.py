@@ -33,7 +33,6 @@ from dsft.checkpoint.files import (
     damages,
     digest_of,
     read_files,
-    sync_folder,
     write_files,
     write_json,
     write_tensors,
@@ -47,6 +46,7 @@ from dsft.model.dtypes import DTYPES
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
 from dsft.spec.json_file import read_json
+from dsft.system.files import sync_folder
 
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""

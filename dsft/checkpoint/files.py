@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsft.system.files import sync_folder
+
 THREADS = 8
 """Files that are hashed at a time: about 1.5 GB/s each, where the disk gives it."""
 
@@ -145,15 +147,6 @@ def damage(path: Path, written: Written) -> str | None:
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     return None
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in a folder (new files, renames) last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _chain(first: bytes, rest: Iterable[Any]) -> Iterator[Any]:

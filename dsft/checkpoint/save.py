@@ -28,7 +28,6 @@ from dsft.checkpoint.files import (
     CHUNK,
     Entry,
     Written,
-    sync_folder,
     write_aside,
     write_files,
     write_json,
@@ -38,7 +37,7 @@ from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, Checkpo
 from dsft.checkpoint.retain import Retention, retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
-from dsft.launch.disk import no_inodes
+from dsft.system.files import no_inodes, sync_folder
 
 T = TypeVar("T")
 SPARE = 2**20

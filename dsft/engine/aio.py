@@ -6,7 +6,6 @@ the settings that are fastest on the slowest of its disks.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -20,8 +19,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 from dsft.errors import StorageError
-from dsft.plan.census import cache_folder, keep_answer
 from dsft.plan.nvme import AIO
+from dsft.system.files import cache_folder, cache_json, cached_json
 
 MEBI = 2**20
 
@@ -47,7 +46,7 @@ def rates(folder: Path) -> tuple[list[Rates], bool]:
     if known is not None:
         return known, False
     found = measure(folder)
-    keep_answer(place, {"settings": list(SETTINGS), "rates": found})
+    cache_json(place, {"settings": list(SETTINGS), "rates": found})
     return found, True
 
 
@@ -74,9 +73,9 @@ def _disk(folder: Path) -> str:
 
 def _known(place: Path) -> list[Rates] | None:
     try:
-        kept = json.loads(place.read_text(encoding="utf-8"))
+        kept = cached_json(place)
         found = [(float(read), float(written)) for read, written in kept["rates"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return found if kept["settings"] == list(SETTINGS) else None
 

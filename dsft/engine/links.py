@@ -20,8 +20,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from dsft.launch.parent import die_with
 from dsft.launch.route import address_towards, interface_of
+from dsft.system.process import die_with
 
 TOGETHER = timedelta(seconds=20)  # for all to have imported torch and met, and for each all-reduce
 

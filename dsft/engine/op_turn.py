@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from dsft.launch.disk import ON_THE_NETWORK, file_system
+from dsft.system.disk import ON_THE_NETWORK, file_system
 
 Say = Callable[[str], None]
 

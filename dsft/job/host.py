@@ -10,10 +10,10 @@ from dataclasses import replace
 from dsft.engine.world import World
 from dsft.job.api import Job, Say
 from dsft.job.swap import measured_swap
-from dsft.launch.memory import host_memory
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.pinned import SECTIONS, has_room, locked_bytes, with_pinning
+from dsft.system.host import host_memory
 
 
 def on_hosts(job: Job, counted: Census, world: World, say: Say) -> Job:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from dsft.checkpoint.compare import check_same_run
-from dsft.checkpoint.lock import Held, hold
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
 from dsft.engine.ops import prepare_ops
@@ -31,8 +30,10 @@ from dsft.launch.launched import counted
 from dsft.launch.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.launch.software import versions_line
 from dsft.loop import Progress
-from dsft.report.jsonl import STEP, read_metrics, storage_error
+from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
+from dsft.system.files import write_error
+from dsft.system.lock import Held, hold
 
 
 def run(job: Job) -> None:
@@ -127,7 +128,7 @@ def _written(path: Path, text: str) -> str:
     try:
         path.write_text(text, encoding="ascii")
     except OSError as error:
-        raise storage_error(path, error) from None
+        raise write_error(path, error) from None
     return text
 
 

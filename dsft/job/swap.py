@@ -15,12 +15,12 @@ from typing import Any
 from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.job.api import Job, Say
-from dsft.launch.disk import check_disk, check_locked, check_space
 from dsft.launch.swap import clear_left_over, hold_swap_folder
 from dsft.plan.census import Census
 from dsft.plan.memory import swapped_of
 from dsft.plan.nvme import AIO, KEYS, PARAMETER_BUFFER, swap_keys
 from dsft.plan.swapped import largest_part
+from dsft.system.disk import check_disk, check_locked, check_space
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from dsft.checkpoint.compare import (
     check_same_rows,
     check_same_run,
 )
-from dsft.checkpoint.lock import Held
 from dsft.checkpoint.read import Checkpoint, step_folder
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
@@ -42,6 +41,7 @@ from dsft.report.memory import MemoryMeter, Phase
 from dsft.report.memory_file import MemoryFile
 from dsft.report.profile import StepTrace, traced_step
 from dsft.spec.schema import Spec
+from dsft.system.lock import Held
 
 Trace = Callable[[int], AbstractContextManager[object]]
 P = ParamSpec("P")

@@ -26,8 +26,8 @@ from pathlib import Path
 import psutil
 
 from dsft.errors import WorldError
-from dsft.launch.parent import die_with
 from dsft.launch.stopping import Stopping
+from dsft.system.process import die_with
 
 EVERY = 0.5  # seconds between two looks
 SAVES = 3.0

@@ -9,25 +9,24 @@ torchrun a single one (torch/distributed/run.py:872), and the kernel would move 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from dsft.launch.environment import Launched
 from dsft.plan.launch import environment
 from dsft.spec.schema import Spec
+from dsft.system.host import cores, physical_cores
 
 THREADS = "OMP_NUM_THREADS"
-CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Share:
-    """cpus: numbers of the processors that are this rank's alone; threads: one a core of them; ranks: of this
-    host."""
+    """cpus: numbers of the processors that are this rank's alone; threads: one per physical core, whose two
+    processors share what an optimizer step needs; ranks: of this host."""
 
     cpus: frozenset[int]
     threads: int
@@ -69,34 +68,3 @@ def _is_chosen(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> bo
     except psutil.Error:  # another user's process: what it chose is not known
         return True
     return THREADS in environment(spec.cluster) or (THREADS in environ and not by_torchrun)
-
-
-def physical_cores(allowed: Collection[int], root: Path = CPUS) -> list[tuple[int, ...]]:
-    """The processors in `allowed` by core, those of one memory node beside each other. Two of a core share
-    what an optimizer's step needs of it, so it gets one thread."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for cpu in sorted(allowed):
-        nodes = [int(path.name[4:]) for path in (root / f"cpu{cpu}").glob("node[0-9]*")]
-        found.setdefault((min(nodes, default=0), _first_sibling(root / f"cpu{cpu}", cpu)), []).append(cpu)
-    return [tuple(found[place]) for place in sorted(found)]
-
-
-def _first_sibling(cpu: Path, number: int) -> int:
-    """The lowest processor of its core, as in `0,64` or `0-1`; itself where the kernel does not tell."""
-    with suppress(OSError, ValueError):
-        text = (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii")
-        return int(text.replace("-", ",").split(",")[0])
-    return number
-
-
-def cores(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use, by its affinity and its control groups (cgroup v2)."""
-    count = len(os.sched_getaffinity(0))
-    with suppress(OSError):
-        group = own.read_text(encoding="ascii").strip().rpartition("::")[2].strip("/")
-        places = [root / group, *(root / group).parents]
-        for place in places[: len(places) - len(root.parents)]:
-            with suppress(OSError, ValueError):  # the root has none; "max": no limit
-                quota, period = (place / "cpu.max").read_text(encoding="ascii").split()
-                count = min(count, max(1, int(quota) // int(period)))
-    return count

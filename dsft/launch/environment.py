@@ -24,13 +24,13 @@ from dsft.launch.launched import (
     Launched,
     check_complete,
     check_ranks,
-    free_port,
     master_port,
     optional_number,
     whole_number,
 )
+from dsft.system.host import free_port
 
-__all__ = ["RENDEZVOUS", "Launched", "detect", "free_port", "names_a_place"]
+__all__ = ["RENDEZVOUS", "Launched", "detect", "names_a_place"]
 
 AGENT = "DSFT_JOB"
 """Set where `dsft launch` started this process: its five variables go before those of the task around it."""

@@ -3,7 +3,6 @@ variables, gives frozen values; writes none but those that DeepSpeed and torch l
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -105,11 +104,3 @@ def port_of_job(number: int) -> int:
     """The same port on every rank of a job, and another for the next job: below those that the kernel gives
     away by itself (32768 and up)."""
     return 10_000 + number % 20_000
-
-
-def free_port() -> int:
-    """One of this host that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

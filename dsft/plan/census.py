@@ -15,7 +15,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import DsftError, MissingInputError, Problem, SpecError
 from dsft.plan.ds_config import Elements
 from dsft.spec.schema import Model
+from dsft.system.files import cache_folder, cache_json, cached_json
 
 if TYPE_CHECKING:  # it takes a census
     from dsft.plan.cut import Cut
@@ -99,7 +99,7 @@ def census(model: Model, cache: Path | None = None) -> Census:
     answer = _ask(model)
     result = census_from(answer)
     if not _is_hub_id(model):  # what a hub id stands for may change
-        keep_answer(place, answer)
+        cache_json(place, answer)
     return result
 
 
@@ -114,8 +114,8 @@ def _place(model: Model, cache: Path | None) -> Path:
 
 def _kept(place: Path) -> Census | None:
     try:
-        return census_from(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return census_from(cached_json(place))
+    except (KeyError, TypeError):
         return None
 
 
@@ -173,17 +173,6 @@ def census_from(answer: Mapping[str, Any]) -> Census:
     )
 
 
-def keep_answer(place: Path, answer: Mapping[str, Any]) -> None:
-    """Write the answer under its final name at once; a cache that cannot be written is no reason to stop."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-            json.dump(answer, file)
-        os.replace(file.name, place)
-    except OSError:
-        pass
-
-
 def _digest(model: Model) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
     folders = (ROOT / "dsft/model", ROOT / "dsft/data/tokenizer")
@@ -205,11 +194,6 @@ def _files(model: Model) -> list[Path]:
 def _is_hub_id(model: Model) -> bool:
     named = (model.name_or_path, model.tokenizer)
     return any(name is not None and not Path(name).exists() for name in named)
-
-
-def cache_folder() -> Path:
-    """Of what is counted or measured once."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft"
 
 
 def _entries(variable: str) -> list[str]:

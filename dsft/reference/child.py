@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from dsft.launch.end import end
-from dsft.launch.parent import die_with
+from dsft.system.process import die_with, end
 
 
 def main(descriptor: int, parent: int) -> int:

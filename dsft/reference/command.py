@@ -17,7 +17,7 @@ import torch
 from dsft.engine.world import join
 from dsft.identity import of_process
 from dsft.inputs import read_inputs
-from dsft.launch.environment import Launched, free_port
+from dsft.launch.environment import Launched
 from dsft.plan.launch import environment
 from dsft.plan.layout import Layout
 from dsft.plan.promised import load
@@ -25,6 +25,7 @@ from dsft.plan.reference import check_precomputed, reference_layout
 from dsft.reference.passes import micro_batch_size
 from dsft.reference.precomputed import Processes, precompute
 from dsft.spec.schema import Spec
+from dsft.system.host import free_port
 
 Say = Callable[[str], None]
 say: Say = partial(print, flush=True)

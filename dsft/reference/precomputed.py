@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.checkpoint.lock import hold, holder
-from dsft.data.cache.block import whole_file
 from dsft.engine.world import World
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.inputs import Inputs
-from dsft.launch.environment import Launched, free_port
+from dsft.launch.environment import Launched
 from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference import store
 from dsft.reference.api import Refer
@@ -32,9 +30,11 @@ from dsft.reference.key import Components, Key, differences, key_of
 from dsft.reference.lookup import look_up
 from dsft.reference.passes import Pass
 from dsft.reference.store import Stored
-from dsft.report.jsonl import storage_error
 from dsft.report.making import shown
 from dsft.spec.schema import Spec
+from dsft.system.files import atomic_write, cached_json, write_error
+from dsft.system.host import free_port
+from dsft.system.lock import hold, holder
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -204,11 +204,11 @@ def remember(folder: Path, key: Key, store: Path | None = None) -> None:
     """Write the run's reference.json. Raises StorageError."""
     path = folder / MEMORY
     try:
-        with whole_file(path) as out:
+        with atomic_write(path) as out:
             where = {"store": str(store)} if store is not None else {}
             out.write(json.dumps(where | memory_of(key), indent=1).encode())
     except OSError as error:
-        raise storage_error(path, error) from None
+        raise write_error(path, error) from None
 
 
 def _others(held: Mapping[str, Any], key: Key) -> list[str]:
@@ -219,8 +219,5 @@ def _others(held: Mapping[str, Any], key: Key) -> list[str]:
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    found = cached_json(path)
     return found if isinstance(found, dict) else None

@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dsft.checkpoint.files import sync_folder
-from dsft.data.cache.block import TEMPORARY, whole_file
 from dsft.errors import CheckpointError, StorageError
 from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
 from dsft.spec.json_file import read_json
 from dsft.spec.schema import Spec
+from dsft.system.files import TEMPORARY, atomic_write, sync_folder
 
 KEY = "key.json"
 LOCK = ".store.lock"
@@ -100,7 +99,7 @@ def prepare(folder: Path, key: Key) -> None:
             if shard is None:
                 path.unlink(missing_ok=True)
         if _components(folder / KEY) is None:
-            with whole_file(folder / KEY) as out:
+            with atomic_write(folder / KEY) as out:
                 content = {"components": key.components, "digest": key.digest}
                 out.write(json.dumps(content, indent=1, sort_keys=True).encode())
     except OSError as error:
@@ -162,7 +161,7 @@ def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps:
     metadata = {"key": key.digest, "dataset": str(dataset)}
     content = save({"pairs": pairs.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
     try:
-        with whole_file(folder / _name(content)) as out:
+        with atomic_write(folder / _name(content)) as out:
             out.write(content)
         sync_folder(folder)
     except OSError as error:

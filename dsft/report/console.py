@@ -17,7 +17,8 @@ from typing import IO, Protocol
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dsft.report.jsonl import STEP, storage_error
+from dsft.report.jsonl import STEP
+from dsft.system.files import write_error
 
 
 class Console:
@@ -73,7 +74,7 @@ class Console:
                 self._log.write(text + "\n")
                 self._log.flush()
             except OSError as error:
-                raise storage_error(Path(self._log.name), error) from error
+                raise write_error(Path(self._log.name), error) from error
 
 
 def _facts(record: Mapping[str, float]) -> list[str]:

@@ -19,8 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dsft.report.jsonl import storage_error
 from dsft.report.redact import redact, redact_command, redact_tree
+from dsft.system.files import write_error
 
 PACKAGES = (
     "dsft", "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "peft", "pydantic",
@@ -66,7 +66,7 @@ def write_folder(run_dir: Path, origin: Origin) -> None:
         with (run_dir / "command.txt").open("a", encoding="utf-8") as file:
             file.write(f"{now}  {command}\n")
     except OSError as error:
-        raise storage_error(run_dir, error) from error
+        raise write_error(run_dir, error) from error
 
 
 def versions() -> dict[str, str]:

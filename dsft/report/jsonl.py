@@ -7,17 +7,14 @@ them. Touches one file.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from dsft.errors import StorageError
-from dsft.launch.disk import no_inodes, where_gone
+from dsft.system.files import atomic_write, write_error
 
 Record = Mapping[str, float]
 STEP = "train/global_step"
@@ -33,7 +30,7 @@ class MetricsFile:
             _cut(path, resume_step)
             self._file: IO[str] = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise write_error(path, error) from error
 
     def metrics(self, record: Record) -> None:
         """One line, flushed: a kill in the next moment loses nothing. The record has its step."""
@@ -43,7 +40,7 @@ class MetricsFile:
             self._file.write(_line(record))
             self._file.flush()
         except OSError as error:
-            raise storage_error(self._path, error) from error
+            raise write_error(self._path, error) from error
 
     def close(self) -> None:
         with suppress(OSError):  # `metrics` has told it: what its flush could not write is tried once more
@@ -84,18 +81,5 @@ def _cut(path: Path, resume_step: int) -> None:
     kept = "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
     if kept == path.read_text(encoding="utf-8", errors="replace"):
         return
-    aside = path.with_name(f".{path.name}.tmp")  # a kill leaves either the old file or the new one
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """What is wrong, in one sentence: a disk that is full or cannot be written, or a folder that is gone."""
-    if error.errno == errno.ENOENT and (gone := where_gone(path)):
-        return StorageError(gone)
-    inodes = no_inodes(path.parent) if error.errno == errno.ENOSPC else None
-    reason, remedy = (inodes, "remove files there") if inodes else (error.strerror, "free space there")
-    return StorageError(f"{path} cannot be written ({reason}): {remedy}, or change output_dir.")
+    with atomic_write(path) as file:
+        file.write(kept.encode())

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from dsft.report.jsonl import storage_error, written
+from dsft.report.jsonl import written
+from dsft.system.files import atomic_write, write_error
 
 FOLDER = "margins"
 
@@ -18,14 +19,12 @@ FOLDER = "margins"
 def write_margins(run_dir: Path, step: int, rows: Iterable[Mapping[str, float | str | None]]) -> Path:
     """Row by row, so that any number of them needs no memory. Raises StorageError."""
     path = run_dir / FOLDER / f"step-{step}.jsonl"
-    aside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(_line(row) for row in rows)
-        aside.replace(path)
+        with atomic_write(path) as file:
+            file.writelines(_line(row).encode() for row in rows)
     except OSError as error:
-        raise storage_error(path, error) from error
+        raise write_error(path, error) from error
     return path
 
 
@@ -37,7 +36,7 @@ def cut_margins(run_dir: Path, resume_step: int) -> None:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise storage_error(path, error) from error
+                raise write_error(path, error) from error
 
 
 def _line(row: Mapping[str, float | str | None]) -> str:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from dsft.plan.units import GIB
-from dsft.report.jsonl import storage_error
+from dsft.system.files import atomic_write, write_error
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -122,12 +122,11 @@ def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
 
 def write_memory(path: Path, content: Mapping[str, Any]) -> None:
     """Replace the file whole. Raises StorageError where the disk refuses."""
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        aside.replace(path)
+        with atomic_write(path) as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise storage_error(path, error) from error
+        raise write_error(path, error) from error
 
 
 def _keep_larger(kept: Peaks, new: Mapping[str, int]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dsft.errors import Problem, SpecError
-from dsft.report.jsonl import storage_error
+from dsft.system.files import write_error
 
 DEFAULT = 3  # the first steps of a start build caches, allocate and trace
 
@@ -50,5 +50,5 @@ class StepTrace:
             trace.export_chrome_trace(str(self.path))
         except (OSError, RuntimeError) as error:
             failed = error if isinstance(error, OSError) else OSError(str(error))
-            raise storage_error(self.path, failed) from error
+            raise write_error(self.path, failed) from error
         self._say(f"trace of step {self._step}: {self.path}")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dsft.report.console import Console
-from dsft.report.jsonl import MetricsFile, Record, storage_error
+from dsft.report.jsonl import MetricsFile, Record
 from dsft.report.margins import cut_margins
 from dsft.report.sinks import Aside, open_sinks
 from dsft.report.wandb_run import WandbRun
 from dsft.spec.schema import Spec
+from dsft.system.files import write_error
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Report:
             path.parent.mkdir(parents=True, exist_ok=True)
             log = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise write_error(path, error) from error
         file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
         cut_margins(run_dir, resume_step)
         console = Console(total_steps, resume_step, log)

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from dsft.report.jsonl import STEP, Record
 from dsft.report.redact import redact, redact_tree
 from dsft.spec.schema import Wandb
+from dsft.system.files import atomic_write
 
 SERVER = "https://api.wandb.ai"
 ANSWER_SECONDS = 4.0  # for a server to answer at the start, before the run is recorded offline
@@ -111,9 +112,8 @@ def identity(run_dir: Path, job_type: str | None) -> Identity:
         run_id = str(json.loads(path.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError):  # absent, or cut by a kill before the run had points
         run_id = f"{run_dir.name[:50]}-{secrets.token_hex(4)}"
-        aside = path.with_name(".wandb.json.tmp")
-        aside.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
-        aside.replace(path)
+        with atomic_write(path) as file:
+            file.write(json.dumps({"id": run_id}).encode() + b"\n")
     return Identity(run_dir.name, run_id, job_type)
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psutil
 
-from dsft.launch.environment import free_port
 from dsft.supervise.part import Part
 from dsft.supervise.processes import kill_job
 from dsft.supervise.wire import PING, SILENCE, Inbox, Message, Order, Outbox, order_of
+from dsft.system.host import free_port
 
 TICK = 0.2  # seconds between looks at what tells nothing by itself
 

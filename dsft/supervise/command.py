@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsft.checkpoint.lock import hold
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, plain
 from dsft.launch.allocation import allocation
 from dsft.launch.launched import master_port
@@ -34,6 +33,7 @@ from dsft.supervise.parts import TRAIN, World, forwarded, launcher_argv
 from dsft.supervise.status import EVERY, Status, now
 from dsft.supervise.sweep import absent, sweep
 from dsft.supervise.verdict import STOPPED, may_pass
+from dsft.system.lock import hold
 
 AGENT = "dsft.supervise.agent"
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")

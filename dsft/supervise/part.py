@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from dsft.launch.parent import die_with
 from dsft.launch.pulse import LOGS, SOCKET
 from dsft.supervise.aside import Follower
 from dsft.supervise.logs import last_lines
@@ -30,6 +29,7 @@ from dsft.supervise.processes import (
 )
 from dsft.supervise.pulses import Pulse, listen, received
 from dsft.supervise.wire import Message, Order
+from dsft.system.process import die_with
 
 OF_A_LAUNCHER = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT|CROSS_RANK|CROSS_SIZE|GROUP_.*|"

@@ -19,7 +19,6 @@ from torch import nn
 
 from dsft.engine import state
 from dsft.engine.world import join
-from dsft.launch.end import end
 from dsft.launch.environment import detect
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -28,6 +27,7 @@ from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import memory
 from dsft.plan.traffic import traffic
 from dsft.spec.schema import Spec
+from dsft.system.process import end
 
 LAYERS, WIDTH = 32, 200
 

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsft.launch.end import end
 from dsft.model import build
 from dsft.reference import precomputed
 from dsft.reference.passes import Pass
+from dsft.system.process import end
 from tests.launching import LATE
 
 

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
     import dsft.loop as loop
-    from dsft.launch.end import end
+    from dsft.system.process import end
     from dsft.train import main
 
     seed_step = loop.seed_step

@@ -18,13 +18,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from dsft.checkpoint.lock import hold
 from dsft.inputs import read_inputs
 from dsft.plan.promised import load
 from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.store import Stored, store_folder
+from dsft.system.lock import hold
 from tests.integration.runs import records
 from tests.launching import LATE, ROOT, end_group, torchrun
 from tests.unit.reference.small import model, rows

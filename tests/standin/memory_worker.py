@@ -38,7 +38,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.clip import StepClip
 from dsft.engine.partition import keep_for
 from dsft.engine.world import join
-from dsft.launch.environment import detect, free_port
+from dsft.launch.environment import detect
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
@@ -54,6 +54,7 @@ from dsft.plan.memory import memory
 from dsft.plan.units import GIB
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
+from dsft.system.host import free_port
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.3B": {

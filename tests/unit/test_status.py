@@ -25,7 +25,7 @@ from dsft.status import folder_of, holder, last_checkpoint, lines, status_of
 HOLD = """
 import sys
 from pathlib import Path
-from dsft.checkpoint.lock import hold
+from dsft.system.lock import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

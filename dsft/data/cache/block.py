@@ -23,11 +23,9 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import shutil
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +36,6 @@ from numpy.typing import NDArray
 from dsft.data.rows import Rendered
 
 LAYOUT = 3  # 3: the two rows of a pair follow the same tokens
-TEMPORARY = ".tmp"
 _METADATA = "dsft"
 _TYPES: Mapping[str, str] = {
     "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1", "U8": "|u1",
@@ -208,21 +205,6 @@ def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
 
 
 # --- the file ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is put in place by one rename when all of it is on the disk, and else is not there."""
-    aside = path.with_name(path.name + TEMPORARY)
-    try:
-        with aside.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def open_block(path: Path, key: str, index: int) -> TokenBlock:

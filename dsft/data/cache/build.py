@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import cast
 
 from dsft.data import formats
-from dsft.data.cache.block import Found, Gathered, whole_file
+from dsft.data.cache.block import Found, Gathered
 from dsft.data.read.files import Block, read_block
 from dsft.data.render.pair import pair_mistake
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
-from dsft.errors import DsftError, StorageError, WorldError
-from dsft.launch.parent import die_with
+from dsft.errors import DsftError, WorldError
+from dsft.system.files import atomic_write, write_error
+from dsft.system.process import die_with
 
 MAX_BAD = 1000
 """Bad rows of a block that are kept; the others are counted."""
@@ -71,11 +72,11 @@ def make_file(job: Job, renderer: Renderer, token_type: str, tell: Callable[[int
         with tempfile.SpooledTemporaryFile(_SPILL, dir=str(job.path.parent)) as spill:
             gathered = Gathered(token_type, spill)
             found = gather(job.block, job.format, renderer, gathered, tell)
-            with whole_file(job.path) as out:
+            with atomic_write(job.path) as out:
                 gathered.write(out, found, job.key, job.block.index)
             return len(gathered)
     except OSError as error:
-        raise storage_error(job.path, error) from error
+        raise write_error(job.path, error, "set another data.cache_dir") from error
 
 
 def make_bytes(job: Job, renderer: Renderer, token_type: str) -> bytes:
@@ -165,12 +166,6 @@ def _render(
             spelled += [meant.line] * one.spelled
             rows.add(one, line=meant.line, content=meant.content, desirable=row.label is not False)
     return refused
-
-
-def storage_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{path}: cannot be written ({error.strerror}); free some space there, or set another data.cache_dir."
-    )
 
 
 # --- several processes ------------------------------------------------------------------------------------

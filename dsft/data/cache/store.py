@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from dsft.data import formats
 from dsft.data.cache.block import (
     LAYOUT,
-    TEMPORARY,
     DamagedBlockError,
     Found,
     TokenBlock,
@@ -44,8 +43,9 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Account, BadRowError, Line, Rendered, printable
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DamagedDataError, DataError, Problem, StorageError
-from dsft.launch.cores import cores
 from dsft.spec.schema import Spec
+from dsft.system.files import TEMPORARY
+from dsft.system.host import cores
 
 _LOOKED_AT = 100  # first rows of a file, by which its format is known
 _SMALL = 8 << 20  # bytes of data that are not worth a worker's start

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from dsft.data.read.files import DataFile, readable
 from dsft.data.read.lines import BLOCK_BYTES
 from dsft.errors import DataError, Problem
 from dsft.spec.sources import BUILTIN_PREFIX
+from dsft.system.files import cache_json, cached_json
 
 READING = 1
 """Counts up when the same bytes give other rows, or blocks."""
@@ -48,9 +47,9 @@ def content_digest(path: Path, memory: Path | None) -> str:
     state = _state(path)
     known = None if memory is None else memory / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
     if known is not None:
-        found = _load(known)
-        if found.get("state") == state:
-            return str(found["sha256"])
+        match cached_json(known):
+            case {"state": then, "sha256": str(content)} if then == state:
+                return content
     started = time.time_ns()
     with path.open("rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -60,7 +59,7 @@ def content_digest(path: Path, memory: Path | None) -> str:
             [Problem(str(path), "has another size or time now than before; wait until it is written")],
         )
     if known is not None and started - path.stat().st_mtime_ns > _RACY_NS:
-        _save(known, {"state": state, "sha256": content})
+        cache_json(known, {"state": state, "sha256": content})
     return content
 
 
@@ -69,23 +68,3 @@ def _state(path: Path) -> list[object]:
     can be put back, as `cp -p` and archives do; that of the inode cannot."""
     found = path.stat()
     return [str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _load(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("sha256"), str) else {}
-
-
-def _save(path: Path, found: dict[str, object]) -> None:
-    """Written aside and renamed. A folder that cannot be written costs the next run its time, no more."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".digest-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            json.dump(found, opened)
-        os.replace(aside, path)
-    except OSError:
-        pass

@@ -36,6 +36,7 @@ class Bounded:
     """
 
     _inside = False
+    _expired = False  # the error may come out as another one: a C function can replace it
 
     def __enter__(self) -> None:
         self._bounds = threading.current_thread() is threading.main_thread()
@@ -50,21 +51,24 @@ class Bounded:
             most = min(most, self._soft)
         self._collects = gc.isenabled()
         gc.disable()
-        Bounded._inside = True
+        Bounded._inside, Bounded._expired = True, False
         signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT, _AGAIN)
         resource.setrlimit(resource.RLIMIT_DATA, (most, self._hard))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bounds:
             Bounded._inside = False
             resource.setrlimit(resource.RLIMIT_DATA, (self._soft, self._hard))
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if self._collects:
                 gc.enable()
+            if Bounded._expired and kind is not None and issubclass(kind, Exception):
+                raise OutOfTimeError
 
 
 def _out_of_time(*_: object) -> None:
     if Bounded._inside:
+        Bounded._expired = True
         raise OutOfTimeError
 
 

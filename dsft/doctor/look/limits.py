@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from dsft.launch.disk import may_lock_all
+from dsft.system.disk import may_lock_all
 
 INFINIBAND = Path("/sys/class/infiniband")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import StorageError
-from dsft.launch.disk import check_disk, file_system
+from dsft.system.disk import check_disk, file_system
 
 SHM = Path("/dev/shm")
 NVME = "nvme_path"

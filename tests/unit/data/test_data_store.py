@@ -30,7 +30,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DamagedDataError, DataError, StorageError
-from dsft.launch.cores import cores
+from dsft.system.host import cores
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDERER = Renderer(byte_level_tokenizer())

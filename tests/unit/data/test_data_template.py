@@ -223,6 +223,19 @@ def test_loops_and_values_without_end_are_stopped(text: str, monkeypatch: pytest
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 100_000  # KiB
 
 
+def test_time_has_run_out_also_where_another_error_replaces_the_timers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As C functions do that call back into Python."""
+    monkeypatch.setattr(limits, "TIME_LIMIT", 0.05)
+    with pytest.raises(limits.OutOfTimeError), limits.Bounded():
+        try:
+            while True:
+                pass
+        except limits.OutOfTimeError:
+            raise TypeError("replaced") from None
+
+
 def test_no_row_is_too_long_for_what_templates_do() -> None:
     """Ten megabytes in an answer, and a thousand turns, each with a loop over all of them."""
     long = [QUESTION, {"role": "assistant", "content": "0123456789\n" * 10**6}]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import WorldError
-from dsft.launch.environment import Launched, free_port
+from dsft.launch.environment import Launched
 from dsft.launch.port import check_port
+from dsft.system.host import free_port
 
 
 def launched(launcher: str, port: int, rank: int = 0) -> Launched:

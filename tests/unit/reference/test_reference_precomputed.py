@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsft.checkpoint.lock import hold
 from dsft.engine import proof
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
@@ -30,6 +29,7 @@ from dsft.reference.precomputed import (
     remember,
 )
 from dsft.reference.recheck import Again, allowed, check_again, choose_again
+from dsft.system.lock import hold
 from tests.unit.reference.small import model, rows, spec
 
 ALONE = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)

@@ -11,7 +11,7 @@ import pytest
 # What fails a plain end here stands for a thread of a process group that is still running (SIGABRT).
 PROGRAM = """
 import atexit, os, sys, threading
-from dsft.launch.end import end
+from dsft.system.process import end
 
 class Left:
     def __del__(self):

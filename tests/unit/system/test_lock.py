@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from dsft.checkpoint.lock import hold
 from dsft.errors import LockedError, StorageError
+from dsft.system.lock import hold
 from tests.launching import allowed
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dsft.checkpoint.lock import hold
+from dsft.system.lock import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

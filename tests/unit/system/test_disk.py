@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import StorageError
-from dsft.launch import disk
+from dsft.system import disk
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw

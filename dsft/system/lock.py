@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from dsft.errors import LockedError, StorageError
-from dsft.launch.disk import where_gone
+from dsft.system.files import where_gone
 
 NAME = ".lock"
 

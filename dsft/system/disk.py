@@ -1,6 +1,5 @@
 """Whether a folder of this host can hold what DeepSpeed swaps: takes its path and the bytes that it is to
-hold; raises StorageError where it cannot. Also says why a file could not be written where the system's own
-words mislead.
+hold; raises StorageError where it cannot.
 
 Looked at before anything is built: asynchronous reads and writes (O_DIRECT) past the page cache fail on
 memory file systems, crawl on network ones, and a disk that is full ends a run in the middle of a step.
@@ -17,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from dsft.errors import StorageError
-from dsft.plan.units import GIB
+
+GIB = 2**30  # bytes
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
@@ -81,31 +81,6 @@ def check_locked(needed: int) -> None:
         f"allows {limit / GIB:.2f} GiB (ulimit -l); raise it: ulimit -l unlimited, memlock in "
         "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
     )
-
-
-def where_gone(path: Path) -> str | None:
-    """A sentence for an error where the folder of a file no longer exists; None where it does."""
-    if path.parent.exists():
-        return None
-    return (
-        f"{path.parent} is gone: it was removed or moved while this run used it; put it back, and the same "
-        "command goes on."
-    )
-
-
-def no_inodes(folder: Path) -> str | None:
-    """A sentence for an error where a disk has free bytes but no inodes, so that no file can be created: the
-    system reports both as "No space left on device". None where it has inodes."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    if (
-        found.f_favail or not found.f_files or not found.f_bavail
-    ):  # btrfs, which has no such limit, tells 0 of 0
-        return None
-    free = found.f_bavail * found.f_frsize
-    return f"the disk has no inodes left for another file, although {free:,} bytes are free"
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str | None:

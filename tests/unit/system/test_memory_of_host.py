@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsft.launch.memory import host_memory
+from dsft.system.host import host_memory
 
 ALL = psutil.virtual_memory().total
 

@@ -1,0 +1,98 @@
+"""Files that are written whole or not at all, a cache of small JSON answers, and errors that say why a disk
+refused. Without torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from dsft.errors import StorageError
+
+TEMPORARY = ".tmp"
+"""The ending of a file that is being written. A killed process can leave one behind."""
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside `path`, flush it to the disk (fsync) and rename it when the block ends
+    without an error; otherwise remove it. OSErrors pass through."""
+    aside = path.with_name(path.name + TEMPORARY)
+    try:
+        with aside.open("wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's names (new files, renames) to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Return the folder of answers that are computed once per host: $XDG_CACHE_HOME/dsft or ~/.cache/dsft."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft"
+
+
+def cached_json(path: Path) -> Any:
+    """Return what `cache_json` wrote; None where it is absent, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def cache_json(path: Path, value: Any) -> None:
+    """Write a small JSON file atomically. Where the folder cannot be written nothing is: a cache only saves
+    time."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")  # several processes may write one answer
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(aside, path)
+
+
+def write_error(path: Path, error: OSError, instead: str = "change output_dir") -> StorageError:
+    """Return the error for a file that could not be written: a full disk, one without inodes, a folder that
+    is gone. `instead`: what the user can change in the spec."""
+    if error.errno == errno.ENOENT and (gone := where_gone(path)):
+        return StorageError(gone)
+    inodes = no_inodes(path.parent) if error.errno == errno.ENOSPC else None
+    reason, remedy = (inodes, "remove files there") if inodes else (error.strerror, "free space there")
+    return StorageError(f"{path} cannot be written ({reason}): {remedy}, or {instead}.")
+
+
+def where_gone(path: Path) -> str | None:
+    """Return a sentence for an error where the folder of a file no longer exists; None where it does."""
+    if path.parent.exists():
+        return None
+    return (
+        f"{path.parent} is gone: it was removed or moved while this run used it; put it back, and the same "
+        "command goes on."
+    )
+
+
+def no_inodes(folder: Path) -> str | None:
+    """Return a sentence for an error where a disk has free bytes but no inodes, so that no file can be
+    created: the system reports both as "No space left on device". None where it has inodes."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    if found.f_favail or not found.f_files or not found.f_bavail:  # btrfs has no such limit: 0 of 0
+        return None
+    free = found.f_bavail * found.f_frsize
+    return f"the disk has no inodes left for another file, although {free:,} bytes are free"
