@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,23 +9,17 @@ from typing import Any
 
 import torch
 
-from dsft.data.steps.batch import MicroBatch
 from dsft.engine.world import World
-from dsft.errors import OutOfMemoryError
 from dsft.inputs import Inputs
 from dsft.job.api import Job, Say
 from dsft.model.census import take_census
-from dsft.model.dtypes import DTYPES
-from dsft.model.timing import seconds_of
 from dsft.plan.census import Census, census_from
-from dsft.plan.cut import Cut, balanced, cut_of
+from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import Elements, bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
 from dsft.plan.memory import memory as memory_plan
 from dsft.plan.reference_memory import with_reference
-from dsft.rehearsal import ran_out
 from dsft.report.memory import PHASES, Peaks, Phase
-from dsft.spec.schema import Spec
 
 
 def counted_model(job: Job, inputs: Inputs, world: World, say: Say) -> Census:
@@ -54,60 +47,23 @@ def untrained_rows(job: Job, inputs: Inputs, counted: Census) -> Iterator[str]:
 
 
 def sized_job(job: Job, counted: Census, say: Say) -> Job:
-    """With the model's cut and bucket sizes. A line for each that a DeepSpeed JSON decides otherwise."""
+    """With the model's cut and bucket sizes. Says the cut into stages, and each size that a DeepSpeed JSON
+    decides otherwise."""
     elements = Elements(counted.numel, counted.trained)
     for key, size in bucket_sizes(elements):
         given = job.config["zero_optimization"].get(key)
         if key in job.kept and given != size:
             say(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
     config = sized(job.config, elements, job.kept)
-    return replace(job, config=config, cut=cut_of(job.spec.parallel, counted))
-
-
-def timed_job(job: Job, inputs: Inputs, batch: MicroBatch, world: World, say: Say) -> Job:
-    """With a cut into stages of equal time for this micro-batch, as rank 0's device measures it, where the
-    spec asks for that. Says what the cut is."""
-    if job.cut is None or job.cut.stages == 1:
-        return job
-    cut, line = job.cut, f"pipeline cut: {_numbers(job.cut)} layers"
-    if job.spec.parallel.pipeline_cut == "time":
-        cut, line = world.first(lambda: _timed(job, inputs, batch, world.device))
-    say(line)
-    return replace(job, cut=cut)
-
-
-def _timed(job: Job, inputs: Inputs, batch: MicroBatch, device: torch.device) -> tuple[Cut, str]:
-    spec = job.spec
-    up_to = spec.data.max_length if spec.data.packing else None
-    dtype = DTYPES[spec.train.precision]
-    try:
-        took = seconds_of(spec.model, inputs.config, batch, dtype, device, up_to)
-    except Exception as error:
-        if not ran_out(error):
-            raise
-        raise OutOfMemoryError(
-            f"parallel.pipeline_cut time: a layer and the ends do not fit beside {batch.input_ids.numel():,} "
-            f"tokens on {device}; lower train.micro_batch_size, or set pipeline_cut to parameters."
-        ) from error
-    finally:  # before the model is built
-        gc.collect()
-        torch.cuda.empty_cache()
-    cut = balanced(took.layers, job.layout.pipeline_stages, took.before, took.after)
-    of_layers = sorted({f"{seconds * 1e3:.3g}" for seconds in took.layers}, key=float)
-    return cut, (
-        f"pipeline cut by time: {_numbers(cut)} layers ({batch.input_ids.numel():,} tokens "
-        f"take a layer {' or '.join(of_layers)} ms, the embeddings {took.before * 1e3:.3g} ms, norm and "
-        f"head {took.after * 1e3:.3g} ms)"
-    )
-
-
-def _numbers(cut: Cut) -> str:
-    return ", ".join(map(str, cut.counts))
+    cut = cut_of(job.spec.parallel, counted)
+    if cut.stages > 1:
+        say(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
+    return replace(job, config=config, cut=cut)
 
 
 def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase, Peaks]:
     """The plan's bytes of the fullest rank, for micro-batches of so many tokens."""
-    spec = _as_cut(job)
+    spec = job.spec
     alone = memory_plan(counted, spec, job.layout, {}, tokens)
     ranks = with_reference(alone, counted, spec, job.layout, {}, tokens)[0].stages
     figures: dict[Phase, Peaks] = {}
@@ -122,14 +78,6 @@ def planned(job: Job, counted: Census, tokens: int, on_gpu: bool) -> dict[Phase,
                 "host_rss": max(rank.phase(phase) + rank.offloaded + rank.retained for rank in ranks)
             }
     return figures
-
-
-def _as_cut(job: Job) -> Spec:
-    """The spec, with the layers of each stage as they are."""
-    if job.cut is None or job.cut.stages == 1:
-        return job.spec
-    parallel = job.spec.parallel.model_copy(update={"pipeline_cut": job.cut.counts})
-    return job.spec.model_copy(update={"parallel": parallel})
 
 
 def mfu_of(

@@ -27,7 +27,7 @@ from dsft.inputs import Inputs, longest, read_inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
 from dsft.job.host import on_hosts
-from dsft.job.measure import counted_model, mfu_of, planned, sized_job, timed_job
+from dsft.job.measure import counted_model, mfu_of, planned, sized_job
 from dsft.job.skipped import skipped_rows
 from dsft.job.tell import describe, facts_of, open_report
 from dsft.job.together import ask_all
@@ -67,7 +67,6 @@ def train(
     counted = counted_model(job, inputs, world, say)
     largest = longest(inputs, job.batch, spec.train, last_step)
     job = on_hosts(sized_job(job, counted, say), counted, world, say)
-    job = timed_job(job, inputs, largest[0], world, say)
     for line in world.first(lambda: describe(job, inputs, start)):
         say(line)
     figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")

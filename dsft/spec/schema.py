@@ -288,10 +288,9 @@ class Parallel(Section):
     pipeline_stages: int = Field(
         default=1, ge=1, description="Number of groups that the layers are cut into, one after the other."
     )
-    pipeline_cut: Literal["parameters", "time"] | Annotated[tuple[Layers, ...], Listed] = Field(
+    pipeline_cut: Literal["parameters"] | Annotated[tuple[Layers, ...], Listed] = Field(
         default="parameters",
-        description="Layers of each stage: parameters (stages of equal size), time (of equal time, measured "
-        "before the model is built), or a list of numbers.",
+        description="Layers of each stage: parameters (stages of equal size), or a list of numbers.",
     )
     offload_optimizer: Offload = Field(
         default=Offload(), description="Where optimizer states and fp32 weights are kept and updated."

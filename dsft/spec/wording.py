@@ -144,7 +144,7 @@ def _none_of(value: Any, context: Mapping[str, Any], theirs: Mapping[str, str]) 
     choices = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
     name = str(value).lower()
     close = [theirs[name]] if name in theirs else difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
     return f"{shown(value)} is not offered; write {listed}{f' (did you mean {close[0]}?)' if close else ''}"
 
 

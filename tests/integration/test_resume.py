@@ -44,7 +44,7 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
         (1, ("parallel.zero_stage=0", "data.packing=true")),
         (
             4,
-            (*PIPELINE[:2], "train.micro_batch_size=2", "data.packing=true", "parallel.pipeline_cut=time"),
+            (*PIPELINE[:2], "train.micro_batch_size=2", "data.packing=true", "parallel.pipeline_cut=[3,1]"),
         ),
     ],
     ids=["zero3-on-4", "zero0-packed-on-1", "pipeline-packed-on-4"],
