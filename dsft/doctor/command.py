@@ -28,8 +28,8 @@ from dsft.doctor.visit import Visits, commands, slurm_command, visit
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.launch.allocation import NODES, allocation
 from dsft.launch.launched import master_port
-from dsft.launch.remote import module_command
 from dsft.plan.promised import load
+from dsft.remote import module_command
 from dsft.spec.schema import Spec
 
 PORT = 29500

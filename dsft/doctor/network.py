@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from dsft.doctor.finding import Finding, passed
-from dsft.launch.remote import ROOT, module_command
+from dsft.remote import ROOT, module_command
 
 LINK, BACKEND = "dsft.doctor.link", "dsft.engine.links"
 Command = Callable[[str, str], Sequence[str]]

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from dsft.doctor.probe import MARKER
 from dsft.errors import WorldError
-from dsft.launch.remote import ROOT, module_command
+from dsft.remote import ROOT, module_command
 
 PROBE = "dsft.doctor.probe"
 ANSWER = 30.0
@@ -49,7 +49,7 @@ class Visits:
 
 def commands(host: str, environ: Mapping[str, str] = os.environ) -> Sequence[str]:
     """Here, or through ssh."""
-    return module_command(host, PROBE, environ)
+    return module_command(host, PROBE, environ=environ)
 
 
 def slurm_command(host: str, module: str = PROBE) -> Sequence[str]:

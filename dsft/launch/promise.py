@@ -24,9 +24,9 @@ import psutil
 
 from dsft.errors import WorldError
 from dsft.launch.launched import Launched, counted
-from dsft.launch.remote import is_this_machine
 from dsft.plan.hostfile import parse, render
 from dsft.plan.worlds import worlds
+from dsft.remote import is_this_machine
 from dsft.spec.schema import Cluster
 
 DEFAULT_HOSTFILE = "/job/hostfile"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.launch.remote import ROOT
+from dsft.remote import ROOT
 from dsft.supervise.hang import Seen, hung, sentence
 from dsft.supervise.logs import HEADING, error_in
 from dsft.supervise.parts import World, address_of, orders

@@ -21,9 +21,9 @@ from dsft.errors import MissingInputError, Problem, SpecError, StorageError, Wor
 from dsft.launch.allocation import allocation
 from dsft.launch.launched import master_port
 from dsft.launch.promise import check_hosts
-from dsft.launch.remote import module_command
 from dsft.plan.hostfile import parse
 from dsft.plan.promised import load
+from dsft.remote import module_command
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.supervise.aside import Voice

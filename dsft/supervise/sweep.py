@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from dsft.launch.remote import ROOT
+from dsft.remote import ROOT
 from dsft.supervise.parts import World
 from dsft.supervise.wire import SILENCE
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.launch.remote import module_command
+from dsft.remote import module_command
 from dsft.supervise import parts
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Terms
 from dsft.supervise.parts import World

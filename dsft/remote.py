@@ -1,0 +1,363 @@
+"""The one channel to processes on other hosts: starts a Python module on a host, as itself where the host is
+this machine, else through ssh or srun, and exchanges JSON objects with it, one a line, over its standard
+input and output. Takes host names and environment variables. Imports no torch.
+
+    caller     `Channel.open(module_command(host, module), variables)`, on asyncio
+    module     `serve(answer)` for questions and answers, `own_connection()` for a program on asyncio
+
+The module ends with its input, so nothing outlives a connection. The command line that ssh hands to the other
+host's shell holds the code's folder, the interpreter and the module's name, quoted; everything else, secrets
+too, goes through standard input, where no `ps` shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import re
+import select
+import shlex
+import socket
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from dsft.errors import WorldError
+from dsft.plan.launch import environment
+from dsft.spec.hosts import is_host
+from dsft.spec.schema import Cluster
+
+Message = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that holds the package `dsft`: the same path on every host."""
+
+SSH_ARGS = "DSFT_SSH_ARGS"
+"""Further options of ssh, as a shell reads them, such as `-F lab_config -p 2222`. Where it is not set,
+PDSH_SSH_ARGS_APPEND, which DeepSpeed's users know, is read."""
+
+CONNECT = 5  # seconds that a host may take to answer
+MARK = b"dsft:"  # begins a message; what a shell's start-up file prints comes without it
+LONGEST = 2**26  # bytes of a message
+FULL = 2**20  # bytes that may wait to be written before messages that may be dropped are
+SAID = 50  # lines kept of what the other side prints besides
+
+FORWARDED = (
+    "HF_*", "HUGGING_FACE_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "SWANLAB_*",
+    "MLFLOW*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "MV2_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "TORCH_*",
+    "PYTORCH_*", "TRITON_*", "CUDA_*", "DS_*", "DEEPSPEED_*", "DSFT_*", "PYTHON*", "LD_LIBRARY_PATH", "CC",
+    "CXX", "CFLAGS", "CXXFLAGS", "MAX_JOBS", "XDG_CACHE_HOME", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
+    "LANG", "LC_ALL", "TZ",
+)  # fmt: skip
+"""Variables that other hosts get from this one. They have others of their own, or get them by
+`cluster.env`."""
+
+NOT_FORWARDED = frozenset({
+    "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "DSFT_JOB", "DSFT_LOGS", "DSFT_PULSE", "DSFT_SSH_ARGS",
+})  # fmt: skip
+"""Of those, what differs from host to host, or is for this process alone."""
+
+_FORWARDED = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in FORWARDED))
+
+_OF_A_LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT|CROSS_RANK|CROSS_SIZE|"
+    r"GROUP_.*|ROLE_.*|TORCHELASTIC_.*|OMPI_.*|PMIX?_.*|NODE_RANK|NNODES|NPROC_PER_NODE|ADDR|PORT|"
+    r"DSFT_(?:JOB|LOGS|PULSE)|"
+    r"SLURM_(?:PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_.*|STEPID|TASKS_PER_NODE|NTASKS_PER_NODE|GTIDS|TASK_PID)"
+)
+"""Variables by which a launcher gives a process its place. Whoever starts a module here is no rank, and the
+ranks that the module starts get their own."""
+
+
+def forwarded(environ: Mapping[str, str], cluster: Cluster | None) -> dict[str, str]:
+    """What every program of dsft on a host gets: the variables of FORWARDED, then those of the spec's
+    cluster."""
+    named = {
+        name: value
+        for name, value in environ.items()
+        if _FORWARDED.fullmatch(name) and name not in NOT_FORWARDED
+    }
+    return {**named, **environment(cluster)}
+
+
+def is_this_machine(host: str) -> bool:
+    """By its name, or by an address that one of this machine's interfaces has. Asks the name service."""
+    if host == "localhost" or host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
+        return True
+    try:
+        found = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
+    except OSError:  # unknown: the connection will fail, and say so
+        return False
+    own = {address.address.partition("%")[0] for each in psutil.net_if_addrs().values() for address in each}
+    return all(address in own or address.startswith("127.") for address in found)
+
+
+def module_command(
+    host: str, module: str, through: Literal["ssh", "srun"] = "ssh", environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """The argument vector of `python -m module` on the host, in the folder ROOT. through: srun inside of a
+    Slurm job, whose hosts may allow no ssh.
+
+    Raises WorldError for what is no host name: ssh would read `-o…` as an option, and a shell `$(…)`.
+    """
+    if not is_host(host):
+        raise WorldError(
+            f"{host!r} is neither a host name (letters, digits, '-' and '.') nor an IP address; correct it."
+        )
+    program = [sys.executable, "-m", module]
+    if through == "srun":
+        step = ["--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--quiet", f"--chdir={ROOT}"]
+        return ["srun", f"--nodelist={host}", *step, "--", *program]
+    if is_this_machine(host):
+        return program
+    line = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(program)}"
+    return [*ssh_command(environ), "--", host, line]
+
+
+def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
+    """`ssh` with its options: it asks for nothing, gives up soon, and notices a peer that is gone. Raises
+    WorldError for further ones that a shell could not read."""
+    name = SSH_ARGS if environ.get(SSH_ARGS) else "PDSH_SSH_ARGS_APPEND"
+    try:
+        further = shlex.split(environ.get(name) or "")
+    except ValueError as error:
+        raise WorldError(
+            f"{name}={environ[name]!r} is no list of options ({error}); mend its quotes."
+        ) from None
+    options = ("BatchMode=yes", f"ConnectTimeout={CONNECT}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+    return ["ssh", "-T", *(word for option in options for word in ("-o", option)), *further]
+
+
+class NoAnswer(Exception):
+    """A module gave no (further) answer. code: the exit code of what was started for it, None while that
+    runs; said: what it, or ssh, printed besides."""
+
+    def __init__(self, text: str, code: int | None, said: str) -> None:
+        super().__init__(text)
+        self.code, self.said = code, said
+
+
+class Lines:
+    """Messages over a pair of streams, on either side. said: the last lines that are no messages."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.said: deque[str] = deque(maxlen=SAID)
+
+    def send(self, message: Mapping[str, Any], *, may_drop: bool = False) -> None:
+        """Without waiting: a host whose link is down reads nothing. may_drop: if much is waiting already."""
+        transport = self._writer.transport
+        if not transport.is_closing() and not (may_drop and transport.get_write_buffer_size() > FULL):
+            self._writer.write(_line(message))
+
+    async def receive(self) -> Message | None:
+        """The next message; None once the other side has ended."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except (OSError, ValueError):  # reset; longer than LONGEST
+                return None
+            if not line:
+                return None
+            message = self._read(line)
+            if message is not None:
+                return message
+
+    def _read(self, line: bytes) -> Message | None:
+        before, mark, after = line.partition(MARK)
+        message = _parsed(after) if mark else None
+        other = before if message is not None else line
+        if other.strip():
+            self.said.append(other.decode(errors="replace").strip()[:1000])
+        return message
+
+
+class Channel(Lines):
+    """The caller's side. Use it with `async with`, or call `close`. errors: the last lines of the error
+    output."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        super().__init__(process.stdout, process.stdin)
+        self.errors: deque[str] = deque(maxlen=SAID)
+        self._process = process
+        self._keeping = asyncio.create_task(self._keep_errors())
+
+    @classmethod
+    async def open(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Channel:
+        """argv: of `module_command`; environ: variables that the module gets before its first message. The
+        process has a session of its own: Ctrl-C in a terminal is for this process alone. Raises NoAnswer
+        where there is no such program."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, cwd=ROOT, start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=LONGEST
+            )
+        except OSError as error:
+            text = f"{error.filename}: {error.strerror}"
+            raise NoAnswer(text, 127, text) from None
+        channel = cls(process)
+        channel.send({"environ": dict(environ)})
+        return channel
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the process on this machine (the module's own, ssh's or srun's), once it ended."""
+        return self._process.returncode
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, message: Mapping[str, Any], seconds: float) -> Message:
+        """The next message after this one was sent. Raises NoAnswer where none comes in this time: do not
+        ask again then, since a late answer would be taken for the next one."""
+        self.send(message)
+        try:
+            answer = await asyncio.wait_for(self.receive(), seconds)
+            why = await self.reason() if answer is None else ""
+        except TimeoutError:
+            answer, why = None, f"no answer within {seconds:g} s"
+        if answer is None:
+            raise NoAnswer(why, self.code, "\n".join([*self.errors, *self.said]))
+        return answer
+
+    async def reason(self) -> str:
+        """Why it ended: the last line that it said, else its exit code."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(self._process.wait(), asyncio.shield(self._keeping)), 1.0)
+        for lines in (self.errors, self.said):
+            if lines:
+                return lines[-1]
+        return "no answer" if self.code is None else f"exit code {self.code}"
+
+    async def close(self, seconds: float = 2.0) -> None:
+        """End it by the end of its input; kill it if it is still there after `seconds`."""
+        self._writer.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        self._process._transport.close()  # type: ignore[attr-defined]  # pipes that a grandchild still has
+
+    async def _keep_errors(self) -> None:
+        assert self._process.stderr is not None
+        with suppress(OSError, ValueError):
+            async for line in self._process.stderr:
+                if line.strip():
+                    self.errors.append(line.decode(errors="replace").strip()[:1000])
+
+
+async def own_connection() -> Lines:
+    """Of a module that a Channel started. Its environment is set as the caller wants it."""
+    loop = asyncio.get_running_loop()
+    output = _own_output()
+    reader = asyncio.StreamReader(LONGEST)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", 0))
+    pipe = os.fdopen(output, "wb", 0)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+    connection = Lines(reader, asyncio.StreamWriter(transport, protocol, None, loop))
+    first = await connection.receive()
+    set_environment((first or {}).get("environ", {}))
+    return connection
+
+
+def serve(answer: Callable[[Message], Iterable[Message]], silence: float = 60.0) -> None:
+    """Send what `answer` gives (or yields, bit by bit) for each message of the caller, one message after the
+    other, from a thread of its own; an exception is sent as {"fault": text}. Returns when the input ends, or
+    nothing was asked and worked on for `silence` seconds, even if an answer is still being worked on: end the
+    process then by `os._exit`."""
+    orders: queue.Queue[Message] = queue.Queue()
+    threading.Thread(target=_work, args=(answer, orders, _own_output()), name="answers", daemon=True).start()
+    rest, heard = b"", time.monotonic()
+    while True:
+        is_ready = select.select([0], [], [], min(1.0, silence))[0]
+        if is_ready or orders.unfinished_tasks:
+            heard = time.monotonic()
+        elif time.monotonic() >= heard + silence:
+            return
+        if not is_ready:
+            continue
+        found = os.read(0, 2**16)
+        if not found:
+            return
+        *whole, rest = (rest + found).split(b"\n")
+        for line in whole:
+            message = _parsed(line.partition(MARK)[2])
+            if message is not None:
+                orders.put(message)
+
+
+def _work(answer: Callable[[Message], Iterable[Message]], orders: queue.Queue[Message], output: int) -> None:
+    while True:
+        message = orders.get()
+        if "environ" in message:
+            set_environment(message["environ"])
+        else:
+            try:
+                for each in answer(message):
+                    _write(output, each)
+            except Exception as error:  # of a system that is unlike those that were tried
+                _write(output, {"fault": f"{type(error).__name__}: {error}"})
+        orders.task_done()
+
+
+def _write(output: int, message: Mapping[str, Any]) -> None:
+    line = _line(message)
+    with suppress(OSError):  # the caller is gone
+        while line:
+            line = line[os.write(output, line) :]
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Make this process's environment that of a program the caller starts: without the place of a rank, with
+    the caller's variables, and this interpreter first on PATH."""
+    for name in [name for name in os.environ if _OF_A_LAUNCHER.fullmatch(name)]:
+        del os.environ[name]
+    paths = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    os.environ["PATH"] = os.pathsep.join(dict.fromkeys(paths))
+    os.environ.update(variables)
+    for place in reversed(variables.get("PYTHONPATH", "").split(os.pathsep)):
+        if place and place not in sys.path:
+            sys.path.insert(1, place)
+
+
+def _own_output() -> int:
+    """Where messages go. What this process prints goes to its error output from now on."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    return output
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    """Begins with a line's end: a shell's start-up file may have printed half a line."""
+    return b"\n" + MARK + json.dumps(message).encode() + b"\n"
+
+
+def _parsed(text: bytes) -> Message | None:
+    try:
+        message = json.loads(text)
+    except ValueError:  # cut off
+        return None
+    return message if isinstance(message, dict) else None

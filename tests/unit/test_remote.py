@@ -1,0 +1,205 @@
+"""Programs on other hosts: ssh gets host names alone; messages go both ways, and nothing outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dsft.errors import WorldError
+from dsft.remote import ROOT, Channel, NoAnswer, forwarded, is_this_machine, module_command
+
+SERVER = """
+import os, sys, time
+from dsft.remote import serve
+
+def answer(message):
+    if message["do"] == "environ":
+        print("printed by the work")
+        yield {"environ": dict(os.environ), "path": sys.path, "pid": os.getpid()}
+    elif message["do"] == "sleep":
+        yield {"pid": os.getpid()}
+        time.sleep(600)
+    elif message["do"] == "count":
+        yield from ({"number": number} for number in range(message["to"]))
+    else:
+        raise ValueError("what?")
+
+print('{"a": "banner"} and half a line', end="", flush=True)
+serve(answer, silence=float(sys.argv[1]))
+os._exit(0)
+"""
+PROGRAM = """
+import asyncio
+from dsft.remote import own_connection
+
+async def main():
+    connection = await own_connection()
+    while (message := await connection.receive()) is not None:
+        connection.send({"echo": message})
+
+asyncio.run(main())
+"""
+
+
+def server(silence: float = 60.0) -> list[str]:
+    return [sys.executable, "-c", SERVER, str(silence)]
+
+
+def wait_gone(pid: int) -> bool:
+    until = time.monotonic() + 5
+    while psutil.pid_exists(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not psutil.pid_exists(pid)
+
+
+def test_this_machine_is_known_by_name_and_by_address() -> None:
+    for host in ("localhost", "127.0.0.1", socket.gethostname()):
+        assert is_this_machine(host)
+        assert module_command(host, "dsft.cli") == [sys.executable, "-m", "dsft.cli"]
+    assert not is_this_machine("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_this_machine("no-such-host.invalid")
+
+
+def test_another_machine_is_reached_through_ssh_with_nothing_of_the_users_in_the_line() -> None:
+    argv = module_command("192.0.2.1", "dsft.cli", environ={"DSFT_SSH_ARGS": "-F 'my config' -p 22"})
+    assert argv[0] == "ssh" and argv[-3:-1] == ["--", "192.0.2.1"]
+    assert argv[-7:-3] == ["-F", "my config", "-p", "22"]
+    assert shlex.split(argv[-1]) == ["cd", str(ROOT), "&&", "exec", sys.executable, "-m", "dsft.cli"]
+    assert "BatchMode=yes" in argv
+    argv = module_command("192.0.2.1", "dsft.cli", environ={"PDSH_SSH_ARGS_APPEND": "-p 9"})
+    assert argv[-5:-3] == ["-p", "9"]
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a;id", "$(id)", "a b", "", "a\nb", "user@node1"])
+def test_what_is_no_host_name_is_refused(host: str) -> None:
+    with pytest.raises(WorldError, match="neither a host name"):
+        module_command(host, "dsft.cli")
+
+
+def test_options_that_no_shell_could_read_are_refused_by_their_variable() -> None:
+    for name in ("DSFT_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
+        with pytest.raises(WorldError, match=f"{name}=.* is no list of options"):
+            module_command("192.0.2.1", "dsft.cli", environ={name: "-o 'x"})
+
+
+def test_a_module_answers_has_the_environment_and_ends_with_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    given = {"WANDB_API_KEY": "a\nsecret $(id)", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    async def talk() -> tuple[dict[str, Any], list[str]]:
+        async with await Channel.open(server(), given) as channel:
+            found = await channel.ask({"do": "environ"}, 20)
+            assert psutil.pid_exists(channel.pid)
+        return found, [*channel.said, *channel.errors]
+
+    found, said = asyncio.run(talk())
+    assert found["environ"]["WANDB_API_KEY"] == given["WANDB_API_KEY"]
+    assert str(tmp_path) in found["path"]
+    assert not {"RANK", "SLURM_PROCID"} & set(found["environ"])
+    assert said == ['{"a": "banner"} and half a line', "printed by the work"]
+    assert wait_gone(found["pid"])
+
+
+def test_messages_of_any_size_go_both_ways_in_order() -> None:
+    async def talk() -> None:
+        async with await Channel.open(server(), {}) as channel:
+            channel.send({"do": "count", "to": 5000})
+            assert [await channel.receive() for _ in range(5000)] == [{"number": n} for n in range(5000)]
+        async with await Channel.open([sys.executable, "-c", PROGRAM], {}) as channel:
+            large = {"text": "ü\n" * 500_000}
+            assert await channel.ask(large, 20) == {"echo": large}
+
+    asyncio.run(talk())
+
+
+def test_the_end_of_the_input_ends_a_module_that_is_still_at_work() -> None:
+    async def talk() -> tuple[int, float]:
+        channel = await Channel.open(server(), {})
+        pid = (await channel.ask({"do": "sleep"}, 20))["pid"]
+        began = time.monotonic()
+        await channel.close(seconds=10)
+        assert channel.code == 0
+        return pid, time.monotonic() - began
+
+    pid, seconds = asyncio.run(talk())
+    assert wait_gone(pid) and seconds < 5
+
+
+def test_silence_ends_a_module_but_not_while_it_works() -> None:
+    async def talk() -> None:
+        async with await Channel.open(server(0.5), {}) as channel:
+            assert await asyncio.wait_for(channel.receive(), 20) is None
+            assert await channel.reason() == '{"a": "banner"} and half a line' and channel.code == 0
+        async with await Channel.open(server(0.5), {}) as channel:
+            await channel.ask({"do": "sleep"}, 20)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(channel.receive(), 3)
+
+    asyncio.run(talk())
+
+
+def test_why_there_is_no_answer_is_said() -> None:
+    async def why(argv: list[str], seconds: float = 20) -> NoAnswer:
+        with pytest.raises(NoAnswer) as caught:
+            async with await Channel.open(argv, {}) as channel:
+                await channel.ask({"do": "sleep"}, seconds)
+                await channel.ask({"do": "sleep"}, seconds)
+        return caught.value
+
+    absent = asyncio.run(why(["/no/such/ssh"]))
+    assert (str(absent), absent.code) == ("/no/such/ssh: No such file or directory", 127)
+    failing = asyncio.run(why(["sh", "-c", "echo first; echo Permission denied >&2; exit 255"]))
+    assert (str(failing), failing.code) == ("Permission denied", 255)
+    assert set(failing.said.splitlines()) == {"first", "Permission denied"}
+    assert str(asyncio.run(why(["true"]))) == "exit code 0"
+    deaf = asyncio.run(why(["sleep", "60"], 0.2))
+    assert (str(deaf), deaf.code) == ("no answer within 0.2 s", None)
+
+
+def test_a_fault_of_the_work_is_an_answer_and_the_next_message_is_answered_too() -> None:
+    async def talk() -> list[dict[str, Any]]:
+        async with await Channel.open(server(), {}) as channel:
+            return [await channel.ask({"do": do, "to": 1}, 20) for do in ("nothing", "count")]
+
+    assert asyncio.run(talk()) == [{"fault": "ValueError: what?"}, {"number": 0}]
+
+
+def test_what_a_stuck_host_does_not_read_neither_waits_nor_grows() -> None:
+    async def talk() -> None:
+        async with await Channel.open(["sleep", "60"], {}) as channel:
+            began = time.monotonic()
+            for _ in range(20_000):
+                channel.send({"text": "x" * 1000}, may_drop=True)
+            assert time.monotonic() - began < 5
+            assert channel._writer.transport.get_write_buffer_size() < 2 * 2**20
+
+    asyncio.run(talk())
+
+
+def test_one_list_says_which_variables_other_hosts_get() -> None:
+    environ = {
+        "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "MLFLOW_URI": "u", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "0", "DSFT_SSH_ARGS": "-p 1", "HOME": "/root", "PATH": "/bin", "CCX": "no",
+    }  # fmt: skip
+    assert set(forwarded(environ, None)) == {
+        "HF_TOKEN", "NCCL_DEBUG", "PYTHONPATH", "MLFLOW_URI", "OMP_NUM_THREADS",
+    }  # fmt: skip
+    assert forwarded(dict(os.environ), None).items() <= dict(os.environ).items()
+
+
+def test_slurm_starts_a_module_as_one_more_step() -> None:
+    argv = module_command("node1", "dsft.cli", "srun")
+    assert argv[:2] == ["srun", "--nodelist=node1"] and argv[-4:] == ["--", sys.executable, "-m", "dsft.cli"]
+    assert f"--chdir={ROOT}" in argv and "--overlap" in argv
