@@ -86,6 +86,6 @@ def what_next(spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool 
             f"adapter: {export}, for peft's {loader}.from_pretrained over {over}; the whole model: "
             f"dsft export {checkpoint} OUT --merged"
         ]
-    if spec.task in ("sft", "dpo") and (lora is None or base is not None):
+    if spec.task_kind.answers and (lora is None or base is not None):
         lines.append(f"talk to it: dsft chat {export}")
     return lines

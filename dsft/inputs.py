@@ -23,7 +23,7 @@ from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
 from dsft.report.making import shown
-from dsft.spec.pairs import shares_prompts
+from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec, Train
 
 LOOKED_AT = 200

@@ -17,7 +17,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
 from dsft.report.making import shown
-from dsft.spec.pairs import shares_prompts
+from dsft.spec.preferences import shares_prompts
 
 say = partial(print, flush=True)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from dsft.spec.schema import Dpo
+from dsft.spec.task import TASKS
 
 CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
@@ -91,7 +92,7 @@ def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     yield "adapter", list(_adapter(model)) if form != "model" else []
     yield "objective", list(_objective(spec))
     yield "reference", list(_reference(origin.get("reference")))
-    unit = "pairs" if spec.get("task") == "dpo" else "rows"
+    unit = f"{TASKS[spec['task']].unit}s" if spec.get("task") in TASKS else "rows"
     yield "data", [_source(name, facts, unit) for name, facts in state.get("data", {}).items()]
     yield "steps", list(_steps(state))
     yield "precision", [train["precision"]] if "precision" in train else []
@@ -118,8 +119,8 @@ def _adapter(model: Values) -> Iterator[str]:
 
 
 def _objective(spec: Values) -> Iterator[str]:
-    task = spec.get("task")
-    if task != "dpo":
+    task = spec.get("task", "")
+    if task not in TASKS or not TASKS[task].preference:
         yield from [_TASKS[task]] if task in _TASKS else []
         return
     dpo = spec.get("dpo") or Dpo().model_dump()

@@ -74,9 +74,7 @@ def check_same_run(
     if examples != batch.global_batch_size:
         differing_keys.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
     if data is not None:
-        differing_keys += other_rows(
-            checkpoint.state["data"], data, "pairs" if spec.task == "dpo" else "rows"
-        )
+        differing_keys += other_rows(checkpoint.state["data"], data, f"{spec.task_kind.unit}s")
     if differing_keys:
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(differing_keys)}. "

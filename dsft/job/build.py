@@ -41,7 +41,7 @@ from dsft.spec.schema import Spec
 
 def objective_of(spec: Spec) -> Objective:
     """sft and pretraining differ in their data alone."""
-    return preference(dpo_of(spec)) if spec.task == "dpo" else next_token()
+    return preference(dpo_of(spec)) if spec.task_kind.preference else next_token()
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     def part() -> Policy:
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, job.cut, keep)
         check_trainable(policy.causal_lm)
-        if spec.task == "dpo":
+        if spec.task_kind.preference:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing:
             max_length, kind = spec.data.max_length, spec.model.attention

@@ -22,6 +22,7 @@ from torch import Tensor
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
+from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo
 
 METRICS = (
@@ -34,7 +35,6 @@ rewards are made."""
 
 EPSILON = torch.finfo(torch.float32).eps
 
-REFERENCE_FREE = frozenset({"simpo", "orpo"})
 NLL = "nll_loss"  # TRL's name of the mean over the chosen answers' tokens, before its weight
 CERTAIN = -1e-12  # nats per token: an answer that is as good as certain, where its odds are still a number
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
-from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Data, Train
+from dsft.spec.task import TASKS
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class BatchSizes:
         )
 
 
-def batch_sizes(
-    train: Train, data_parallel: int, data: Data | None = None, task: str | None = None
-) -> BatchSizes:
+def batch_sizes(train: Train, data_parallel: int, data: Data | None = None, task: str = "sft") -> BatchSizes:
     """The third of the three sizes from the other two; SpecError with the whole equation where none fits.
 
     data and task: with the budget of packed micro-batches."""
@@ -61,10 +59,10 @@ def batch_sizes(
     return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro, task) if data else None)
 
 
-def _token_budget(data: Data, micro_batch_size: int, task: str | None) -> int | None:
+def _token_budget(data: Data, micro_batch_size: int, task: str) -> int | None:
     if not data.packing:
         return None
-    return data.max_tokens_per_micro_batch or micro_batch_size * longest_example(data, task)
+    return data.max_tokens_per_micro_batch or micro_batch_size * TASKS[task].rows * data.max_length
 
 
 def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:

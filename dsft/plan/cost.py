@@ -18,7 +18,6 @@ from dsft.plan.flops import peak_tflops, work
 from dsft.plan.memory import runs_on_cpu
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
-from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
 REACHED = 0.4
@@ -83,7 +82,7 @@ def cost(
     """hosts: host -> ranks."""
     model, recomputed = _flops(census, spec)
     speed = _speed(spec, batch) * sum(hosts.values())
-    tokens = batch.global_batch_size * longest_example(spec.data, spec.task)
+    tokens = batch.global_batch_size * spec.longest_example
     computing = (model + recomputed) * tokens / speed
     share = bubble(spec.parallel.pipeline_stages, batch.accumulation_steps)
     stretched = computing * _imbalance(census, spec) / (1 - share)
@@ -151,7 +150,7 @@ def _tflops(spec: Spec) -> float:
 
 def _speed(spec: Spec, batch: BatchSizes) -> float:
     """FLOPs a second of one rank, by the tokens of a micro-batch."""
-    tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * longest_example(spec.data, spec.task)
+    tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
     return _tflops(spec) * 1e12 * REACHED * tokens / (tokens + HALF_TOKENS)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.nvme import aio_rows, optimizer_rows, parameter_rows
-from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
@@ -173,7 +172,7 @@ def accumulates(spec: Spec, batch: BatchSizes) -> bool:
     """Whether a rank's step may have several micro-batches, by accumulation_steps or a packed budget."""
     budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
     return batch.accumulation_steps > 1 or (
-        budget is not None and budget < batch.micro_batch_size * longest_example(spec.data, spec.task)
+        budget is not None and budget < batch.micro_batch_size * spec.longest_example
     )
 
 

@@ -28,7 +28,6 @@ from dsft.plan.layout import Layout
 from dsft.plan.moments import NONE, Moment, Part, Row, Tensors, each, gathered, moments, one, total
 from dsft.plan.swapped import Swapped, swapped
 from dsft.plan.units import FP32
-from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20
@@ -146,7 +145,7 @@ def memory(
 def most_tokens(spec: Spec, layout: Layout) -> int:
     """Of a micro-batch, as the spec allows."""
     size = batch_sizes(spec.train, layout.data_parallel).micro_batch_size
-    return spec.data.max_tokens_per_micro_batch or size * longest_example(spec.data, spec.task)
+    return spec.data.max_tokens_per_micro_batch or size * spec.longest_example
 
 
 def stage_memory(
@@ -344,7 +343,7 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
-    if spec.task != "dpo":
+    if not spec.task_kind.preference:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
     row = vocabulary * weight_bytes(spec)
     kept = kept_rows(tokens, row, chunk)

@@ -38,7 +38,7 @@ def reference_model(spec: Spec) -> Model:
 
 def needs_reference(spec: Spec) -> bool:
     """Whether the loss has one."""
-    return spec.task == "dpo" and dpo_of(spec).loss_type not in REFERENCE_FREE
+    return spec.task_kind.preference and dpo_of(spec).loss_type not in REFERENCE_FREE
 
 
 def has_engine(spec: Spec) -> bool:
@@ -94,7 +94,7 @@ def reference_facts(spec: Spec, *, unchanged: bool | None) -> dict[str, Any] | N
 def check_precomputed(spec: Spec, command: str) -> None:
     """Raises SpecError where there is no reference to score ahead of training, as `command` does."""
     dpo = dpo_of(spec)
-    if spec.task != "dpo":
+    if not spec.task_kind.preference:
         where, why = "task", f"task {spec.task} has no reference; start dsft/train.py, or set dpo"
     elif dpo.loss_type in REFERENCE_FREE:
         where, why = "dpo.loss_type", f"{dpo.loss_type} needs no reference; start dsft/train.py"

@@ -19,7 +19,7 @@ from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
 from dsft.preview.problems import Source, parts_of
-from dsft.spec.pairs import shares_prompts
+from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Data, Spec
 from dsft.spec.schema import Source as SpecSource
 

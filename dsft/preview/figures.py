@@ -13,7 +13,6 @@ from dsft.data.sets.order import Order
 from dsft.data.steps.pack import micro_batches_of
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import total_steps
-from dsft.spec.pairs import longest_example
 from dsft.spec.schema import Spec
 
 BINS = 12
@@ -68,7 +67,7 @@ def steps_of(data: Dataset, spec: Spec, batch: BatchSizes) -> Steps:
     dealt = max(1, LAID // (batch.global_batch_size * batch.data_parallel))
     steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, dealt))]
     sums = [int(data.lengths[step].sum(dtype=np.int64)) for step in steps]
-    longest = batch.micro_batch_size * longest_example(spec.data, spec.task)
+    longest = batch.micro_batch_size * spec.longest_example
     packed = replace(batch, tokens_per_micro_batch=batch.tokens_per_micro_batch or longest)
     ways = {"padded": replace(batch, tokens_per_micro_batch=None), "packed": packed}
     if data.is_pairs:

@@ -24,6 +24,7 @@ from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
 from dsft.preview.problems import Problems, Source, kinds_of, lost_of, problems_of, row_of
 from dsft.preview.tokens import Token, tokens_of
 from dsft.preview.worst import worst_of
+from dsft.spec.task import TASKS
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ class View:
 
     @property
     def unit(self) -> str:
-        return "pair" if self.task == "dpo" else "example"
+        return "pair" if self.unit_of_data == "pair" else "example"
 
     @property
     def unit_of_data(self) -> str:
-        return "pair" if self.task == "dpo" else "row"
+        return TASKS[self.task].unit
 
 
 @dataclass(frozen=True)

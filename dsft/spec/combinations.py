@@ -17,7 +17,6 @@ from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import is_host
 from dsft.spec.not_offered import config_findings
-from dsft.spec.pairs import longest_example
 from dsft.spec.preferences import preference_findings
 from dsft.spec.schema import Optim, Parallel, Schedule, Spec
 
@@ -361,7 +360,7 @@ def _optimizer(spec: Spec) -> Iterator[Finding]:
 
 
 def _data(spec: Spec) -> Iterator[Finding]:
-    if spec.data.on_too_long == "split" and spec.task != "pretrain":
+    if spec.data.on_too_long == "split" and spec.task_kind.answers:
         message = f"'split' is for pretraining, no row of {spec.task} can be cut; use error, drop or truncate"
         yield Finding(("data", "on_too_long"), message, ("data.on_too_long", "task"))
     yield from _packing(spec)
@@ -410,12 +409,12 @@ def _packing(spec: Spec) -> Iterator[Finding]:
     budget, reads = data.max_tokens_per_micro_batch, ("data.max_tokens_per_micro_batch", "data.packing")
     if budget is not None and not data.packing:
         yield Finding(key, f"{budget} has no effect without data.packing; set it or leave this out", reads)
-    elif budget is not None and budget < (longest := longest_example(data, spec.task)):
-        rows, what = ("", "row") if longest == data.max_length else ("twice ", "pair")
-        message = f"{budget} is less than {rows}data.max_length {data.max_length}, so the longest {what}"
-        message += f" has no place; set it to {longest} or more"
+    elif budget is not None and budget < (longest := spec.longest_example):
+        twice = "twice " if spec.task_kind.rows == 2 else ""
+        message = f"{budget} is less than {twice}data.max_length {data.max_length}, so the longest "
+        message += f"{spec.task_kind.unit} has no place; set it to {longest} or more"
         yield Finding(key, message, (*reads, "data.max_length"))
-    if data.packing and spec.task == "pretrain" and data.on_too_long in ("drop", "truncate"):
+    if data.packing and not spec.task_kind.answers and data.on_too_long in ("drop", "truncate"):
         message = f"{shown(data.on_too_long)} has no effect on packed pretraining, where a document goes on"
         keys = ("data.on_too_long", "data.packing", "task")
         yield Finding(("data", "on_too_long"), f"{message} in the next row; leave it out", keys)
@@ -428,7 +427,7 @@ def _attention(spec: Spec) -> Iterator[Finding]:
 
 
 def _keeps_a_start(spec: Spec) -> bool:
-    return spec.task == "dpo" and spec.dpo is not None and spec.dpo.reference == "adapter"
+    return spec.task_kind.preference and spec.dpo is not None and spec.dpo.reference == "adapter"
 
 
 def _offload(spec: Spec) -> Iterator[Finding]:

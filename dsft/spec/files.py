@@ -29,9 +29,9 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
             yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
-        elif name in BUILTIN and spec.task == "pretrain":
+        elif name in BUILTIN and not spec.task_kind.answers:
             yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
-        elif name in BUILTIN and spec.task == "dpo" and name not in BUILTIN_PAIRS:
+        elif name in BUILTIN and spec.task_kind.unit == "pair" and name not in BUILTIN_PAIRS:
             yield Finding(path, f"{shown(name)} holds conversations, no pairs; use {BUILTIN_PAIRS[0]}")
 
 

@@ -1,4 +1,4 @@
-"""The formats of rows: which keys a row of each has, and which task takes which. Pure.
+"""The formats of rows: which keys a row of each has. Pure.
 
 Takes a spec, gives what of `format` and `columns` cannot be read. What a row of a format means is for
 `dsft.data.formats`.
@@ -39,11 +39,6 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
     "kto": (*_PROMPTED, "input", "history"),
 }
-TASK_FORMATS: Mapping[str, tuple[str, ...]] = {
-    "sft": ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
-    "pretrain": ("text",),
-    "dpo": ("preference",),
-}
 
 
 def column_names(format: str | None) -> tuple[str, ...]:
@@ -55,7 +50,7 @@ def column_names(format: str | None) -> tuple[str, ...]:
 
 def format_findings(spec: Spec) -> Iterator[Finding]:
     """A format that the task does not take, and columns that rows of the format do not have."""
-    taken = TASK_FORMATS[spec.task]
+    taken = spec.task_kind.formats
     for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
         for index, source in enumerate(sources):
             key = f"data.{part}"

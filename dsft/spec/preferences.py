@@ -7,17 +7,26 @@ from typing import Any
 
 from dsft.spec.document import shown
 from dsft.spec.finding import Finding
-from dsft.spec.pairs import SHARING
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
+"""Losses that compare the policy with no reference."""
 SMOOTHED = ("sigmoid", "robust")
+SHARING = ("auto", "sdpa")
+"""Attention under which the second answer of a packed row looks back at the prompt of the first."""
 _OF_REFERENCE = ("reference", "reference_model", "reference_zero_stage", "reference_offload")
 _OF_STORE = ("reference_store", "recheck_rows")
 
 
+def shares_prompts(spec: Spec) -> bool:
+    """Whether the prompt of a pair is computed once for both answers."""
+    asked = spec.dpo.share_prompts if spec.dpo is not None else None
+    can = spec.task_kind.rows == 2 and spec.data.packing and spec.model.attention in SHARING
+    return can and asked is not False
+
+
 def preference_findings(spec: Spec) -> Iterator[Finding]:
-    if spec.task != "dpo":
+    if not spec.task_kind.preference:
         if spec.dpo is not None:
             message = f"the section has no effect on task {spec.task}; set task: dpo, or leave it out"
             yield Finding(("dpo",), message, ("dpo", "task"))

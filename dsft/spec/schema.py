@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from dsft.spec.task import TASKS, Task
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 # A YAML list becomes a tuple; everything else is taken only in its own type (strict below).
@@ -574,6 +576,16 @@ class Spec(Section):
     output_dir: str = Field(
         default="runs", min_length=1, description="Folder of all runs, shared by all hosts."
     )
+
+    @property
+    def task_kind(self) -> Task:
+        """What follows from the task."""
+        return TASKS[self.task]
+
+    @property
+    def longest_example(self) -> int:
+        """In tokens: data.max_length is the limit of each of its rows."""
+        return self.task_kind.rows * self.data.max_length
 
     @property
     def accelerator(self) -> Accelerator | None:

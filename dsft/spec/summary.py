@@ -19,7 +19,8 @@ def summary(spec: Spec) -> str:
     )
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
     data = spec.data
-    unit, limited = ("pairs", "a prompt and an answer") if spec.task == "dpo" else ("rows", "rows")
+    unit = f"{spec.task_kind.unit}s"
+    limited = "a prompt and an answer" if spec.task_kind.unit == "pair" else unit
     share = f"{data.eval_fraction:g} of the {unit}" if data.eval_fraction else None
     held_out = share or (f"{data.eval_count:,} {unit} held out" if data.eval_count else None)
     evaluated = [*([_names(data.eval)] if data.eval else []), *([held_out] if held_out else [])]

@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import read_document, shown
 from dsft.spec.schema import NAME_PATTERN, Spec
+from dsft.spec.task import TASKS
 
 SCHEMA_FILE = "dsft.schema.json"
 
@@ -123,13 +124,13 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
 
     SpecError where the task is not built or a file would be overwritten; StorageError where the disk refuses.
     """
-    if task not in ("sft", "pretrain", "dpo"):
+    if task not in TASKS:
         raise _refuse("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
         raise _refuse("NAME", f"{shown(name)} cannot be a folder of its own; {rule}")
     files = {path: _spec_text(name, task, path)}
-    if task == "pretrain":
+    if not TASKS[task].answers:
         files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
     for file in files:
         if file.exists() or file.is_symlink():
@@ -152,7 +153,7 @@ def _spec_text(name: str, task: str, path: FilePath) -> str:
         "pretrain": _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path)))),
         "dpo": _DPO_DATA,
     }
-    of_task = _OF_PAIRS if task == "dpo" else _OF_ROWS
+    of_task = _OF_PAIRS if TASKS[task].unit == "pair" else _OF_ROWS
     return _TEMPLATE.format(
         name=_text(name),
         task=task,

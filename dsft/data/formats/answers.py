@@ -16,6 +16,7 @@ from dsft.data.formats.talk import alpaca_turns, row_tools, said_by, with_system
 from dsft.data.formats.values import Fields, is_empty, only, string
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
+from dsft.spec.task import TASKS
 
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
 """As CSV writes them, in any case."""
@@ -37,7 +38,7 @@ def preference(fields: Fields, task: str = "dpo") -> Row:
     pair = _replaced_answer(fields) if is_replaced else _pair(fields, task)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so there is nothing to prefer")
-    return Row(pair[:1] if task == "sft" else pair)
+    return Row(pair[: TASKS[task].rows])
 
 
 def kto(fields: Fields) -> Row:
@@ -240,7 +241,7 @@ def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
         prompt, *last = common.rsplit(maxsplit=1) if common else [""]
         prompt = prompt if last else ""
     named = any(isinstance(fields.row.get(key), str) for key in _ASKED)
-    if not prompt or named or task == "sft":
+    if not prompt or named or TASKS[task].rows == 1:
         raise BadRowError(_no_prompt(fields))
     chosen, rejected = (_text(fields, prompt, text[len(prompt) :]) for text in texts)
     return chosen, rejected

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, listed
 from dsft.data.rows import BadRowError, Line
-from dsft.spec.formats import NEEDS, TASK_FORMATS, column_names
+from dsft.spec.formats import NEEDS, column_names
+from dsft.spec.task import TASKS
 
 _ASKED_FOR: Mapping[str, str] = {
     "preference": "trains on the chosen answers",
@@ -68,7 +69,7 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
         found = _named(source.format, lines, source.columns, task)
     else:
         found = _detected(lines, source.columns, task)
-    taken = TASK_FORMATS[task]
+    taken = TASKS[task].formats
     if found.name not in taken:
         raise BadRowError(
             f"{found.name} rows, and task {task} takes {', '.join(taken)}; change the task or the file"
@@ -153,7 +154,7 @@ def _is_labelled(fields: Fields) -> bool:
 
 def _one_of(fits: Sequence[str], task: str) -> str:
     """Of the formats that a row fits the one that the task takes. Raises BadRowError where several are."""
-    taken = [name for name in fits if name in TASK_FORMATS[task]] or fits[:1]
+    taken = [name for name in fits if name in TASKS[task].formats] or fits[:1]
     if len(taken) > 1:
         written = " or ".join(f"format: {name}" + _trains_on(name, task) for name in taken)
         raise BadRowError(f"fits {' and '.join(fits)}; say which with {written}")

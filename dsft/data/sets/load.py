@@ -20,6 +20,7 @@ from dsft.data.sets.pieces import OnTooLong
 from dsft.errors import Problem
 from dsft.spec.held_out import set_names, train_names
 from dsft.spec.schema import Data, Source
+from dsft.spec.task import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,8 +98,8 @@ def load_data(
 
 
 def rows_of(source: Source, renderer: Renderer, task: str, cache: Cache) -> TokenRows | PairRows:
-    """A source's rows, or of task dpo its pairs, up to its max_rows."""
-    if task != "dpo":
+    """A source's rows, or its pairs where the task is trained on pairs, up to its max_rows."""
+    if TASKS[task].unit == "row":
         return tokenised(source, renderer, task=task, cache=cache, max_rows=source.max_rows)
     most = None if source.max_rows is None else 2 * source.max_rows
     return PairRows(tokenised(source, renderer, task=task, cache=cache, max_rows=most))
@@ -106,7 +107,7 @@ def rows_of(source: Source, renderer: Renderer, task: str, cache: Cache) -> Toke
 
 def on_too_long(spec: Wanted) -> OnTooLong:
     """Packed pretraining has no row that is too long."""
-    return "fill" if spec.data.packing and spec.task == "pretrain" else spec.data.on_too_long
+    return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
 
 
 def _refuse_bad(read: Sequence[Read], data: Data) -> None:

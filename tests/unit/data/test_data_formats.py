@@ -18,8 +18,8 @@ from dsft.data.formats import Format, choose, content_hash, convert
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Conversation, Line, Rendered, Row, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.spec.formats import TASK_FORMATS
 from dsft.spec.schema import Spec
+from dsft.spec.task import TASKS
 
 TOKENIZER = byte_level_tokenizer()
 REAL = Path(__file__).parents[4] / "shared" / "data"
@@ -483,7 +483,7 @@ def test_what_a_task_takes_decides() -> None:
     assert refusal(both) == "fits messages and text; say which with format: messages or format: text"
     assert refusal(chat(*PAIR), "pretrain").startswith("messages rows, and task pretrain takes text")
     assert refusal(chat(*PAIR), "dpo").startswith("messages rows, and task dpo takes preference")
-    assert set(TASK_FORMATS) == set(get_args(Spec.model_fields["task"].annotation))
+    assert set(TASKS) == set(get_args(Spec.model_fields["task"].annotation))
 
 
 def test_a_format_can_be_sent() -> None:
