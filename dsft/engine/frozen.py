@@ -69,7 +69,7 @@ class Frozen:
         output: Tensor = self._module(inputs, *behind_inputs(batch, noisy=False))
         if last:
             return output
-        dist.send(output.contiguous(), self._world.rank + self._world.layout.data_parallel)
+        dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)
         return None
 
     def _received(self, batch: MicroBatch) -> Tensor:
@@ -77,7 +77,7 @@ class Frozen:
         width = self._policy.causal_lm.config.get_text_config().hidden_size
         dtype = next(self._policy.parameters()).dtype
         hidden = torch.empty(*batch.input_ids.shape, width, dtype=dtype, device=self._world.device)
-        dist.recv(hidden, self._world.rank - self._world.layout.data_parallel)
+        dist.recv(hidden, self._world.rank - self._world.layout.shards)
         return hidden
 
 

@@ -55,7 +55,7 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
         raise SpecError(WRONG, [Problem("parallel.pipeline_stages", message)])
     if len(set(counts)) > 1 and spec.parallel.zero_stage > 0:
         # DeepSpeed sums the norm of each group over the stages (stage_1_and_2.py, get_grad_norm_direct)
-        kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.data_parallel))
+        kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.shards))
         message = (
             f"the stages have {kinds} kinds of learning rate and weight decay, ZeRO 1 in a pipeline needs as "
             "many in each; set parallel.zero_stage to 0, or give every stage parameters of each kind"

@@ -42,21 +42,19 @@ class PipelineEngine:
         ties = find_ties(self._trained, world)  # after it: a PipelineModule takes every mark off
         self._started = start(module, self._trained, spec, config)
         self._engine = self._started.engine
-        tie(self._engine, ties, world.data_rank)
+        tie(self._engine, ties, world.shard_rank)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
         """Forward, backward and one optimizer step, in as many micro-batches as there are."""
         self._started.set_learning_rate(learning_rate)
-        number, data_parallel = len(micro_batches), self._world.layout.data_parallel
-        self._engine.set_train_batch_size(
-            number * self._engine.train_micro_batch_size_per_gpu() * data_parallel
-        )
+        number, shards = len(micro_batches), self._world.layout.shards
+        self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * shards)
         self._total = self._zeros()
-        # DeepSpeed takes the mean over micro-batches and data-parallel ranks; here alone it is undone.
+        # DeepSpeed takes the mean over micro-batches and the ranks of a stage; here alone it is undone.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
-        self._scales = to_device(scales * (number * data_parallel), self._world.device)
+        self._scales = to_device(scales * (number * shards), self._world.device)
         self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._started.outcome())
 

@@ -4,8 +4,8 @@ Takes an engine and its parameters by Hugging Face name; gives the ranges that t
 what a checkpoint holds. Local: no collective, whatever the ZeRO stage. Only state.py knows the optimizers'
 insides; file and line of what DeepSpeed does are those of version 0.19.8.
 
-    ZeRO 0, fp32       the optimizer's own state, by parameter; equal on all data ranks
-    ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all data ranks
+    ZeRO 0, fp32       the optimizer's own state, by parameter; equal on all ranks of a stage
+    ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all ranks of a stage
     ZeRO 1, 2          a flat fp32 partition per parameter group; `param._hp_mapping` says which part is here
     ZeRO 3             a flat fp32 partition per sub-group, of which each parameter has an equal, padded part;
                        offloaded to NVMe, sub-groups of 1 MiB and more are files (swapped.py)
@@ -63,9 +63,7 @@ class Held:
 Locate = Callable[[nn.Parameter], Held | None]
 
 
-def owned(
-    engine: Any, named: Mapping[str, nn.Parameter], data_rank: int, data_parallel: int
-) -> Iterator[Fragment]:
+def owned(engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int) -> Iterator[Fragment]:
     """The state that this rank owns; over all ranks each element stands exactly once.
 
     `named` maps Hugging Face names to the engine's parameters; one that stands under two names (tied) is
@@ -78,7 +76,7 @@ def owned(
     for name, parameter in _once(named):
         held = None if is_copy(parameter) else locate(parameter)
         if held is not None and replicated:
-            held = held.part(*_share(held.size, data_rank, data_parallel))
+            held = held.part(*_share(held.size, shard_rank, shards))
         if held is None or held.size == 0:
             continue
         for kind in kinds:
@@ -88,7 +86,7 @@ def owned(
 
 
 def masters(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """The float32 values of trained parameters, as `owned` reads them, where all data-parallel ranks hold
+    """The float32 values of trained parameters, as `owned` reads them, where all ranks of a stage hold
     the same and they are not the parameters themselves."""
     locate, is_replicated = _locator(engine.optimizer)
     for name, parameter in _once(named) if is_replicated else ():
@@ -194,7 +192,7 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
 
 
 def _locator(optimizer: Any) -> tuple[Locate, bool]:
-    """Where a parameter's state is, and whether all data ranks hold the same."""
+    """Where a parameter's state is, and whether all ranks of a stage hold the same."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return lambda parameter: _held_zero3(optimizer, parameter), False
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):

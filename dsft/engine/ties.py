@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from dsft.engine.world import World
 
 Ties = list[tuple[nn.Parameter, dist.ProcessGroup]]
-"""This stage's tied parameters, each with all ranks that hold it: of some stages, all data-parallel ones."""
+"""This stage's tied parameters, each with all ranks that hold it: of some stages, all ranks."""
 
 
 def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
     """A collective. Whatever name two stages train is tied; copies but the first stage's are marked."""
-    data_parallel, found = world.layout.data_parallel, []
+    shards, found = world.layout.shards, []
     told = world.gather(list(trained))
     for name in dict.fromkeys(name for names in told for name in names):
         ranks = [rank for rank, names in enumerate(told) if name in names]
-        if len(ranks) > data_parallel:
+        if len(ranks) > shards:
             group = dist.new_group(ranks)  # of all ranks: a collective
             if world.rank in ranks:
                 found.append((trained[name], group))
-                trained[name].ds_pipe_replicated = world.rank >= ranks[data_parallel]  # type: ignore[attr-defined]
+                trained[name].ds_pipe_replicated = world.rank >= ranks[shards]  # type: ignore[attr-defined]
     return found
 
 
@@ -40,13 +40,13 @@ def is_copy(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def tie(engine: Any, ties: Ties, data_rank: int) -> None:
+def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
     """Have a PipelineEngine add up the gradients of all copies where it asks for tied layers of its own
-    (pipe/engine.py:281): after the last backward, before any reduction over data-parallel ranks."""
+    (pipe/engine.py:281): after the last backward, before any reduction over the ranks of a stage."""
 
     def add_up() -> list[Any]:
         for parameter, group in ties:
-            _add_up(_gradient(engine.optimizer, parameter), group, data_rank)
+            _add_up(_gradient(engine.optimizer, parameter), group, shard_rank)
         return []  # which leaves nothing for DeepSpeed to do
 
     engine.module.get_tied_weights_and_groups = add_up
@@ -62,10 +62,10 @@ def _gradient(optimizer: Any, parameter: Any) -> Tensor:
     return parameter.grad
 
 
-def _add_up(gradient: Tensor, group: dist.ProcessGroup, data_rank: int) -> None:
-    """Over stages and data-parallel ranks at once, in float32. The sum then stands on the first data-parallel
-    rank of each stage, and zeros on the others: so the stage's own reduction, which adds each element in an
+def _add_up(gradient: Tensor, group: dist.ProcessGroup, shard_rank: int) -> None:
+    """Over stages and their ranks at once, in float32. The sum then stands on the first rank
+    of each stage, and zeros on the others: so the stage's own reduction, which adds each element in an
     order that depends on its place, changes no bit of it."""
     total = gradient.float()
     dist.all_reduce(total, group=group)
-    gradient.copy_(total if data_rank == 0 else total.zero_())
+    gradient.copy_(total if shard_rank == 0 else total.zero_())

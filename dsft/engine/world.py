@@ -50,7 +50,7 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """rank = stage × data_parallel + data_rank, as in DeepSpeed's PipeDataParallelTopology. places: of all
+    """rank = stage × shards + shard_rank, as in DeepSpeed's PipeDataParallelTopology. places: of all
     ranks, by rank."""
 
     rank: int
@@ -67,6 +67,10 @@ class World:
     @property
     def data_rank(self) -> int:
         return self.layout.data_rank(self.rank)
+
+    @property
+    def shard_rank(self) -> int:
+        return self.layout.shard_rank(self.rank)
 
     def sum(self, mine: Tensor) -> Tensor:
         """The sum over all ranks; `mine` is left as it is."""

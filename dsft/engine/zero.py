@@ -42,9 +42,9 @@ class ZeroEngine:
         self._started.set_learning_rate(learning_rate)
         self._engine.train()
         total = self._zeros()
-        # DeepSpeed takes the mean over data-parallel ranks; here alone it is undone.
+        # DeepSpeed takes the mean over the ranks; here alone it is undone.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
-        scales = to_device(scales * self._world.layout.data_parallel, self._world.device)
+        scales = to_device(scales * self._world.layout.shards, self._world.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             sums = self._sums(micro_batch)

@@ -65,7 +65,7 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
     if not keys:
         return job
     zero = job.config["zero_optimization"]
-    needs = swapped_of(counted, job.spec, job.layout.data_parallel, zero["sub_group_size"])
+    needs = swapped_of(counted, job.spec, job.layout.shards, zero["sub_group_size"])
     folders = {key: Path(_section(job.config, key)["nvme_path"]) for key in keys}
     hosts = world.gather(socket.gethostname())
     leads = world.local_rank == 0
@@ -84,7 +84,7 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
         _section(config, "offload_parameters").get("buffer_size") if "offload_parameters" in keys else None
     )
     if buffer == PARAMETER_BUFFER:
-        size = {"buffer_size": largest_part(counted, job.layout.data_parallel)}
+        size = {"buffer_size": largest_part(counted, job.layout.shards)}
         config = _with_section(config, "offload_parameters", size)
     if config["aio"] == AIO:  # else the user's own JSON says how
         config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, say))}

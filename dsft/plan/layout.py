@@ -12,22 +12,33 @@ from dsft.spec.schema import Parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks as DeepSpeed's PipeDataParallelTopology numbers them: rank = stage × data_parallel + data_rank.
+    """Ranks as DeepSpeed's PipeDataParallelTopology numbers them: rank = stage × shards + shard_rank.
 
     world_size       processes
     pipeline_stages  consecutive slices of the model, 1 without a pipeline
-    data_parallel    copies of the model (ZeRO partitions each over them), world_size ÷ pipeline_stages
+    data_parallel    parts into which the rows of a step are divided, world_size ÷ pipeline_stages
     """
 
     world_size: int
     pipeline_stages: int
     data_parallel: int
 
+    @property
+    def shards(self) -> int:
+        """How many ranks a stage has: ZeRO divides its state over them, and DeepSpeed averages its gradients
+        over them. Each of them reads other rows, so they are as many as `data_parallel`."""
+        return self.world_size // self.pipeline_stages
+
     def stage(self, rank: int) -> int:
-        return rank // self.data_parallel
+        return rank // self.shards
+
+    def shard_rank(self, rank: int) -> int:
+        """Which share of its stage's state the rank owns, of `shards`."""
+        return rank % self.shards
 
     def data_rank(self, rank: int) -> int:
-        return rank % self.data_parallel
+        """Which part of a step's rows the rank reads, of `data_parallel`."""
+        return self.shard_rank(rank)
 
 
 def layout(parallel: Parallel, world_size: int) -> Layout:

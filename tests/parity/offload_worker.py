@@ -66,7 +66,7 @@ def copies(world: World, offload: bool, kept: str = "fp32", by_dsft: bool = Fals
     weight = engine.module.tied_modules["embed"].weight
     start = weight.detach().float().clone()
     if by_dsft:
-        tie(engine, find_ties({"embed": weight}, world), world.data_rank)
+        tie(engine, find_ties({"embed": weight}, world), world.shard_rank)
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
         rows = [torch.randint(0, WORDS, (2, 5), generator=draw) for _ in range(MICRO_BATCHES)]

@@ -122,7 +122,7 @@ class Case:
                 for info in self.engine.optimizer.optimizer_swapper.swap_params_info.values()
             )
         state.forget_first_step(self.engine)
-        tie(self.engine, ties, self.world.data_rank)
+        tie(self.engine, ties, self.world.shard_rank)
 
     def step(self, index: int) -> Tensor:
         """The mean loss of one global batch, this rank's share of it summed over data ranks."""
@@ -144,8 +144,8 @@ class Case:
         return self.world.sum(total) / self.world.world_size
 
     def save(self, run: Path, step: int) -> None:
-        dp = self.world.layout.data_parallel
-        fragments = state.owned(self.engine, self.named, self.world.data_rank, dp)
+        shards = self.world.layout.shards
+        fragments = state.owned(self.engine, self.named, self.world.shard_rank, shards)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
         facts = Facts({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
         save(

@@ -549,7 +549,7 @@ def copies_apart(case: Case, world: World, engine: Any) -> float:
     mine = {name: p for name, p in engine._trained.items() if name in tied}
     for parameter in mine.values():
         parameter.ds_pipe_replicated = False  # else only the first stage's is given
-    held = list(state.owned(engine._engine, mine, world.data_rank, world.layout.data_parallel))
+    held = list(state.owned(engine._engine, mine, world.shard_rank, world.layout.shards))
     shapes = {f"{f.kind} {f.name} {world.stage}": engine.shapes()[f.name] for f in held}
     parts = ((f"{f.kind} {f.name} {world.stage}", f.start, f.data) for f in held)
     found = put_together(world, parts, shapes)
