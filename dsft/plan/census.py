@@ -2,8 +2,8 @@
 formula.
 
 A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported
-here. Answers are kept in a cache folder by a digest of the model section, the files it names and the
-transformers version.
+here. Answers are cached in a folder under a digest of the model section, the files it names, the versions of
+transformers and peft, and VERSION.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # it takes a census
     from dsft.plan.cut import Cut
 
+VERSION = 1
+"""Raise it when the same model section, files and library versions give another answer: other parameters,
+names, layers or reasons, or another form of the JSON. tests/unit/plan/test_census_version.py compares."""
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,10 +178,8 @@ def census_from(answer: Mapping[str, Any]) -> Census:
 
 def _digest(model: Model) -> str:
     files = {path.name: path.read_bytes().hex() for path in _files(model)}
-    folders = (ROOT / "dsft/model", ROOT / "dsft/data/tokenizer")
-    sources = sorted(path for folder in folders for path in folder.rglob("[!.]*.py"))
-    code = [path.read_text(encoding="utf-8") for path in sources]
-    facts = [model.model_dump(mode="json"), files, code, importlib.metadata.version("transformers")]
+    versions = [VERSION, *map(importlib.metadata.version, ("transformers", "peft"))]
+    facts = [model.model_dump(mode="json"), files, versions]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

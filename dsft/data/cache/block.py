@@ -35,7 +35,10 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered
 
-LAYOUT = 3  # 3: the two rows of a pair follow the same tokens
+VERSION = 4
+"""Raise it when the same file, format, chat template and tokenizer give other rows, tokens or masks, or when
+a block's file has other arrays: blocks of another version are not read.
+tests/unit/data/test_data_version.py compares."""
 _METADATA = "dsft"
 _TYPES: Mapping[str, str] = {
     "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1", "U8": "|u1",
@@ -176,7 +179,7 @@ class Gathered:
         out.write(seal.digest())
 
     def _header(self, found: Found, key: str, index: int) -> bytes:
-        about = {"layout": LAYOUT, "key": key, "block": index, **vars(found)}
+        about = {"version": VERSION, "key": key, "block": index, **vars(found)}
         header: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(about)}}
         end = 0
         for name, (dtype, _) in _ARRAYS.items():
@@ -223,7 +226,7 @@ def reopen_block(path: Path) -> TokenBlock:
 def parse(buffer: mmap.mmap | bytes, key: str, index: int) -> TokenBlock:
     """As `open_block`, of bytes in memory."""
     parts = _parts(buffer)
-    if parts.belongs != (LAYOUT, key, index):
+    if parts.belongs != (VERSION, key, index):
         raise DamagedBlockError("it belongs to other rows")
     view, (first, last), end = memoryview(buffer), parts.tokens, len(buffer) - _SEAL_BYTES
     seal = hashlib.blake2b(view[:first], digest_size=_SEAL_BYTES)
@@ -268,7 +271,7 @@ def _parts(buffer: mmap.mmap | bytes) -> _Parts:
             about["spelled_rows"],
             tuple(about["spelled"]),
         )
-        belongs = about["layout"], about["key"], about["block"]
+        belongs = about["version"], about["key"], about["block"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DamagedBlockError("it is cut off, or its header is not what was written") from None
     if end != len(buffer) or len(arrays["seal"]) != _SEAL_BYTES:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dsft.data import formats
 from dsft.data.cache.block import (
-    LAYOUT,
+    VERSION,
     DamagedBlockError,
     Found,
     TokenBlock,
@@ -307,27 +307,12 @@ def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
     # All that decides what stands in a block; where the blocks are cut is among it.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
-    says = json.dumps([LAYOUT, _code(), content, cuts, of_format, renderer.digest], sort_keys=True)
+    says = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
     key = hashlib.sha256(says.encode()).hexdigest()
     folder = cache.folder / key[:32]
     return [
         Job(part, look.format, content, key, folder / f"block-{part.index:05}.safetensors") for part in parts
     ]
-
-
-_PARTS = ("read", "formats", "tokenizer", "render", "cache")
-
-
-def code_files() -> list[Path]:
-    """The code that makes rows of lines, and tokens of rows: other code may make others."""
-    data = Path(__file__).parents[1]
-    alone = [data / "rows.py", data.parent / "spec" / "formats.py"]
-    return [*alone, *sorted(file for part in _PARTS for file in data.glob(f"{part}/*.py"))]
-
-
-@lru_cache(maxsize=1)
-def _code() -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
 
 
 def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from dsft.data.cache import store
 from dsft.data.cache.block import Found, Gathered, parse
-from dsft.data.cache.store import Cache, Kept, Pace, StoredRows, code_files, tokenised
+from dsft.data.cache.store import Cache, Kept, Pace, StoredRows, tokenised
 from dsft.data.read import files
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Rendered
@@ -188,21 +188,13 @@ def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> 
     assert rows.source(118).endswith("b.jsonl:1")
 
 
-def test_the_code_that_makes_rows_is_part_of_the_name() -> None:
-    """All that a worker imports of dsft.data, in a fresh interpreter; and no torch."""
-    code = (
-        "import sys, dsft.data.cache.build\n"
-        "found = [m for name, m in sys.modules.items() if name.startswith('dsft.data')]\n"
-        "print(*(m.__file__ for m in found), 'torch' in sys.modules, 'transformers' in sys.modules)"
-    )
+def test_workers_import_no_torch() -> None:
+    """Nor transformers, until they unpickle the tokenizer."""
+    code = "import sys, dsft.data.cache.build; print(*({'torch', 'transformers'} & set(sys.modules)))"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    *imported, torch, transformers = answer.stdout.split()
-    assert (torch, transformers) == ("False", "False")
-    known = {str(path) for path in code_files()} | {str(ROOT / "dsft" / "data" / "__init__.py")}
-    assert set(imported) <= known
-    assert len(imported) > 10
+    assert answer.stdout == "\n"
 
 
 def test_cores_are_those_that_may_be_used(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Cached answers of a census are valid while VERSION is: the answers for models of every kind, compared with
+stored ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from dsft.errors import SpecError
+from dsft.model.census import take_census
+from dsft.plan.census import VERSION
+from dsft.spec.schema import Lora, Model
+from tests.architectures.cases import ARCHITECTURES, REFUSED, keys_of
+from tests.versions import check_version
+
+GOLDEN = Path(__file__).parent / "golden" / "census.json"
+LLAMA = {"model_type": "llama"} | keys_of("llama")
+MODELS = {
+    "tied": Model(from_config=LLAMA | {"tie_word_embeddings": True}),
+    "larger vocabulary": Model(from_config=LLAMA | {"vocab_size": 300}),
+    "smaller vocabulary": Model(from_config=LLAMA | {"vocab_size": 100}),
+    "added tokens": Model(from_config=LLAMA, add_tokens=("<a>", "<b>")),
+    "adapters": Model(
+        from_config=LLAMA, lora=Lora(rank=2, target_modules=("q_proj", "up_proj"), use_dora=True)
+    ),
+    "some trained": Model(from_config=LLAMA, trainable=("*norm.weight",)),
+    "an unknown key": Model(from_config=LLAMA | {"hiden_size": 1}),
+}
+KINDS = {kind: keys_of(kind) for kind in ARCHITECTURES} | {kind: keys for kind, (keys, _) in REFUSED.items()}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS |= {kind: Model(from_config={"model_type": kind} | IDS | keys) for kind, keys in KINDS.items()}
+
+
+def answer(model: Model) -> str:
+    """A digest of the census. A refusal is not cached."""
+    try:
+        said: Any = take_census(model)
+    except SpecError:
+        return "refused"
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def test_other_answers_need_another_version() -> None:
+    found = {name: answer(model) for name, model in MODELS.items()}
+    check_version(GOLDEN, VERSION, "dsft/plan/census.py", found, ("transformers", "peft"))
