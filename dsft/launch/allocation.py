@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.spec.document import shown
-from dsft.spec.ranges import duplicates, expand
+from dsft.spec.hosts import duplicates, expand
 
 NODES = "SLURM_JOB_NODELIST"
 _GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")

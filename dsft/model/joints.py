@@ -22,7 +22,7 @@ from dsft.errors import Problem, SpecError
 from dsft.model.policy import Policy
 from dsft.model.stage import Joints, cut_to_stage
 from dsft.plan.cut import Cut
-from dsft.spec.cuttable import uncuttable
+from dsft.spec.architecture import uncuttable
 
 VOCABULARY, WIDTH, WINDOW, MOST_LAYERS = 32, 32, 3, 6
 BOUND = 1e-4

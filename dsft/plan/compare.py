@@ -25,9 +25,9 @@ from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, bubble, traffic
 from dsft.plan.units import GIB
-from dsft.spec.finding import Finding, value_at
+from dsft.spec.document import Finding
 from dsft.spec.load import refusals
-from dsft.spec.rules import warnings
+from dsft.spec.rules import value_at, warnings
 from dsft.spec.schema import Offload, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]

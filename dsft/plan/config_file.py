@@ -28,7 +28,6 @@ from dsft.spec.json_file import read_json
 from dsft.spec.not_offered import in_json, switched_off_keys
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
-from dsft.spec.unbuilt import unbuilt
 from dsft.spec.wording import worded
 
 LARGEST = 2**20
@@ -213,7 +212,7 @@ def validated(values: Mapping[str, Any]) -> Spec:
     problems."""
     try:
         spec = Spec.model_validate(values)
-        findings = [(f.path, f.message) for f in (*unbuilt(spec), *combinations(spec), *refused(spec))]
+        findings = [(f.path, f.message) for f in (*combinations(spec), *refused(spec))]
     except ValidationError as error:
         findings = worded(error.errors(include_url=False), values, descriptions())
     if findings:

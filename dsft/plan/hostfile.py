@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from dsft.errors import Problem, SpecError
 from dsft.spec.document import shown
-from dsft.spec.hosts import is_host
-from dsft.spec.ranges import duplicates, expand
+from dsft.spec.hosts import duplicates, expand, is_host
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 

@@ -13,20 +13,17 @@ from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import Layout, layout
 from dsft.plan.worlds import worlds
-from dsft.spec.finding import Finding
-from dsft.spec.load import Check, load_spec
+from dsft.spec.document import Finding
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
-from dsft.spec.unbuilt import unbuilt
 
 _PROCESSES = ("parallel.pipeline_stages", "cluster.hosts")
 _HOSTS = ("cluster.min_hosts", "cluster.hosts")
 
 
-def load(
-    path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True, not_built: Check = unbuilt
-) -> Spec:
+def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
     """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
-    return load_spec(path, overrides, check_files=check_files, more=cluster_findings, not_built=not_built)
+    return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
 
 
 def promised_batch(spec: Spec) -> BatchSizes | None:

@@ -23,8 +23,7 @@ from dsft.plan.memory import runs_on_cpu
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble
-from dsft.spec.document import dotted
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding, dotted
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # of one rule, whose other words stay
 

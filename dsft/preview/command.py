@@ -19,7 +19,6 @@ from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import Wanted, view
 from dsft.report.making import shown
-from dsft.spec.unbuilt import unbuilt_in_data
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
 PAGE_PROBLEMS, PROBLEMS = 100, 1000  # of each kind
@@ -53,7 +52,7 @@ class Asked:
 
 def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
     """Print the preview. Raises DataError, after it, where a run would refuse the data."""
-    spec = load(spec_path, overrides, check_files=False, not_built=unbuilt_in_data)
+    spec = load(spec_path, overrides, check_files=False)
     if asked.html is not None:
         check_writable(asked.html)
     say = partial(print, file=sys.stderr)

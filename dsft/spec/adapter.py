@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.document import shown
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Lora, Spec
 
 FILE = "adapter_config.json"

@@ -219,6 +219,7 @@ VALUES: dict[str, dict[str, str]] = {
         "apo": "apo_zero",
         "cpo": "simpo with dpo.simpo_gamma: 0",
     },
+    "model.attention": {"flex_attention": "auto"},
     "dpo.reference": {"precompute": "precomputed", "model": "live", "lora": "adapter"},
 }
 
@@ -232,6 +233,11 @@ NO_KEY_FOR_IT: dict[str, str] = {
     "zero3_init_flag": "leave it out: under ZeRO 3 no rank ever holds the whole model",
     "zero3_save_16bit_model": "leave it out: every run exports the whole model",
     "streaming": "leave it out: files are always read as streams",
+    "push_to_hub": "leave it out: the export is a folder with a model card; send it with the hub's command",
+    "hub_model_id": "leave it out: the export is a folder with a model card; send it with the hub's command",
+    "early_stopping_patience": "leave it out: checkpoint.keep_best keeps the one of the lowest eval/loss",
+    "group_by_length": "leave it out: rows follow train.seed; data.packing leaves no padding",
+    "use_unsloth": "leave it out: the output layer goes in chunks, model.compile compiles layers",
     "<<": "merge keys are not read; write the keys out, or change single ones with key=value",
 }
 
@@ -248,7 +254,7 @@ def suggestion(section: str, key: str, value: object = None) -> str:
     if target is not None:
         return f"did you mean {target}?"
     siblings = ", ".join(sorted(k.rpartition(".")[2] for k in keys() if k.rpartition(".")[0] == section))
-    return f"its keys are {siblings}"
+    return f"its keys are {siblings} (docs/spec.md; docs/limits.md has what is not offered)"
 
 
 def meant(section: str, name: str) -> str | None:

@@ -1,33 +1,21 @@
 """Values that are fine by themselves and wrong together. Pure; the files that a spec names are `files`' part.
 
-Takes a spec, and the model's config.json as a mapping where there is one; gives findings.
+Takes a spec, gives findings.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from dsft.spec.cuttable import uncuttable
-from dsft.spec.document import shown
-from dsft.spec.finding import Finding
+from dsft.spec.architecture import MODEL, cut_findings
+from dsft.spec.document import Finding, shown
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
-from dsft.spec.hosts import is_host
-from dsft.spec.not_offered import config_findings
+from dsft.spec.hosts import environment_findings, host_findings
 from dsft.spec.preferences import preference_findings
-from dsft.spec.schema import Optim, Parallel, Schedule, Spec
-
-_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# A launcher gives each process its own.
-_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# DeepSpeed and pdsh put a value between double quotes and escape nothing, and pdsh expands %h.
-_CHANGED = '"$`\\%'
-
-_MODEL = ("model.name_or_path", "model.from_config")
+from dsft.spec.schema import Optim, Schedule, Spec
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 
@@ -38,67 +26,16 @@ def combinations(spec: Spec) -> Iterator[Finding]:
         yield from check(spec)
 
 
-def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the model's config tells: quantized weights, its positions, and what a pipeline needs."""
-    yield from config_findings(config)
-    positions = config.get("max_position_embeddings")
-    if _is_count(positions) and spec.data.max_length > positions:
-        message = f"{spec.data.max_length} tokens are more than the model's {positions} positions"
-        reads = ("data.max_length", *_MODEL)
-        yield Finding(("data", "max_length"), f"{message}; set it to {positions} or less", reads)
-    if spec.parallel.pipeline_stages > 1:
-        yield from _pipeline_findings(spec.parallel, config)
-
-
-def _pipeline_findings(parallel: Parallel, config: Mapping[str, Any]) -> Iterator[Finding]:
-    stages, counts = parallel.pipeline_stages, _listed(parallel)
-    path, reads = ("parallel", "pipeline_stages"), ("parallel.pipeline_stages", *_MODEL)
-    reason = uncuttable(config)
-    if reason is not None:
-        yield Finding(path, f"{stages} stages, but {reason}; set it to 1", reads)
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if counts and _is_count(layers) and sum(counts) != layers:
-        message = (
-            f"{shown(list(counts))} are {sum(counts)} layers, the model has {layers}; write numbers that add "
-            "up to that, or parameters"
-        )
-        yield Finding(("parallel", "pipeline_cut"), message, ("parallel.pipeline_cut", *_MODEL))
-    if _is_count(layers) and stages > layers:
-        message = f"{stages} stages are more than the model's {layers} layers; set it to {layers} or less"
-        yield Finding(path, message, reads)
-
-
-def _listed(parallel: Parallel) -> tuple[int, ...]:
-    """The layers of each stage, where the spec lists them."""
-    return () if isinstance(parallel.pipeline_cut, str) else parallel.pipeline_cut
-
-
-def _cut(spec: Spec) -> Iterator[Finding]:
-    counts, stages = _listed(spec.parallel), spec.parallel.pipeline_stages
-    if not isinstance(spec.parallel.pipeline_cut, str) and len(counts) != stages:
-        message = (
-            f"{shown(list(counts))} has {len(counts)} stages, parallel.pipeline_stages is {stages}; write a "
-            f"number of layers for each stage, or parameters{_as_many(len(counts))}"
-        )
-        reads = ("parallel.pipeline_cut", "parallel.pipeline_stages")
-        yield Finding(("parallel", "pipeline_cut"), message, reads)
-
-
-def _as_many(stages: int) -> str:
-    return f", or set parallel.pipeline_stages to {stages}" if stages else ""
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
+    if spec.model.trust_remote_code:
+        message = "true, but a model's own code is never run; use a model whose class is in transformers"
+        yield Finding(("model", "trust_remote_code"), message)
     if name is None and config is None:
         message = "there is no model; give name_or_path, or from_config for fresh weights"
-        yield Finding(("model",), message, _MODEL)
+        yield Finding(("model",), message, MODEL)
     if name is not None and config is not None:
-        yield Finding(("model",), "both name_or_path and from_config are given; keep one of the two", _MODEL)
+        yield Finding(("model",), "both name_or_path and from_config are given; keep one of the two", MODEL)
     if config is not None and not isinstance(config.get("model_type"), str):
         message = "model_type is missing, a transformers config needs it; write it, such as model_type: llama"
         yield Finding(("model", "from_config"), message)
@@ -452,42 +389,6 @@ def _offload(spec: Spec) -> Iterator[Finding]:
             yield Finding(("parallel", key, "pin_memory"), message, keys)
 
 
-def _hosts(spec: Spec) -> Iterator[Finding]:
-    seen: dict[str, str] = {}
-    for host in spec.cluster.hosts if spec.cluster else ():
-        path = ("cluster", "hosts", host)
-        if not is_host(host):
-            message = (
-                f"{shown(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
-            )
-            yield Finding(path, message)
-        elif host.lower() in seen:
-            message = f"{shown(host)} is the same host as {shown(seen[host.lower()])}; keep one of the two"
-            yield Finding(path, message)
-        seen.setdefault(host.lower(), host)
-
-
-def _environment(spec: Spec) -> Iterator[Finding]:
-    for name, value in spec.cluster.env.items() if spec.cluster else ():
-        path = ("cluster", "env", name)
-        if not _VARIABLE.fullmatch(name):
-            message = f"{shown(name)} is no name of a variable; use letters, digits and '_'"
-            yield Finding(path, message)
-        elif _SECRET.search(name):
-            message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
-            yield Finding(path, message)
-        elif name in _LAUNCHERS:
-            yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
-        elif not value.isprintable():
-            message = (
-                f"{shown(value)} holds control characters, which no launch script carries; take them out"
-            )
-            yield Finding(path, message)
-        elif set(value) & set(_CHANGED):
-            rule = f"holds one of {_CHANGED}, which DeepSpeed's launcher changes on the way to a host"
-            yield Finding(path, f"{shown(value)} {rule}; set it on the hosts")
-
-
 def _paths(spec: Spec) -> Iterator[Finding]:
     for key, value in (("output_dir", spec.output_dir), ("checkpoint.resume", spec.checkpoint.resume)):
         if not value.isprintable():
@@ -514,10 +415,10 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _attention,
     _compiled,
     _kernels,
-    _cut,
+    cut_findings,
     _activations,
     _offload,
-    _hosts,
-    _environment,
+    host_findings,
+    environment_findings,
     _paths,
 )

@@ -54,6 +54,16 @@ class Document:
         return Origin()
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A mistake found in a spec, before its line is known. path: where it is shown; reads: all keys that it
+    follows from, dotted, without list numbers."""
+
+    path: Path
+    message: str
+    reads: tuple[str, ...] = ()
+
+
 def dotted(path: Path) -> str:
     """`('cluster', 'hosts', '10.0.0.1')` as `cluster.hosts."10.0.0.1"`, the way an override writes it."""
     return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)

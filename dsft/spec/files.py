@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.chat_templates import CHAT_TEMPLATES
-from dsft.spec.document import Path, shown
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding, Path, shown
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
@@ -21,6 +19,13 @@ from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+CHAT_TEMPLATES = tuple(
+    """
+    chatml cohere deepseek gemma glm llama2 llama3 llama3_1 mistral phi3 qwen2_5 qwen3 zephyr
+    """.split()
+)
+"""Names of the chat templates that dsft has (dsft/data/render/templates/NAME.jinja)."""
 
 
 def source_findings(spec: Spec) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding
 from dsft.spec.schema import Spec
 
 NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {

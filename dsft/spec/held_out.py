@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsft.spec.document import shown
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.sources import short_name
 

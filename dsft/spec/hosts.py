@@ -1,9 +1,122 @@
-"""What may stand as a host: an RFC 1123 name, or an IPv4 or IPv6 address. Pure; asks no name service."""
+"""The hosts of a spec: ranges of names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm and
+ClusterShell write them), what a host name is, and what is wrong with a cluster's hosts and environment. Pure;
+asks no name service.
+
+ClusterShell reads what stands between brackets, and nothing else: its whole syntax has groups (`@all`, `*`),
+for which it runs the commands of its own configuration.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import itertools
+import math
 import re
+from collections.abc import Iterator, Sequence
+
+from dsft.spec.document import Document, Finding, shown
+from dsft.spec.schema import Spec
+
+MOST_HOSTS = 10_000
+
+_PIECE = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")  # up to a comma that stands outside brackets
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?)?")
+
+
+def expand(text: str) -> list[str]:
+    """Every name that the text stands for; one that is there twice stays there twice.
+
+    ValueError with the reason, which ends in the way out, for what is no list of names, a range that runs
+    backwards, over MOST_HOSTS names, or a name that is none.
+    """
+    pieces = _PIECE.findall(text)
+    if not pieces or ",".join(pieces) != text:
+        raise ValueError(f"{shown(text)} is no list of hosts; write it like node[01-16] or a,b[1-3]")
+    names: list[str] = []
+    for piece in pieces:
+        parts = [_numbers(match, piece) for match in _PART.finditer(piece)]
+        if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
+            raise ValueError(f"{shown(text)} stands for over {MOST_HOSTS} hosts; correct the range")
+        names += ("".join(words) for words in itertools.product(*parts))
+    for name in names:
+        if not is_host(name):
+            raise ValueError(
+                f"{shown(name)} is neither a host name (letters, digits, '-' and '.') nor an IP address; "
+                "correct it"
+            )
+    return names
+
+
+def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
+    """The texts of one part of a name: the part itself, or the numbers between its brackets."""
+    if match[1] is None:
+        return [match[2]]
+    from ClusterShell.RangeSet import RangeSet, RangeSetException
+
+    numbers: list[str] = []
+    for words in match[1].split(","):
+        found = _RANGE.fullmatch(words)
+        if found is None:
+            brackets = shown(f"[{match[1]}]")
+            raise ValueError(
+                f"{brackets} in {shown(piece)} is no range of numbers; write it like [01-16] or [1-3,7]"
+            )
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        if (last - first) // step >= MOST_HOSTS:  # before it is counted out
+            raise ValueError(f"{shown(piece)} stands for over {MOST_HOSTS} hosts; correct the range")
+        try:
+            numbers += RangeSet(words)
+        except RangeSetException:
+            raise ValueError(
+                f"[{words}] in {shown(piece)} runs backwards, or from 01 to a number without zeros; write it "
+                "like [01-16]"
+            ) from None
+    return numbers
+
+
+def expand_hosts(document: Document) -> None:
+    """Put single hosts in the place of the ranges among the document's `cluster.hosts`. What is wrong with a
+    range joins the problems, with its line, and so does a host that stands there a second time."""
+    cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
+    hosts = cluster.get("hosts") if isinstance(cluster, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(hosts, dict):
+        return
+    if not any(_is_range(key) for key in hosts):
+        return
+    expanded: dict[str, object] = {}
+    written: dict[str, str] = {}  # in lower case, since names of hosts do not tell cases apart
+    for key, slots in hosts.items():
+        path = ("cluster", "hosts", key)
+        try:
+            names = expand(key) if _is_range(key) else [key]
+        except ValueError as error:
+            document.problems.append(document.problem(path, str(error)))
+            continue
+        for name in names:
+            other = written.setdefault(name.lower(), key)
+            if name in expanded or other != key:
+                message = f"{shown(key)} has {name}, which {shown(other)} has too; name each host once"
+                document.problems.append(document.problem(path, message))
+                break
+            expanded[name] = slots
+            if path in document.origins:
+                document.origins.setdefault(("cluster", "hosts", name), document.origins[path])
+    cluster["hosts"] = expanded or {"localhost": 1}
+
+
+def _is_range(key: object) -> bool:
+    return isinstance(key, str) and ("[" in key or "]" in key)
+
+
+def duplicates(names: Sequence[str]) -> Iterator[str]:
+    """The names that stand there again, each time but the first."""
+    seen: set[str] = set()
+    for name in names:
+        if name.lower() in seen:
+            yield name
+        seen.add(name.lower())
+
 
 _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
@@ -24,3 +137,53 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+# A launcher gives each process its own.
+_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+# DeepSpeed and pdsh put a value between double quotes and escape nothing, and pdsh expands %h.
+_CHANGED = '"$`\\%'
+
+
+def host_findings(spec: Spec) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for host in spec.cluster.hosts if spec.cluster else ():
+        path = ("cluster", "hosts", host)
+        if not is_host(host):
+            message = (
+                f"{shown(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
+            )
+            yield Finding(path, message)
+        elif host.lower() in seen:
+            message = f"{shown(host)} is the same host as {shown(seen[host.lower()])}; keep one of the two"
+            yield Finding(path, message)
+        seen.setdefault(host.lower(), host)
+
+
+def environment_findings(spec: Spec) -> Iterator[Finding]:
+    for name, value in spec.cluster.env.items() if spec.cluster else ():
+        path = ("cluster", "env", name)
+        if not _VARIABLE.fullmatch(name):
+            message = f"{shown(name)} is no name of a variable; use letters, digits and '_'"
+            yield Finding(path, message)
+        elif _SECRET.search(name):
+            message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
+            yield Finding(path, message)
+        elif name in _LAUNCHERS:
+            yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
+        elif not value.isprintable():
+            message = (
+                f"{shown(value)} holds control characters, which no launch script carries; take them out"
+            )
+            yield Finding(path, message)
+        elif set(value) & set(_CHANGED):
+            rule = f"holds one of {_CHANGED}, which DeepSpeed's launcher changes on the way to a host"
+            yield Finding(path, f"{shown(value)} {rule}; set it on the hosts")

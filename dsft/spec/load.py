@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,15 +18,14 @@ from pydantic_core import ErrorDetails
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.adapter import with_saved_adapter
 from dsft.spec.aliases import descriptions, meant
-from dsft.spec.combinations import combinations, model_findings
-from dsft.spec.document import Document, Path, Writer, read_document, shown
+from dsft.spec.architecture import model_findings
+from dsft.spec.combinations import combinations
+from dsft.spec.document import Document, Finding, Path, Writer, read_document, shown
 from dsft.spec.files import file_findings, model_config, source_findings
-from dsft.spec.finding import Finding
+from dsft.spec.hosts import expand_hosts
 from dsft.spec.overrides import apply_overrides
-from dsft.spec.ranges import expand_hosts
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
-from dsft.spec.unbuilt import unbuilt
 from dsft.spec.wording import errors_of, key_of, path_in, worded
 
 MAX_BYTES = 1_000_000
@@ -38,42 +36,30 @@ def _no_more(spec: Spec) -> Iterable[Finding]:
     return ()
 
 
-@dataclass(frozen=True)
-class _Checks:
-    """What is looked at beyond single values: the disk, and what the caller knows and can do."""
-
-    files: bool
-    more: Check
-    not_built: Check
-
-
 def load_spec(
     path: FilePath | str,
     overrides: Sequence[str] = (),
     *,
     check_files: bool = True,
     more: Check = _no_more,
-    not_built: Check = unbuilt,
 ) -> Spec:
     """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read.
 
-    `more` is a check of the caller's, whose findings are told with the others; `not_built` tells what the
-    caller cannot do yet.
+    `more` is a check of the caller's, whose findings are told with the others.
     """
     document = read_document(_read(FilePath(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
-    checks = _Checks(check_files, more, not_built)
-    spec = _validate(document, checks) if readable else None
+    spec = _validate(document, check_files, more) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
 
 
-def refusals(spec: Spec, more: Check = _no_more) -> Iterator[Finding]:
+def refusals(spec: Spec, more: Check = _no_more) -> list[Finding]:
     """Why a spec that has the right form would be refused, without a look at the files that it names."""
-    return _findings(spec, _Checks(files=False, more=more, not_built=unbuilt))
+    return _findings(spec, False, more)
 
 
 def dump_spec(spec: Spec) -> str:
@@ -108,7 +94,7 @@ def _read(path: FilePath) -> str:
         raise SpecError(f"{name}: 1 problem", [problem]) from error
 
 
-def _validate(document: Document, checks: _Checks) -> Spec | None:
+def _validate(document: Document, check_files: bool, more: Check) -> Spec | None:
     """The spec, or None; problems join the document's."""
     if not isinstance(document.data, dict):
         what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
@@ -132,24 +118,21 @@ def _validate(document: Document, checks: _Checks) -> Spec | None:
         stand_in = _stand_in(document.data)
     if stand_in is not None:
         stand_in, adapters = with_saved_adapter(stand_in)
-        found = (*adapters, *_findings(stand_in, checks))
+        found = (*adapters, *_findings(stand_in, check_files, more))
         document.problems += [document.problem(f.path, f.message) for f in _trusted(found, broken)]
     return stand_in if spec is not None else None
 
 
-def _findings(spec: Spec, checks: _Checks) -> Iterator[Finding]:
-    """What is wrong beyond single values. A rule says nothing of a key that is not built."""
-    not_built = list(checks.not_built(spec))
-    yield from not_built
-    silenced = {key for finding in not_built for key in finding.reads}
-    config, unreadable = model_config(spec, check_files=checks.files)
-    found = [*combinations(spec), *refused(spec), *checks.more(spec), *source_findings(spec), *unreadable]
+def _findings(spec: Spec, check_files: bool, more: Check) -> list[Finding]:
+    """What is wrong beyond single values: values together, on the disk, and what the caller knows."""
+    config, unreadable = model_config(spec, check_files=check_files)
+    found = [*combinations(spec), *refused(spec), *more(spec), *source_findings(spec), *unreadable]
     if config is not None:
         found += model_findings(spec, config)
     told = {finding.path for finding in found}
-    if checks.files:
+    if check_files:
         found += (finding for finding in file_findings(spec) if finding.path not in told)
-    yield from _trusted(found, silenced)
+    return found
 
 
 def _trusted(findings: Iterable[Finding], broken: set[str]) -> Iterator[Finding]:

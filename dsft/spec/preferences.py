@@ -1,21 +1,21 @@
-"""What of task dpo does not go together. Pure: takes a spec, gives findings."""
+"""Preference pairs: what of task dpo does not go together, and how pairs are put into rows. Pure: takes a
+spec, gives findings and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.spec.document import shown
-from dsft.spec.finding import Finding
+from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
 """Losses that compare the policy with no reference."""
 SMOOTHED = ("sigmoid", "robust")
-SHARING = ("auto", "sdpa")
-"""Attention under which the second answer of a packed row looks back at the prompt of the first."""
 _OF_REFERENCE = ("reference", "reference_model", "reference_zero_stage", "reference_offload")
 _OF_STORE = ("reference_store", "recheck_rows")
+SHARING = ("auto", "sdpa")
+"""Attention under which the second answer of a packed row looks back at the prompt of the first."""
 
 
 def shares_prompts(spec: Spec) -> bool:

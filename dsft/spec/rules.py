@@ -1,6 +1,6 @@
 """What DeepSpeed 0.19.8 refuses or silently gets wrong, as one table. Pure.
 
-Takes a spec, gives findings and warnings; `table_markdown` prints the table for docs/limits.md. A row is
+Takes a spec, gives findings and warnings; docs/limits.md has the table. A row is
 `refused` (validation stops), `mended` (dsft does it right by itself) or `warned` (validation goes on).
 `source` is a file and line of DeepSpeed, or "ran" for what was tried on its CPU backend.
 """
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from dsft.spec.document import shown
-from dsft.spec.finding import Finding, value_at
+from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Spec
 
 Verdict = Literal["refused", "mended", "warned"]
@@ -39,6 +38,14 @@ class Rule:
         together = [f"{key} {shown(value)}" for key, value in zip(self.keys[1:], others, strict=True)]
         values = f"{shown(first)}{' with ' if together else ''}{' and '.join(together)}"
         return f"{values}: {self.behaviour}; {self.answer}"
+
+
+def value_at(spec: Spec, key: str) -> Any:
+    """The value at a dotted key; None where a section on the way is null."""
+    value: Any = spec
+    for part in key.split("."):
+        value = getattr(value, part) if value is not None else None
+    return value
 
 
 def _pipeline(spec: Spec) -> bool:
@@ -359,14 +366,3 @@ def _applying(spec: Spec, verdict: Verdict) -> Iterator[Rule]:
     return (
         rule for rule in RULES if rule.verdict == verdict and rule.applies is not None and rule.applies(spec)
     )
-
-
-def table_markdown() -> str:
-    """The table as docs/limits.md shows it."""
-    lines = [
-        "| what | verdict | what DeepSpeed does | what to write, or what dsft does | source |",
-        "|---|---|---|---|---|",
-    ]
-    for rule in RULES:
-        lines.append(f"| {rule.title} | {rule.verdict} | {rule.behaviour} | {rule.answer} | {rule.source} |")
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,7 @@
 """What a spec may say: frozen models, one per section, each key with a sentence and its unit.
 
 Takes plain mappings (`dsft.spec.load` reads the file), gives `Spec`. Touches no file, no host, no torch.
-A default written here is the value that the run uses. Keys whose feature is not built yet are here already;
-`dsft.spec.unbuilt` refuses their values in one sentence.
+A default written here is the value that the run uses.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class Model(Section):
         description="Hub id, folder or sentencepiece's .model file; by default the model's own, or a "
         "byte-level one for from_config.",
     )
-    attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = Field(
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         default="auto",
         description="Attention: auto takes torch's, of packed rows the fastest that device, precision and "
         "model allow; sdpa attends packed rows segment by segment; the others are transformers'.",
@@ -83,7 +80,9 @@ class Model(Section):
         default=False,
         description="Recompute each layer's activations in the backward pass to save memory.",
     )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    trust_remote_code: bool = Field(
+        default=False, description="Not offered: no code that comes with a model is run."
+    )
     add_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed] = Field(
         default=(),
         description="Special tokens that the tokenizer gets; those that it does not have yet get embeddings "

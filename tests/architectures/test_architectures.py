@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsft.spec.cuttable import CUTTABLE
+from dsft.spec.architecture import CUTTABLE
 from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, small_model
 from tests.launching import ROOT, forked
 

@@ -18,7 +18,7 @@ from dsft.model.policy import Policy
 from dsft.model.stage import Joints, cut_to_stage
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
-from dsft.spec.cuttable import CUTTABLE
+from dsft.spec.architecture import CUTTABLE
 from tests.architectures.cases import ARCHITECTURES, PACKED, deeper, small_config, small_model
 
 BOUND = 1e-6

@@ -17,7 +17,7 @@ from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, Bounded, OutOfTime
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
 from dsft.older import plain_messages
-from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.files import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

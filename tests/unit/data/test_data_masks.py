@@ -22,7 +22,7 @@ from dsft.data.render.template import named_template
 from dsft.data.rows import Conversation, Message, Rendered, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
-from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Source
 
 BYTES = byte_level_tokenizer()

@@ -33,7 +33,7 @@ from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Source, Train
 from tests.unit.data.token_rows import FakeRows
 

@@ -22,7 +22,7 @@ from dsft.data.render.template import named_template
 from dsft.data.rows import Conversation, Message, Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
-from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.files import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

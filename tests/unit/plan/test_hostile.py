@@ -17,8 +17,7 @@ from dsft.plan.hostfile import of_words, parse
 from dsft.plan.launch import deepspeed_script
 from dsft.plan.slurm import slurm_script
 from dsft.plan.torchrun import torchrun_script
-from dsft.spec.hosts import is_host
-from dsft.spec.ranges import expand
+from dsft.spec.hosts import expand, is_host
 from dsft.spec.schema import Cluster
 from tests.unit.plan.hostile import ATTACKS, argument, armed
 from tests.unit.plan.recording import Stage

@@ -5,20 +5,83 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from dsft.spec.describe import keys_markdown
-from dsft.spec.not_offered import table_markdown as not_offered_markdown
-from dsft.spec.rules import table_markdown
+from dsft.spec.aliases import sections_in
+from dsft.spec.document import shown
+from dsft.spec.not_offered import NOT_OFFERED
+from dsft.spec.rules import RULES
+from dsft.spec.schema import Spec
 
 DOCS = Path(__file__).parents[3] / "docs"
+
+
+def rules_markdown() -> str:
+    lines = [
+        "| what | verdict | what DeepSpeed does | what to write, or what dsft does | source |",
+        "|---|---|---|---|---|",
+    ]
+    for rule in RULES:
+        lines.append(f"| {rule.title} | {rule.verdict} | {rule.behaviour} | {rule.answer} | {rule.source} |")
+    return "\n".join(lines) + "\n"
+
+
+def not_offered_markdown() -> str:
+    lines = ["| not offered | what to do instead | asked for by | in a DeepSpeed JSON |", "|---|---|---|---|"]
+    for one in NOT_OFFERED:
+        names = [f"`{name}`" for name in one.keys.split()]
+        names += [f"`{one.of[0]}: {value}`" for value in one.values.split()]
+        files = ", ".join(f"`{key}`" for key in one.in_json.split())
+        lines.append(f"| {one.title.rstrip(',')} | {one.way_out} | {', '.join(names)} | {files} |")
+    return "\n".join(lines) + "\n"
+
+
+def keys_markdown() -> str:
+    """Every key with its default and sentence, a table per section."""
+    return "\n".join(_tables(Spec, ""))
+
+
+def _tables(section: type[BaseModel], prefix: str) -> list[str]:
+    lines = ["| key | default | what |", "|---|---|---|"]
+    inner: list[str] = []
+    for name, field in section.model_fields.items():
+        lines.append(f"| `{prefix}{name}` | {_default(field)} | {_what(field)} |")
+        for part in sections_in(field.annotation):
+            inner += _tables(part, f"{prefix}{name}.")
+    return [*lines, "", *inner]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "its keys' defaults"
+    if isinstance(value, tuple):
+        value = list(value)
+    return "" if value is None else f"`{value if isinstance(value, str) else shown(value)}`"
+
+
+def _what(field: FieldInfo) -> str:
+    offered = _choices(field.annotation)
+    one_of = f" One of {', '.join(f'`{choice}`' for choice in offered)}." if offered else ""
+    return (field.description or "") + one_of
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
 @pytest.mark.parametrize(
     ("file", "name", "make"),
     [
-        ("limits.md", "rules", table_markdown),
+        ("limits.md", "rules", rules_markdown),
         ("limits.md", "not offered", not_offered_markdown),
         ("spec.md", "keys", keys_markdown),
     ],

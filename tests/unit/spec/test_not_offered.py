@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from dsft.errors import SpecError
 from dsft.plan.config_file import merge_config_file
 from dsft.spec.aliases import ALIASES, LOCAL_ALIASES, NO_KEY_FOR_IT, keys, suggestion
-from dsft.spec.not_offered import NOT_OFFERED, config_findings, in_json, is_off, of_key, of_value
+from dsft.spec.architecture import model_findings
+from dsft.spec.not_offered import NOT_OFFERED, in_json, is_off, of_key, of_value
 from dsft.spec.schema import Spec
 
 SPEC = Spec.model_validate(
@@ -24,23 +26,43 @@ SPEC = Spec.model_validate(
 )
 
 
-def test_every_name_stands_once_and_is_no_key_of_ours() -> None:
-    names = [key for one in NOT_OFFERED for key in one.keys.split()]
-    assert sorted(names) == sorted(set(names))
-    ours = {key.rpartition(".")[2] for key in keys()}
-    assert not set(names) & (ours | set(ALIASES) | set(LOCAL_ALIASES) | set(NO_KEY_FOR_IT))
-    values = [
-        (key, value) for one in NOT_OFFERED for key, text in one.values.items() for value in text.split()
-    ]
-    assert sorted(values) == sorted(set(values))
+def test_no_name_of_ours_or_of_an_alias_is_taken_for_something_that_is_not_offered() -> None:
+    ours = {key.rpartition(".")[2] for key in (*keys(), *LOCAL_ALIASES)}
+    assert [name for name in ours | set(ALIASES) | set(NO_KEY_FOR_IT) if of_key(name)] == []
 
 
 @pytest.mark.parametrize("one", NOT_OFFERED, ids=lambda one: one.title[:30])
 def test_each_is_refused_by_its_names(one: Any) -> None:
-    for key in one.keys.split():
-        assert suggestion("parallel", key.upper().replace("_", "-"), 2) == one.clause(), key
-        assert suggestion("parallel", key, False) == "leave it out", key
+    for name in one.keys.split():
+        for key in (name, f"use_{name}", f"{name}_size"):
+            assert suggestion("parallel", key.upper().replace("_", "-"), 2) == one.clause(), key
+        assert suggestion("parallel", name, False) == "leave it out", name
+    for key, value in itertools.product(one.of, one.values.split()):
+        assert of_value(key, value) is one, (key, value)
     assert one.clause().count(" is not offered; ") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [
+        ("load_in_4bit", "QLoRA"),
+        ("bnb_4bit_quant_type", "QLoRA"),
+        ("tensor_model_parallel_size", "tensor parallelism"),
+        ("ulysses_sequence_parallel_size", "sequence and context"),
+        ("fsdp_transformer_layer_cls_to_wrap", "another parallel engine"),
+        ("moe_aux_loss_coef", "expert parallelism"),
+        ("fp8_enable_fsdp_float8_all_gather", "another parallel engine"),
+        ("freeze_vision_tower", "training on images"),
+        ("zero_hpz_partition_size", "another way to shard"),
+        ("ppo_epochs", "training by generation"),
+    ],
+)
+def test_what_other_tools_call_it(key: str, title: str) -> None:
+    assert suggestion("", key, 4).startswith(title)
+
+
+def test_a_part_of_a_word_is_no_name() -> None:
+    assert of_key("spam") is None and of_key("tpu") is None and of_value("task", "pretrained") is None
 
 
 def test_values_of_keys_that_mean_something_else() -> None:
@@ -49,7 +71,7 @@ def test_values_of_keys_that_mean_something_else() -> None:
     )
     assert suggestion("", "adapter", "lora") == "did you mean model.lora?"
     assert suggestion("", "stage", "ppo").endswith("the tasks are sft, pretrain and dpo")
-    assert of_value("optim.name", "paged-adamw-8bit") is of_key("galore_rank")
+    assert of_value("optim.name", "paged-adamw-8bit") is of_key("galore_rank") is not None
     assert of_value("optim.name", "adamw") is None and of_value("task", "dpo") is None
 
 
@@ -91,6 +113,6 @@ def test_what_is_off() -> None:
 
 
 def test_a_model_whose_weights_are_quantized() -> None:
-    (found,) = config_findings({"quantization_config": {"quant_method": "mxfp4"}})
+    (found,) = model_findings(SPEC, {"quantization_config": {"quant_method": "mxfp4"}})
     assert "('mxfp4')" in found.message
-    assert list(config_findings({"quantization_config": None})) == []
+    assert list(model_findings(SPEC, {"quantization_config": None})) == []

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dsft.errors import SpecError
 from dsft.spec.document import read_document
+from dsft.spec.hosts import MOST_HOSTS, expand, expand_hosts
 from dsft.spec.load import load_spec
-from dsft.spec.ranges import MOST_HOSTS, expand, expand_hosts
 
 Write = Callable[[str], Path]
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from dsft.spec.finding import value_at
-from dsft.spec.rules import RULES, Rule, refused, warnings
+from dsft.spec.rules import RULES, Rule, refused, value_at, warnings
 from dsft.spec.schema import Spec
 
 BASE: dict[str, Any] = {

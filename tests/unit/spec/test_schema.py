@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from dsft.spec.aliases import sections_in
 from dsft.spec.schema import Data, Optim, Parallel, Spec, Train
-from dsft.spec.unbuilt import UNBUILT
 
 
 def sections(section: type[BaseModel] = Spec) -> Iterator[type[BaseModel]]:
@@ -59,20 +58,6 @@ def test_defaults_are_those_of_the_design() -> None:
     assert (train.precision, train.max_grad_norm, train.seed) == ("bf16", 1.0, 42)
     optim = Optim(learning_rate=1.0)
     assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
-
-
-def test_rows_of_the_unbuilt_name_keys_and_leave_every_default_usable() -> None:
-    for row in UNBUILT:
-        section: type[BaseModel] = Spec
-        *parents, last = [part for part in row.key.split(".") if part != "*"]
-        for parent in parents:
-            section = sections_in(section.model_fields[parent].annotation)[0]
-        field = section.model_fields[last]
-        if not field.is_required():
-            assert field.default in row.built, row.key
-        offered = get_args(field.annotation)
-        if offered and all(isinstance(choice, str) for choice in offered):
-            assert set(offered) - set(row.built), f"{row.key} is built whole; take its row out"
 
 
 @pytest.mark.parametrize(
