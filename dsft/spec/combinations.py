@@ -15,6 +15,7 @@ from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import environment_findings, host_findings
 from dsft.spec.preferences import preference_findings
+from dsft.spec.rules import value_at
 from dsft.spec.schema import Optim, Schedule, Spec
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
@@ -28,7 +29,7 @@ def combinations(spec: Spec) -> Iterator[Finding]:
 
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
-    if spec.model.trust_remote_code:
+    if value_at(spec, "model.trust_remote_code"):
         message = "true, but a model's own code is never run; use a model whose class is in transformers"
         yield Finding(("model", "trust_remote_code"), message)
     if name is None and config is None:
