@@ -64,12 +64,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-hypothesis.settings.register_profile("dsft", deadline=None)  # a busy machine is no fault of an example
-hypothesis.settings.load_profile("dsft")
+QUICK = 20
+"""Examples of a property at most, but for `-m long`: there as many as it says, or hypothesis's 100."""
+
+# A busy machine is no fault of an example.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=QUICK)
+hypothesis.settings.register_profile("full", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m long` runs everything; as pytest takes it, it would leave out all that does not take long."""
+    if config.option.markexpr == "long":
+        config.option.markexpr = "long or not long"
+    hypothesis.settings.load_profile("full" if "long" in config.option.markexpr else "quick")
+
+
+def shorten(item: pytest.Item) -> None:
+    """A property that says how many examples it takes has QUICK of them at most."""
+    test = getattr(item, "obj", None)
+    settings = getattr(test, "_hypothesis_internal_use_settings", None)
+    if settings is not None and settings.max_examples > QUICK:
+        test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=QUICK)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_long = "long" in config.option.markexpr
     for item in items:
+        if not is_long:
+            shorten(item)
         if LAUNCHED & set(item.path.parts):  # the launch is given up first, which says what its ranks wrote
             item.add_marker(pytest.mark.timeout(2 * LATE))
         if item.get_closest_marker("standin"):
@@ -77,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
             elif "standin" not in config.option.markexpr:
                 item.add_marker(pytest.mark.long)
-        if item.get_closest_marker("long") and "long" not in config.option.markexpr:
+        if item.get_closest_marker("long") and not is_long:
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))

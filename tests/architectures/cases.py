@@ -116,6 +116,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "youtu": LATENT,
 }
 
+USUAL = (
+    "apertus",  # its activation has parameters; norms of queries and keys
+    "cohere2",  # LayerNorm without bias, attention beside the MLP, scaled logits, layers without positions
+    "falcon",  # keys and values of one head in one matrix with the queries; packed rows are refused
+    "gemma2",  # soft caps, a window in every other layer, norms of 1 + weight, scaled and tied embedding
+    "gemma3n_text",  # embeddings of each layer, layers that share keys and values; cannot be cut
+    "gpt2",  # learned positions, biases, weights the other way round, tied embedding
+    "granite_swa",  # multipliers, a window in every other layer; packed rows by its own attention
+    "llama",  # what most others vary: RMSNorm, RoPE, grouped keys and values, a gated MLP
+    "minicpm3",  # attention through low-rank projections
+    "olmo2",  # norms behind attention and MLP
+    "phi3",  # queries, keys and values, and gate and up, in one matrix each; a window
+    "qwen3_5_text",  # linear attention; packed rows are refused
+)
+"""What differs most from each other; the others are tried with -m long."""
+
 MIXTURES: dict[str, dict[str, Any]] = dict.fromkeys(
     """
     afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32

@@ -1,22 +1,24 @@
-"""Every architecture of the table under ZeRO 2 and 3 against a plain PyTorch loop, from a folder that
-transformers wrote to one that it reads; one launch. DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
+"""The architectures of the table under ZeRO 2 and 3 against a plain PyTorch loop, from a folder that
+transformers wrote to one that it reads; one launch. Twelve run always, all of them with `-m long`.
+DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsft.spec.architecture import CUTTABLE
-from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, small_model
+from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, USUAL, small_model
 from tests.launching import ROOT, forked
+from tests.selected import selected, tiered
 
 WORKER = Path(__file__).with_name("worker.py")
 DOCS = ROOT / "docs" / "models.md"
@@ -24,16 +26,18 @@ MODES, STEPS = ("zero2", "zero3"), ("padded", "packed")
 FIGURES = ("loss", "gradient", "weights")
 
 
-@functools.cache
-def launch() -> tuple[dict[str, Any], str]:
+Found = tuple[dict[str, Any], str]
+
+
+def launch(kinds: Sequence[str]) -> Found:
     """Results by architecture, and what the processes wrote."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for kind in ARCHITECTURES:
+        for kind in kinds:
             model = small_model(kind)
             model.save_pretrained(folder / kind)
             model.config.save_pretrained(folder / f"{kind}-model")
-        done = forked(WORKER, 2, [name])
+        done = forked(WORKER, 2, [name, *kinds])
         found: dict[str, Any] = {}
         for path in folder.glob("results.*.json"):
             found |= json.loads(path.read_text())
@@ -41,10 +45,15 @@ def launch() -> tuple[dict[str, Any], str]:
         return found, "\n".join(errors or (done.stdout + done.stderr).splitlines()[-60:])
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.fixture(scope="module")
+def launched(request: pytest.FixtureRequest) -> Found:
+    return launch(selected(request, "kind"))
+
+
+@pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str) -> None:
-    results, log = launch()
+def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str, launched: Found) -> None:
+    results, log = launched
     assert kind in results, log
     found = results[kind][mode]
     assert found.get("attention") == PACKED.get(kind, "auto"), found
@@ -55,9 +64,9 @@ def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str) 
     assert found["names"] == [], "names that stand in one of the two folders"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind not in PACKED])
-def test_answers_that_share_their_prompt_equal_two_rows(kind: str) -> None:
-    results, log = launch()
+@pytest.mark.parametrize("kind", tiered([kind for kind in ARCHITECTURES if kind not in PACKED], USUAL))
+def test_answers_that_share_their_prompt_equal_two_rows(kind: str, launched: Found) -> None:
+    results, log = launched
     assert kind in results, log
     found = results[kind]["shared"]
     assert max(found["answers"], found["gradient"]) <= max(BOUND, 4 * found["rounding"]), found
@@ -71,7 +80,7 @@ def bound(results: dict[str, Any], step: str, figure: str) -> float:
 def test_the_table_in_the_docs_is_of_these_architectures() -> None:
     text = DOCS.read_text()
     if os.environ.get("DSFT_UPDATE_GOLDEN"):
-        results, _ = launch()
+        results, _ = launch(list(ARCHITECTURES))
         block = f"<!-- architectures: made by the tests, do not edit -->\n\n{table(results)}\n\n<!-- end -->"
         text = re.sub(r"<!-- architectures.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
         DOCS.write_text(text)

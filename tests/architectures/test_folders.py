@@ -27,7 +27,16 @@ from dsft.model.config import DECODERS, TokenFacts
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
 from dsft.spec.schema import Model
-from tests.architectures.cases import ARCHITECTURES, MIXTURES, REFUSED, VOCABULARY, keys_of, small_model
+from tests.architectures.cases import (
+    ARCHITECTURES,
+    MIXTURES,
+    REFUSED,
+    USUAL,
+    VOCABULARY,
+    keys_of,
+    small_model,
+)
+from tests.selected import tiered
 
 T = TypeVar("T")
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -48,7 +57,7 @@ class Alone:
         return work()
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> None:
     given = tmp_path / "given"
     small_model(kind).bfloat16().save_pretrained(given, max_shard_size="8KB")
@@ -63,7 +72,7 @@ def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Pat
     assert json.loads((out / "config.json").read_text()) == json.loads((given / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 def test_what_ranks_compare_does_not_follow_their_rows(kind: str) -> None:
     """Else ranks with rows of other lengths would be taken for faulty ones."""
     models = [small_model(kind).train(), small_model(kind).train()]
@@ -97,7 +106,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
     model = Model.model_validate({"from_config": {"model_type": kind, **keys_of(kind)}})
     if kind == "apertus":  # the parameters of its activation

@@ -19,7 +19,8 @@ from dsft.model.stage import Joints, cut_to_stage
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.architecture import CUTTABLE
-from tests.architectures.cases import ARCHITECTURES, PACKED, deeper, small_config, small_model
+from tests.architectures.cases import ARCHITECTURES, PACKED, USUAL, deeper, small_config, small_model
+from tests.selected import tiered
 
 BOUND = 1e-6
 ROWS = ([5, 9, 2, 7, 1, 8, 3], [4, 4, 6, 11], [3, 1, 12, 6, 2])
@@ -81,7 +82,7 @@ def check(whole: Policy, stages: list[Policy], batch: MicroBatch) -> None:
         assert (gradients[name] - one).abs().max() <= BOUND * scale, name
 
 
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - REFUSED.keys()))
+@pytest.mark.parametrize("kind", tiered(sorted(ARCHITECTURES.keys() - REFUSED.keys()), USUAL))
 def test_stages_are_the_whole(kind: str) -> None:
     """Padded rows through three stages, packed ones through two; with gradient checkpointing."""
     model = small_model(kind, **deeper(kind)).train()

@@ -1,4 +1,4 @@
-"""The tests' own launchers leave no process behind."""
+"""The tests' own launchers leave no process behind; properties are tried quickly."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers
 
 from tests import launching
+from tests.conftest import QUICK, shorten
 from tests.launching import LATE, allowed, alone, forked, torchrun
 
 WORKER = """
@@ -85,3 +89,17 @@ def test_a_script_alone_has_no_rank_and_its_own_exit_code(tmp_path: Path) -> Non
     script.write_text("import os, sys\nprint(os.environ.get('RANK'), sys.argv[1:])\nsys.exit(70)\n")
     done = alone(script, ["a b"])
     assert (done.returncode, done.stdout) == (70, "None ['a b']\n")
+
+
+def test_a_property_has_few_examples() -> None:
+    tried: list[int] = []
+
+    @settings(max_examples=10 * QUICK, database=None)
+    @given(integers())
+    def collects(number: int) -> None:
+        tried.append(number)
+
+    item: Any = SimpleNamespace(obj=collects)
+    shorten(item)
+    collects()
+    assert len(tried) == QUICK

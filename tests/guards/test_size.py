@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 43_700
+ALL = 44_000
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (
@@ -22,7 +22,7 @@ OF_A_FILE, LONG_FILES = (
         "dsft/loop.py": 422,
         "dsft/plan/ds_config.py": 451,
         "dsft/spec/combinations.py": 524,
-        "dsft/spec/schema.py": 594,
+        "dsft/spec/schema.py": 605,
         "dsft/supervise/attempt.py": 453,
     },
 )

@@ -1,8 +1,10 @@
-"""One small run over two hosts, one process each, started in every way that dsft knows: the same rank map,
-the same first rows, the same losses to the last digit, and those of two processes on one host."""
+"""One small run over two hosts, one process each, started in every way that dsft knows: the rank map, the
+first rows and the losses to the last digit are those of two processes on one host. Under three of the ways it
+has ZeRO 3, pipeline stages or preference pairs."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -86,144 +88,159 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def on_one_host(place: Place) -> Path:
-    """The run's folder: two processes on node1."""
-    words = ["torchrun", "--nproc_per_node", "2", TRAIN, str(place.spec), "name=one", f"cluster.hosts={ONE}"]
-    _well(place.lab.run("node1", words))
-    assert _map(ranks(place.seen, "one")) == {0: ("node1", 0), 1: ("node1", 1)}
-    return place.folder / "runs" / "one"
+def on_one_host(place: Place) -> Callable[[str], Path]:
+    """By variant, the folder of its run as two processes on one host."""
+
+    @functools.cache
+    def run(variant: str) -> Path:
+        spec, *overrides = words_of(place, variant)
+        if variant != "sft":
+            trained(Path(spec), *overrides, "cluster.hosts={localhost: 2}", f"name={variant}-one")
+            return place.folder / "runs" / f"{variant}-one"
+        own = [spec, *overrides, "name=one", f"cluster.hosts={ONE}"]
+        _well(place.lab.run("node1", ["torchrun", "--nproc_per_node", "2", TRAIN, *own]))
+        assert _map(ranks(place.seen, "one")) == {0: ("node1", 0), 1: ("node1", 1)}
+        return place.folder / "runs" / "one"
+
+    return run
 
 
-def deepspeed(place: Place, name: str) -> str:
-    words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(place.spec), f"name={name}"]
-    return _well(place.lab.run("node1", words))
+def words_of(place: Place, variant: str) -> list[str]:
+    """The spec's path and overrides."""
+    spec, pairs = place.spec, place.folder / "pairs.jsonl"
+    if variant == "dpo":
+        spec = place.folder / "dpo.yaml"
+        spec.write_text(DPO.format(hosts=TWO, folder=place.folder, steps=STEPS))
+        if not pairs.exists():
+            model(place.folder / "model")
+            rows(pairs, 40)
+    return [str(spec), *VARIANTS[variant]]
 
 
-def openmpi(place: Place, name: str) -> str:
-    words = ["deepspeed", "--hostfile", str(place.hostfile), "--launcher", "openmpi"]
-    return _well(place.lab.run("node1", [*words, TRAIN, str(place.spec), f"name={name}"]))
+def deepspeed(place: Place, words: list[str]) -> str:
+    command = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, *words]
+    return _well(place.lab.run("node1", command))
 
 
-def torchrun(place: Place, name: str) -> str:
+def openmpi(place: Place, words: list[str]) -> str:
+    command = ["deepspeed", "--hostfile", str(place.hostfile), "--launcher", "openmpi", TRAIN]
+    return _well(place.lab.run("node1", [*command, *words]))
+
+
+def torchrun(place: Place, words: list[str]) -> str:
     def argv(number: int) -> list[str]:
         ends = ["--node_rank", str(number), "--master_addr", "node1", "--master_port", "29511"]
         return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", *ends, TRAIN]
 
-    return _on_both(place, name, argv)
+    return _on_both(place, words, argv)
 
 
-def rendezvous(place: Place, name: str) -> str:
+def rendezvous(place: Place, words: list[str]) -> str:
     def argv(number: int) -> list[str]:
         meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "node1:29512", "--rdzv_id", "lab"]
         return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", *meet, TRAIN]
 
-    return _on_both(place, name, argv)
+    return _on_both(place, words, argv)
 
 
-def variables(place: Place, name: str) -> str:
+def variables(place: Place, words: list[str]) -> str:
     def environ(number: int) -> dict[str, str]:
         world = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         return world | {"MASTER_ADDR": "node1", "MASTER_PORT": "29513"}
 
-    return _on_both(place, name, lambda number: [sys.executable, TRAIN], environ)
+    return _on_both(place, words, lambda number: [sys.executable, TRAIN], environ)
 
 
-def flags(place: Place, name: str) -> str:
+def flags(place: Place, words: list[str]) -> str:
     def argv(number: int) -> list[str]:
         ends = ["--node_rank", str(number), "--master_addr", "node1", "--master_port", "29514"]
         return [sys.executable, TRAIN, "--num_nodes", "2", "--num_gpus", "1", *ends]
 
-    return _on_both(place, name, argv)
+    return _on_both(place, words, argv)
 
 
-def host_variables(place: Place, name: str) -> str:
+def host_variables(place: Place, words: list[str]) -> str:
     def environ(number: int) -> dict[str, str]:
         world = {"NPROC_PER_NODE": "1", "NNODES": "2", "NODE_RANK": str(number)}
         return world | {"ADDR": "node1", "PORT": "29515"}
 
-    return _on_both(place, name, lambda number: [sys.executable, TRAIN], environ)
+    return _on_both(place, words, lambda number: [sys.executable, TRAIN], environ)
 
 
-def srun(place: Place, name: str) -> str:
+def srun(place: Place, words: list[str]) -> str:
     _skip_without_slurm()
     with place.lab.slurm():
-        words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAIN, str(place.spec), f"name={name}"]
-        return _well(place.lab.run("node1", words))
+        command = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAIN]
+        return _well(place.lab.run("node1", [*command, *words]))
 
 
-def sbatch(place: Place, name: str) -> str:
+def sbatch(place: Place, words: list[str]) -> str:
     """The script that `dsft generate` writes, from the folder that it was made in."""
     _skip_without_slurm()
-    generated = ["dsft", "generate", str(place.spec), "cluster.launcher=slurm"]
+    spec, *overrides = words
+    generated = ["dsft", "generate", spec, "cluster.launcher=slurm"]
     _well(place.lab.run("node1", [*generated, "--out", str(place.folder)]))
     (script,) = place.folder.glob("**/*.slurm.sh")
     out = place.folder / "sbatch.out"
     with place.lab.slurm() as slurm:
-        words = ["sbatch", "--parsable", "--output", str(out), str(script), f"name={name}"]
-        job = _well(place.lab.run("node1", words, cwd=place.folder)).strip()
+        command = ["sbatch", "--parsable", "--output", str(out), str(script), *overrides]
+        job = _well(place.lab.run("node1", command, cwd=place.folder)).strip()
         state = slurm.wait(job, LATE)["JobState"]
     assert state == "COMPLETED", out.read_text()
     return out.read_text()
 
 
-def dsft_launch(place: Place, name: str) -> str:
-    words = ["dsft", "launch", str(place.spec), f"name={name}"]
-    return _well(place.lab.run("node1", words))
+def dsft_launch(place: Place, words: list[str]) -> str:
+    return _well(place.lab.run("node1", ["dsft", "launch", *words]))
 
 
+VARIANTS = {
+    "sft": [],
+    "dpo": [],
+    "zero3": ["parallel.zero_stage=3"],
+    "stages": ["parallel.pipeline_stages=2"],
+}
 WAYS = {
-    "deepspeed": deepspeed, "openmpi": openmpi, "torchrun": torchrun, "rendezvous": rendezvous,
-    "variables": variables, "flags": flags, "host_variables": host_variables, "srun": srun, "sbatch": sbatch,
-    "dsft_launch": dsft_launch,
-}  # fmt: skip
+    "deepspeed": (deepspeed, "sft"),
+    "openmpi": (openmpi, "zero3"),
+    "torchrun": (torchrun, "sft"),
+    "rendezvous": (rendezvous, "dpo"),
+    "variables": (variables, "sft"),
+    "flags": (flags, "sft"),
+    "host_variables": (host_variables, "stages"),
+    "srun": (srun, "sft"),
+    "sbatch": (sbatch, "sft"),
+    "dsft_launch": (dsft_launch, "sft"),
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_way_in_trains_the_same(place: Place, on_one_host: Path, name: str) -> None:
+def test_every_way_in_trains_as_one_host_does(
+    place: Place, on_one_host: Callable[[str], Path], name: str
+) -> None:
+    way, variant = WAYS[name]
+    expected = on_one_host(variant)
     place.lab.reset()
-    WAYS[name](place, name)
-    found, alone = ranks(place.seen, name), ranks(place.seen, "one")
+    way(place, [*words_of(place, variant), f"name={name}"])
+    found = ranks(place.seen, name)
     assert _map(found) == {0: ("node1", 0), 1: ("node2", 0)}
-    for rank in (0, 1):
-        assert (found[rank].examples, found[rank].rows) == (alone[rank].examples, alone[rank].rows)
-    _equal(place.folder / "runs" / name, on_one_host)
+    if variant == "sft":
+        alone = ranks(place.seen, "one")
+        for rank in (0, 1):
+            assert (found[rank].examples, found[rank].rows) == (alone[rank].examples, alone[rank].rows)
+    _equal(place.folder / "runs" / name, expected)
     for host in ("node1", "node2"):
         assert len(records(place.folder / "runs" / name, f"host/{host}/step_time")) == STEPS
     assert place.lab.processes() == [], "nothing outlives the run"
 
 
-CASES = {
-    "zero3": (SPEC, ["parallel.zero_stage=3"]),
-    "dpo": (DPO, []),
-    "stages": (SPEC, ["parallel.pipeline_stages=2"]),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_zero_3_dpo_and_stages_over_two_hosts_equal_one(place: Place, name: str) -> None:
-    text, overrides = CASES[name]
-    place.lab.reset()
-    spec, folder = place.folder / f"{name}.yaml", place.folder
-    if name == "dpo":
-        model(folder / "model")
-        rows(folder / "pairs.jsonl", 40)
-    spec.write_text(text.format(hosts=TWO, folder=folder, steps=STEPS))
-    words = ["deepspeed", "--hostfile", str(place.hostfile), TRAIN, str(spec), *overrides, f"name={name}"]
-    _well(place.lab.run("node1", words))
-    assert _map(ranks(place.seen, name)) == {0: ("node1", 0), 1: ("node2", 0)}
-    spec.write_text(text.format(hosts="{localhost: 2}", folder=folder, steps=STEPS))
-    trained(spec, *overrides, f"name={name}-one")
-    _equal(folder / "runs" / name, folder / "runs" / f"{name}-one")
-
-
 def _on_both(
     place: Place,
-    name: str,
+    words: list[str],
     argv: Callable[[int], list[str]],
     environ: Callable[[int], Mapping[str, str]] = lambda number: {},
 ) -> str:
     """The same command by hand on each host; rank 0's output."""
-    words = [str(place.spec), f"name={name}"]
     started = [
         place.lab.start(
             f"node{number + 1}", [*argv(number), *words], env=environ(number),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -193,6 +195,30 @@ SHAPE_BOUNDS = {"gradient": 3e-6, "weights": 5e-6}
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 OFFLOADS = ("zero1_offload", "zero2_offload")  # on two ranks only, where the pipeline is tried with it too
 PIPELINES = ("pipeline_zero0", "pipeline_zero1")
+
+
+PAIRED = ("mode", "precision", "packed", "trains", "stages", "ranks")
+
+
+def all_cases() -> list[Case]:
+    return [case for ranks in (1, 2, 3, 4) for case in cases(ranks)]
+
+
+def covered(case: Case) -> set[object]:
+    """What a case tries: each pair of values of the fields PAIRED, and each value of every other field."""
+    values = dataclasses.asdict(case)
+    pairs = itertools.combinations([(name, values[name]) for name in PAIRED], 2)
+    return {*pairs, *((name, value) for name, value in values.items() if name not in PAIRED)}
+
+
+def core(of: Sequence[Case]) -> list[Case]:
+    """Few cases that together try all that `of` do: again and again the first of those that add most."""
+    tried = {case: covered(case) for case in of}
+    left, chosen = set().union(*tried.values()), list[Case]()
+    while left:
+        chosen.append(max(of, key=lambda case: len(tried[case] & left)))
+        left -= tried[chosen[-1]]
+    return chosen
 
 
 def cases(ranks: int) -> list[Case]:

@@ -1,60 +1,120 @@
 """Losses, gradients, norms and weights of every mode against a plain PyTorch loop; one launch per number of
-ranks."""
+ranks. A few cases that try every pair of values run always, all of them with `-m long`."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launching import forked, on_the_cpu
-from tests.parity.cases import Case, cases
+from tests.parity.cases import PAIRED, Case, all_cases, core
+from tests.selected import selected, tiered
 
 WORKER = Path(__file__).with_name("worker.py")
 FARTHER = 2.0
+GIVES_UP = 5
+"""Launches in a row without a result after which the cases that are left are not tried."""
+
+CASES = all_cases()
+CORE = core(CASES)
+Launch = Callable[[Sequence[str]], tuple[dict[str, Any], str]]
 
 
-@functools.cache
-def launch(ranks: int) -> tuple[dict[str, Any], str]:
-    """Results by case, and what the processes wrote; a case that failed is absent, and so are those after
-    it."""
+def launch(ranks: int, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Results by case, up to the first that fails, and then why."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         try:
             with on_the_cpu():
-                done = forked(WORKER, ranks, [str(results)])
+                done = forked(WORKER, ranks, [str(results), *names])
             log = done.stdout + done.stderr
         except subprocess.TimeoutExpired as expired:
             log = f"{expired.stdout!r}\n{expired.stderr!r}\nended after {expired.timeout:.0f} s\n"
         found = json.loads(results.read_text()) if results.exists() else {}
-        if kept := os.environ.get("PARITY_RESULTS"):  # a folder, for the table in docs/numerics.md
-            Path(kept, f"{ranks}ranks.json").write_text(json.dumps(found, indent=1))
         errors = [error.read_text() for error in sorted(Path(folder).glob("*.error"))]
         return found, "\n".join(errors or log.splitlines()[-60:])
 
 
-@pytest.mark.parametrize(
-    "case", [c for ranks in (1, 2, 3, 4) for c in cases(ranks)], ids=lambda case: case.name
-)
-def test_equals_the_plain_loop(case: Case) -> None:
-    results, log = launch(case.ranks)
-    assert case.name in results, log
-    found = results[case.name]
-    beyond = {name: found[name] for name, bound in case.bounds().items() if not found[name] <= bound}
+def try_each(names: Sequence[str], launch: Launch) -> dict[str, Any]:
+    """A result of each case, or its error. A case that fails may leave ranks in a collective and so ends
+    its launch; those after it go into another."""
+    found: dict[str, Any] = {}
+    without_result = 0
+    while left := [name for name in names if name not in found]:
+        results, log = launch(left)
+        found |= results
+        without_result = 0 if results else without_result + 1
+        failed = [name for name in left if name not in results]
+        found |= dict.fromkeys(failed if without_result == GIVES_UP else failed[:1], log)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Any]]:
+    """By number of ranks: the results or errors of the cases that are asked for."""
+
+    @functools.cache
+    def of(ranks: int) -> dict[str, Any]:
+        names = [case.name for case in selected(request, "case") if case.ranks == ranks]
+        results = try_each(names, functools.partial(launch, ranks))
+        if folder := os.environ.get("PARITY_RESULTS"):  # for the table in docs/numerics.md
+            Path(folder, f"{ranks}ranks.json").write_text(json.dumps(results, indent=1))
+        return results
+
+    return of
+
+
+@pytest.mark.parametrize("case", tiered(CASES, CORE), ids=lambda case: case.name)
+def test_equals_the_plain_loop(case: Case, found: Callable[[int], dict[str, Any]]) -> None:
+    result = found(case.ranks)[case.name]
+    if isinstance(result, str):
+        pytest.fail(result)
+    beyond = {name: result[name] for name, bound in case.bounds().items() if not result[name] <= bound}
     # Processors round differently: two float32 gradients that are each 1e-6 from the exact one may be farther
     # than that from each other. The engine's may be no more than twice as far from it as the plain loop's.
-    if 0 < found["farther"] <= FARTHER:
+    if 0 < result["farther"] <= FARTHER:
         beyond.pop("gradient")
-    assert not beyond, f"bounds {case.bounds()}, found {found}"
-    assert not found["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
+    assert not beyond, f"bounds {case.bounds()}, found {result}"
+    assert not result["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
 
 
-def test_every_name_stands_for_one_case() -> None:
-    names = [case.name for ranks in (1, 2, 3, 4) for case in cases(ranks)]
-    assert len(set(names)) == len(names)
+def test_the_core_tries_every_pair_of_values_that_any_case_tries() -> None:
+    def pairs(cases: Sequence[Case]) -> set[object]:
+        values = [[(name, getattr(case, name)) for name in PAIRED] for case in cases]
+        return {pair for of_case in values for pair in itertools.combinations(of_case, 2)}
+
+    assert pairs(CORE) == pairs(CASES) and len(pairs(CASES)) > 200
+    others = set(vars(CASES[0])) - set(PAIRED)
+    assert {(n, getattr(c, n)) for c in CORE for n in others} == {
+        (n, getattr(c, n)) for c in CASES for n in others
+    }
+    assert len(CORE) < len(CASES) / 3
+
+
+def test_a_case_that_fails_hides_none_after_it() -> None:
+    launches: list[list[str]] = []
+
+    def until_one_fails(names: Sequence[str]) -> tuple[dict[str, Any], str]:
+        launches.append(list(names))
+        done = list(itertools.takewhile(lambda name: name not in ("b", "c", "e"), names))
+        return dict.fromkeys(done, {}), f"no {names[len(done)]}" if len(done) < len(names) else ""
+
+    assert try_each("abcdef", until_one_fails) == {
+        "a": {},
+        "b": "no b",
+        "c": "no c",
+        "d": {},
+        "e": "no e",
+        "f": {},
+    }
+    assert launches == [list("abcdef"), list("cdef"), list("def"), list("f")]
+    assert try_each("abcdefgh", lambda names: ({}, "no torch")) == dict.fromkeys("abcdefgh", "no torch")

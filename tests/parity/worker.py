@@ -1,8 +1,9 @@
 """Run on every rank of one launch: trains each case with the engine, then with the plain loop, and compares.
 
-    python worker.py OUTPUT.json [WORD …]      WORD: run only the cases whose name has it
+    python worker.py OUTPUT.json [NAME …]      the cases of these names; without one all
 
-Rank 0 writes {case name: {figure: largest difference}}; a rank that fails writes OUTPUT.RANK.error.
+Rank 0 writes {case name: {figure: largest difference}} after each case; a rank that fails writes
+OUTPUT.RANK.error.
 
 fresh        |first weight − whole model's|, absolute: the same model in every layout
 loss         |step's loss − plain|, absolute, over the steps
@@ -122,7 +123,7 @@ GROUPS = [
 """Beside a learning rate of 1, so that they are multiples of each step's."""
 
 
-def main(output: Path, words: list[str]) -> None:
+def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     # DeepSpeed takes CPUs without fp16 instructions for unable; torch computes it there too, slowly.
@@ -131,7 +132,7 @@ def main(output: Path, words: list[str]) -> None:
     world = join(detect(os.environ), Layout(ranks, 1, ranks))
     results: dict[str, Any] = {}
     for case in cases(ranks):
-        if all(word in case.name for word in words):
+        if case.name in names or not names:
             layout = Layout(ranks, case.stages, ranks // case.stages)
             try:
                 results[case.name] = run(case, dataclasses.replace(world, layout=layout))
