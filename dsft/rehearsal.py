@@ -12,7 +12,7 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.cut import first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, room
 
 PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first

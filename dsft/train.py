@@ -43,7 +43,7 @@ from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.launch import environment
 from dsft.plan.layout import layout
-from dsft.plan.pinned import allocator
+from dsft.plan.memory.offload import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values

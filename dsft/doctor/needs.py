@@ -14,9 +14,8 @@ from dsft.errors import SpecError
 from dsft.plan.census import Census, known_census
 from dsft.plan.launch import environment
 from dsft.plan.layout import layout
-from dsft.plan.memory import moment_bytes, swapped_of, weight_bytes
-from dsft.plan.nvme import swap_keys
-from dsft.plan.swapped import Swapped
+from dsft.plan.memory.offload import Swapped, swap_keys, swapped
+from dsft.plan.memory.sizes import moment_bytes, weight_bytes
 from dsft.spec.schema import Spec
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data
 
@@ -106,7 +105,7 @@ def _through(spec: Spec) -> Literal["ssh", "srun"]:
 
 def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
     """What deepspeed's launcher gives every rank: of this process's variables those that begin so, and the
-    lines of its own files of variables (launcher/runner.py:611). Other launchers forward none."""
+    lines of its own files of variables (launcher/runner.py:611 add_export). Other launchers forward none."""
     if spec.cluster is not None and spec.cluster.launcher != "deepspeed":
         return {}
     found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
@@ -125,7 +124,7 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
     if census is None or not swap_keys(spec) or not slots:
         return None
     try:
-        return swapped_of(census, spec, layout(spec.parallel, sum(slots)).data_parallel)
+        return swapped(census, spec, layout(spec.parallel, sum(slots)).data_parallel)
     except SpecError:  # a hostfile of another size: the world's guard tells it
         return None
 

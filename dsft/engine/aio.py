@@ -19,7 +19,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 from dsft.errors import StorageError
-from dsft.plan.nvme import AIO
+from dsft.plan.memory.offload import AIO
 from dsft.system.files import cache_folder, cache_json, cached_json
 
 MEBI = 2**20

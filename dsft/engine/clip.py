@@ -1,7 +1,8 @@
 """Clipping at ZeRO 0 in fp32: an optimizer step pre-hook, over the reduced gradients of all pipeline stages.
 
 DeepSpeed leaves this case to a function that sees one stage's gradients only, keeps its norm to itself and
-applies a gradient that is not finite (reference: deepspeed/runtime/utils.py:394, engine.py:3510).
+applies a gradient that is not finite (reference: deepspeed/runtime/utils.py:394 is_model_parallel_parameter,
+engine.py:3511 clip_fp32_gradients).
 """
 
 from __future__ import annotations

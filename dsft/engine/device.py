@@ -28,7 +28,7 @@ def take_device(
     sees. `promised`: what cluster.accelerator names.
 
     LOCAL_RANK is set to the device's number in `environ`, since DeepSpeed reads that from it
-    (runtime/engine.py:1941, runtime/zero/partition_parameters.py:1138).
+    (runtime/engine.py:1941 local_rank, runtime/zero/partition_parameters.py:1138 local_device).
 
     Raises WorldError where the process sees too few devices, and where it sees none but should.
     """

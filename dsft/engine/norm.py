@@ -7,8 +7,8 @@ is exact but copies the whole tensor, as DeepSpeed's ZeRO 1 to 3 do. Norms of sh
 more time.
 
 `install` replaces the two norms that DeepSpeed 0.19.8 computes in float32:
-`FP16_UnfusedOptimizer` (ZeRO 0 in bf16, unfused_optimizer.py:214) and `BF16_Optimizer` (ZeRO 1 in bf16,
-bf16_optimizer.py:390) look them up in their modules at every step.
+`FP16_UnfusedOptimizer` (ZeRO 0 in bf16, unfused_optimizer.py:214 get_weight_norm) and `BF16_Optimizer` (ZeRO
+1 in bf16, bf16_optimizer.py:390 get_global_norm_of_tensors) look them up in their modules at every step.
 """
 
 from __future__ import annotations

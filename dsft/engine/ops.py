@@ -1,8 +1,8 @@
 """The compiled operations that a run needs: takes a spec and its DeepSpeed configuration, loads them on every
 rank before anything of the model is built.
 
-    deepspeed_shm_comm      on CPUs: ranks of one host add up in shared memory (comm/torch.py:47; see `join`)
-    cpu_adam                AdamW in the host's memory (ops/adam/cpu_adam.py:92)
+    deepspeed_shm_comm      on CPUs: ranks of a host add up in shared memory (comm/torch.py:47 build_shm_op)
+    cpu_adam                AdamW in the host's memory (ops/adam/cpu_adam.py:93 CPUAdamBuilder)
     pin_memory, async_io    anything on NVMe (ops/op_builder/async_io.py)
 
 AdamW on a GPU is torch's own fused kernel, which comes compiled.

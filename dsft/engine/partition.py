@@ -31,7 +31,8 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
 
     def span(numel: int) -> tuple[int, int]:
-        """Equal parts, the last ones short, as in `Init._partition_param` (partition_parameters.py:1778)."""
+        """Equal parts, the last ones short, as in `Init._partition_param` (partition_parameters.py:1778
+        _partition_param)."""
         size = -(-numel // world.world_size)
         return min(size * world.rank, numel), min(size * (world.rank + 1), numel)
 
@@ -55,7 +56,7 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
 def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
     """Where the partition stays: on the device that computes, or in the host's memory, where small ones are
     kept on the device all the same. A trained one is not page-locked: DeepSpeed moves it into one page-locked
-    tensor (stage3.py:906), and torch would keep the locked memory that it leaves."""
+    tensor (stage3.py:906 pin_memory), and torch would keep the locked memory that it leaves."""
     if parameter.ds_persist or init.remote_device not in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
         return part.to(init.local_device)
     pinned = init.pin_memory and (frozen or not parameter.requires_grad)
@@ -108,6 +109,7 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """DeepSpeed moves a module to its device, except one whose parameters are cut (engine.py:2093)."""
+    """DeepSpeed moves a module to its device, except one whose parameters are cut (engine.py:2093
+    dont_change_device)."""
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)

@@ -13,7 +13,8 @@ from dsft.engine import state
 COUNTERS = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm"
 )  # fmt: skip
-"""Of DeepSpeed's engine, all that a step advances (deepspeed/runtime/engine.py:536-556)."""
+"""Of DeepSpeed's engine, all that a step advances (deepspeed/runtime/engine.py:536 global_steps and the lines
+after it)."""
 
 
 def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> None:

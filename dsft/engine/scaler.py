@@ -2,7 +2,8 @@
 
 DeepSpeed's own scaler changes its scale inside the step, before the gradient is divided by it: in a step in
 which it grows, ZeRO 1 to 3 divide by twice what the loss was multiplied by (version 0.19.8,
-stage_1_and_2.py:3047 and 3198, stage3.py:2826 and 2981), and at its lowest scale it raises. This one changes
+stage_1_and_2.py:3047 _update_scale, stage_1_and_2.py:3198 combined_scale, stage3.py:2826 _update_scale,
+stage3.py:2981 combined_scale), and at its lowest scale it raises. This one changes
 after the step.
 """
 

@@ -97,7 +97,8 @@ def set_tf32(tf32: bool, device: torch.device) -> None:
 
 
 def _drop_gradient(optimizer: Any) -> None:
-    """ZeRO 1 and 2 with bf16 and offload keep the gradient of a step that they skip (stage_1_and_2.py:3056),
+    """ZeRO 1 and 2 with bf16 and offload keep the gradient of a step that they skip (stage_1_and_2.py:3057
+    reset_cpu_buffers),
     and add the next one to it: no later step would be finite."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         for group in optimizer.averaged_gradients:

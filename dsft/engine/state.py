@@ -134,8 +134,10 @@ def _put(
 
 def forget_first_step(engine: Any) -> None:
     """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, while they are made
-    (unfused_optimizer.py:386, fused_optimizer.py:125): it counts in Adam's bias correction and decays
-    weights. Other optimizers are left as they are. Called once after `deepspeed.initialize`."""
+    (unfused_optimizer.py:412
+    initialize_optimizer_states, fused_optimizer.py:125 initialize_optimizer_states): it counts in Adam's bias
+    correction and decays weights. Other optimizers are left as they are. Called once after
+    `deepspeed.initialize`."""
     if isinstance(engine.optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
         engine.optimizer.optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
@@ -269,7 +271,8 @@ def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
 
 
 def _unlink_moments(optimizer: Any) -> None:
-    """What DeepSpeed links to each parameter (mixed_precision_linkage.py:37) are views of the moments, whose
+    """What DeepSpeed links to each parameter (mixed_precision_linkage.py:37
+    set_optim_state_fragment) are views of the moments, whose
     memory they would keep until a step has made others."""
     if not hasattr(optimizer, "_hp_optimizer_states_linked"):
         return

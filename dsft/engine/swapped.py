@@ -3,9 +3,9 @@ the tensors as they stand on the disk, or has them in memory for a while.
 
 A sub-group's fp32 value and moments are a file each where the value has 1 MiB or more, or a block of aio
 (optimizer_utils.py, is_swappable_tensor); smaller ones stay in memory. Between steps the files are whole:
-the last swap of a step is waited for (stage3.py:2761). DeepSpeed's own checkpoint of them does not restore
-the moments; here they are read and written through its own swapper, sub-group by sub-group. File and line are
-those of version 0.19.8.
+the last swap of a step is waited for (stage3.py:2761 _optimizer_states_and_gradient_swap_out). DeepSpeed's
+own checkpoint of them does not restore the moments; here they are read and written through its own swapper,
+sub-group by sub-group. File and line are those of version 0.19.8.
 """
 
 from __future__ import annotations

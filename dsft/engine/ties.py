@@ -42,7 +42,8 @@ def is_copy(parameter: nn.Parameter) -> bool:
 
 def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
     """Have a PipelineEngine add up the gradients of all copies where it asks for tied layers of its own
-    (pipe/engine.py:281): after the last backward, before any reduction over the ranks of a stage."""
+    (pipe/engine.py:281 get_tied_weights_and_groups): after the last backward, before any reduction over the
+    ranks of a stage."""
 
     def add_up() -> list[Any]:
         for parameter, group in ties:
@@ -54,7 +55,8 @@ def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
 
 def _gradient(optimizer: Any, parameter: Any) -> Tensor:
     """Where micro-batches have been added up. DeepSpeed looks at `.grad` alone, and so at nothing where ZeRO
-    1 adds them up in another type (stage_1_and_2.py:1247): copies would drift apart in silence."""
+    1 adds them up in another type (stage_1_and_2.py:1247 get_gradient_for_reduction): copies would drift
+    apart in silence."""
     if isinstance(optimizer, BF16_Optimizer):
         return parameter._hp_grad
     if isinstance(optimizer, DeepSpeedZeroOptimizer):

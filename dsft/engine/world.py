@@ -267,7 +267,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _unname_shared_memory(world: World) -> None:
     """DeepSpeed never removes a rank's file, 69 MB in memory, in which ranks of a host add up under its own
-    launcher (ops/csrc/cpu/comm/shm.cpp:350). All have mapped all of them now, and need the names no more."""
+    launcher (ops/csrc/cpu/comm/shm.cpp:350 snprintf). All have mapped all of them now, and need the names no
+    more."""
     world.gather(None)
     place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{world.rank}"
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)

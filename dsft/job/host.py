@@ -12,7 +12,7 @@ from dsft.job.api import Job, Say
 from dsft.job.swap import measured_swap
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
-from dsft.plan.pinned import SECTIONS, has_room, locked_bytes, with_pinning
+from dsft.plan.memory.offload import SECTIONS, has_room, locked_bytes, with_pinning
 from dsft.system.host import host_memory
 
 

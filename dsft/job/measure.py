@@ -13,12 +13,12 @@ from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job, Say
 from dsft.model.census import take_census
-from dsft.plan.census import Census, census_from
+from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import Elements, bucket_sizes, sized
+from dsft.plan.ds_config import bucket_sizes, sized
 from dsft.plan.flops import peak_tflops, work
-from dsft.plan.memory import memory as memory_plan
-from dsft.plan.reference_memory import with_reference
+from dsft.plan.memory.ranks import memory as memory_plan
+from dsft.plan.memory.reference import with_reference
 from dsft.report.memory import PHASES, Peaks, Phase
 
 

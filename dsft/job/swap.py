@@ -17,9 +17,7 @@ from dsft.engine.world import World
 from dsft.job.api import Job, Say
 from dsft.launch.swap import clear_left_over, hold_swap_folder
 from dsft.plan.census import Census
-from dsft.plan.memory import swapped_of
-from dsft.plan.nvme import AIO, KEYS, PARAMETER_BUFFER, swap_keys
-from dsft.plan.swapped import largest_part
+from dsft.plan.memory.offload import AIO, KEYS, PARAMETER_BUFFER, largest_part, swap_keys, swapped
 from dsft.system.disk import check_disk, check_locked, check_space
 
 
@@ -65,7 +63,7 @@ def measured_swap(job: Job, counted: Census, world: World, say: Say) -> Job:
     if not keys:
         return job
     zero = job.config["zero_optimization"]
-    needs = swapped_of(counted, job.spec, job.layout.shards, zero["sub_group_size"])
+    needs = swapped(counted, job.spec, job.layout.shards, zero["sub_group_size"])
     folders = {key: Path(_section(job.config, key)["nvme_path"]) for key in keys}
     hosts = world.gather(socket.gethostname())
     leads = world.local_rank == 0

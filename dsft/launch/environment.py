@@ -72,7 +72,7 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
     if by_torchrun and by_deepspeed:
         _agree(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE", "torchrun", "deepspeed")
         _agree(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "torchrun", "deepspeed")
-    # deepspeed's names are those of launcher/launch.py:176
+    # deepspeed's names are those of launcher/launch.py:177 MASTER_ADDR
     names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") if by_torchrun else ("CROSS_SIZE", "LOCAL_SIZE")
     if not by_torchrun and not by_deepspeed:
         names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")  # as torchrun's, where someone sets them

@@ -30,7 +30,7 @@ from dsft.remote import is_this_machine
 from dsft.spec.schema import Cluster
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-"""That deepspeed reads where none is named (runner.py:35)."""
+"""That deepspeed reads where none is named (runner.py:35 DLTS_HOSTFILE)."""
 
 
 @dataclass(frozen=True)

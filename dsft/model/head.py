@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.products import aligned_empty, blocks, multiply, pieces, product, tile_of
 from dsft.model.softmax import Choice, Shaping, Softmax, chosen
-from dsft.plan.head import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
+from dsft.plan.memory.sizes import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:

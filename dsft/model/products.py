@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsft.plan.head import BYTES_PER_LOGIT
+from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 
 TILE = {"cuda": 64}  # elements: 128 bytes in 16 bits
 ALIGNED = 8  # elements: 16 bytes in 16 bits

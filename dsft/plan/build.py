@@ -10,11 +10,12 @@ from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory import Memory, memory, needed
+from dsft.plan.memory import other_version
+from dsft.plan.memory.ranks import Memory, memory, needed
+from dsft.plan.memory.reference import Reference, with_reference
+from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import dpo_of, has_engine, reference_model
-from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, traffic
-from dsft.plan.units import GIB
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
@@ -65,7 +66,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     of_reference = _reference_census(spec, counted, cache)
     sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
-    told = (*warnings(spec), *_memory_warnings(spec, sizes, reference))
+    told = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
     sent = traffic(counted, spec, places, hosts)
     return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference, sent)
 

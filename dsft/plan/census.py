@@ -18,10 +18,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsft.errors import DsftError, MissingInputError, Problem, SpecError
-from dsft.plan.ds_config import Elements
 from dsft.spec.schema import Model
 from dsft.system.files import cache_folder, cache_json, cached_json
 
@@ -33,6 +32,13 @@ VERSION = 1
 names, layers or reasons, or another form of the JSON. tests/unit/plan/test_census_version.py compares."""
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Elements(NamedTuple):
+    """Of a model: all, and those that are trained."""
+
+    whole: int
+    trained: int
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from dsft.plan.build import Plan
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory import Memory, memory, needed
+from dsft.plan.memory.ranks import Memory, memory, needed
+from dsft.plan.memory.reference import Reference, with_reference
+from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
-from dsft.plan.reference_memory import Reference, with_reference
 from dsft.plan.traffic import Flow, bubble, traffic
-from dsft.plan.units import GIB
 from dsft.spec.document import Finding
 from dsft.spec.load import refusals
 from dsft.spec.rules import value_at, warnings

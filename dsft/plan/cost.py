@@ -15,7 +15,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.flops import peak_tflops, work
-from dsft.plan.memory import runs_on_cpu
+from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.schema import Spec

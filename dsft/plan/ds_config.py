@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsft.plan.batch import BatchSizes
-from dsft.plan.nvme import aio_rows, optimizer_rows, parameter_rows
+from dsft.plan.census import Elements
+from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parameter_rows
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
@@ -29,9 +30,6 @@ SMALLEST_BUCKET = 1_000_000
 PERSIST_BELOW = 10_000
 """Elements under which ZeRO 3 keeps a parameter whole on each rank: norms and biases, no matrix worth
 sharding."""
-
-SUB_GROUP = 100_000_000
-"""Elements that ZeRO 3 updates at a time: bounds the fp32 gradients that live at once to 400 MB."""
 
 LIVE = 1_000_000_000
 """Elements gathered at once, and the distance within which a gathered one is kept for its next use."""
@@ -52,13 +50,6 @@ Row = tuple[str, Any, str]
 
 ABSENT = object()
 """The value of an entry that says why a key is not written."""
-
-
-class Elements(NamedTuple):
-    """Of a model: all, and those that are trained."""
-
-    whole: int
-    trained: int
 
 
 def bucket_size(elements: int | None) -> int:
@@ -206,7 +197,10 @@ def _precision(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     if not bf16:
         yield "data_types.grad_accum_dtype", "fp32", "gradients are added up in the type of the weights"
     elif spec.parallel.zero_stage == 0:
-        reason = "ZeRO 0 cannot accumulate bf16 gradients in fp32 (engine.py:2323); use zero_stage 1 for that"
+        reason = (
+            "ZeRO 0 cannot accumulate bf16 gradients in fp32 (engine.py:2323 grad_accum_dtype); "
+            "use zero_stage 1 for that"
+        )
         yield "data_types.grad_accum_dtype", "bf16", reason
     elif batch is not None and gradients_stay_bf16(spec, batch):
         reason = "one micro-batch a step and no fp32 sum over ranks: the same values in half the memory"
@@ -290,7 +284,7 @@ def _zero_common(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     size = dict(bucket_sizes(elements))["reduce_bucket_size"]
     yield "reduce_bucket_size", size, f"elements per reduction: {_sizing(elements)}"
     if spec.parallel.pipeline_stages > 1:
-        yield "overlap_comm", False, "DeepSpeed's pipeline switches it off (engine.py:2664)"
+        yield "overlap_comm", False, "DeepSpeed's pipeline switches it off (engine.py:2666 overlap_comm)"
     elif spec.parallel.zero_stage == 1:
         reason = "reduction runs beside the step's last backward, save where BF16_Optimizer takes its place"
         yield "overlap_comm", True, reason

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import StorageError
-from dsft.plan.census import known_elements
-from dsft.plan.ds_config import Elements, deepspeed_config
+from dsft.plan.census import Elements, known_elements
+from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.hostfile import render
 from dsft.plan.launch import deepspeed_script, environment_file, environment_text
 from dsft.plan.promised import load, promised_batch

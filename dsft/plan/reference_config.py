@@ -2,7 +2,8 @@
 pure.
 
 No value is "auto", none depends on the machine. There is no optimizer: with ZeRO 3 DeepSpeed then gathers and
-releases parameters and does nothing else (engine.py:687), and ZeRO 1 and 2 it refuses (engine.py:2659).
+releases parameters and does nothing else (engine.py:687
+_configure_zero_optimizer), and ZeRO 1 and 2 it refuses (engine.py:2659 DummyOptim).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.plan.ds_config import Elements, Entry, Row, gathering, nested, silence
+from dsft.plan.census import Elements
+from dsft.plan.ds_config import Entry, Row, gathering, nested, silence
 from dsft.plan.reference import dpo_of, reference_stage
 from dsft.spec.schema import Spec
 

@@ -16,23 +16,24 @@ from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.census import Elements
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import ABSENT, Elements, Entry, deepspeed_config, entries, nested
-from dsft.plan.memory import needed, swapped_of
-from dsft.plan.nvme import swap_keys
+from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries, nested
+from dsft.plan.memory.offload import swap_keys, swapped
+from dsft.plan.memory.ranks import needed
+from dsft.plan.memory.reference import Reference, ReferenceMemory
+from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
 from dsft.plan.reference_config import reference_entries
-from dsft.plan.reference_memory import Reference, ReferenceMemory
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, rendered, size_text
 from dsft.plan.traffic import bubble
-from dsft.plan.units import GIB
 from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
-    "Bytes of a run's fullest moment; activations, head and what a GPU's driver takes are an estimate, "
+    "Bytes at a run's peak; activations, head and what a GPU's driver takes are an estimate, "
     "padding of flat buffers is not counted, nor what the driver takes of its host. A run measures them: "
     "memory.json."
 )
@@ -276,7 +277,7 @@ def _swapped(plan: Plan) -> dict[str, int]:
     """Host -> bytes on its disk, of all its ranks; empty where nothing is swapped."""
     if not swap_keys(plan.spec):
         return {}
-    rank = swapped_of(plan.census, plan.spec, plan.layout.data_parallel)
+    rank = swapped(plan.census, plan.spec, plan.layout.data_parallel)
     return {host: slots * rank.on_disk for host, slots in plan.hosts.items()}
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.compare import ROOMY, Candidate, Choice, Comparison, Need, Size, compare
 from dsft.plan.cost import assumed
-from dsft.plan.memory import runs_on_cpu
+from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble

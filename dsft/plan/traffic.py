@@ -18,9 +18,9 @@ from dsft.plan.census import Census
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.layout import Layout
-from dsft.plan.memory import moment_bytes, most_tokens, runs_on_cpu, weight_bytes
+from dsft.plan.memory.ranks import most_tokens
+from dsft.plan.memory.sizes import FP32, moment_bytes, runs_on_cpu, weight_bytes
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
-from dsft.plan.units import FP32
 from dsft.spec.schema import Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]
@@ -147,9 +147,9 @@ def _step(
 
 
 def _gradients(step: _Step) -> Iterator[Flow]:
-    """All-reduced whole below ZeRO 3 (`use_multi_rank_bucket_allreduce`, stage_1_and_2.py:1706), at ZeRO 2
-    after each micro-batch (engine.py:3085), below once a step; reduced and scattered at ZeRO 3
-    (stage3.py:1931) after each micro-batch."""
+    """All-reduced whole below ZeRO 3 (stage_1_and_2.py:1695 use_multi_rank_bucket_allreduce), at ZeRO 2
+    after each micro-batch (engine.py:3085 zero_optimization_partition_gradients), below once a step; reduced
+    and scattered at ZeRO 3 (stage3.py:1931 reduce_scatter_coalesced) after each micro-batch."""
     zero = step.spec.parallel.zero_stage
     elements = step.trained * (1 if zero == 3 else 2)
     width = 2 if step.spec.train.reduce_dtype == "bf16" else FP32
@@ -168,7 +168,8 @@ def _parameters(step: _Step) -> Iterator[Flow]:
 
 def _gathered(step: _Step) -> int:
     """Elements, per micro-batch: twice, but for the last, which stay between forward and backward where fewer
-    than `stage3_max_reuse_distance` are used between (partitioned_param_coordinator.py:634), recomputed ones
+    than `stage3_max_reuse_distance` are used between (partitioned_param_coordinator.py:634
+    __params_to_release), recomputed ones
     counted again."""
     uses_between = 3 if step.spec.model.gradient_checkpointing else 2
     return 2 * step.sharded - min(step.sharded, LIVE // uses_between)
@@ -244,7 +245,7 @@ def _read(step: _Step) -> int:
 
 def _added_gradients(step: _Step) -> Iterator[Flow]:
     """At ZeRO 2 and 3 each micro-batch's are added to the earlier ones on the GPU, which come back for it
-    (stage_1_and_2.py:1809, stage3.py:2023)."""
+    (stage_1_and_2.py:1809 async_accumulate_grad_in_cpu_via_gpu, stage3.py:2023 grad_buffer)."""
     zero, times = step.spec.parallel.zero_stage, step.micro_batches
     if zero == 3 or (zero == 2 and times > 1):
         width = weight_bytes(step.spec) if zero == 2 else FP32

@@ -21,9 +21,8 @@ from dsft.model.config import TokenFacts
 from dsft.model.dropout import switch_off_dropout
 from dsft.model.dtypes import DTYPES
 from dsft.model.policy import Policy
-from dsft.plan.census import Census, census_from
+from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import Elements
 from dsft.plan.reference import dpo_of, reference_model, reference_parallel
 from dsft.plan.reference_config import reference_config
 from dsft.reference.tokens import same_tokens

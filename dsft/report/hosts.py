@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.copies import to_device
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import resident
 
 LAGS, LAGS_NOT = 1.3, 1.15

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import psutil
 import torch
 
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.system.files import atomic_write, write_error
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

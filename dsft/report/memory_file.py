@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Peaks, Phase, largest, write_memory
 
 Gather = Callable[[Any], list[Any]]

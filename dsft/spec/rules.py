@@ -2,7 +2,7 @@
 
 Takes a spec, gives findings and warnings; docs/limits.md has the table. A row is
 `refused` (validation stops), `mended` (dsft does it right by itself) or `warned` (validation goes on).
-`source` is a file and line of DeepSpeed, or "ran" for what was tried on its CPU backend.
+`source` is a file, line and symbol of DeepSpeed, or "ran" for what was tried on its CPU backend.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: _pipeline(s) and s.parallel.zero_stage >= 2,
         "DeepSpeed's pipeline refuses sharded gradients and parameters, after everything is loaded",
         "set parallel.zero_stage to 0 or 1, or parallel.pipeline_stages to 1",
-        "pipe/engine.py:77, ran",
+        "pipe/engine.py:77 gradients, ran",
     ),
     Rule(
         "pipeline with tied embeddings, ZeRO 1 and gradients kept in another type than the weights",
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "the sum over the two copies is skipped in silence, and they drift apart",
         "dsft gives DeepSpeed the gradients of both copies wherever it keeps them",
-        "pipe/engine.py:269, ran",
+        "pipe/engine.py:269 _exec_reduce_tied_grads, ran",
     ),
     Rule(
         "optimizer on NVMe below ZeRO 3",
@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "DeepSpeed keeps it in host memory instead, in silence",
         "set parallel.zero_stage to 3, or the device to cpu",
-        "zero/stage_1_and_2.py:221, ran",
+        "zero/stage_1_and_2.py:221 cpu_offload, ran",
     ),
     Rule(
         "optimizer on NVMe in a pipeline",
@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.parallel.offload_optimizer.device == "nvme" and _pipeline(s),
         "only ZeRO 3 keeps it there, which a pipeline excludes; DeepSpeed keeps it in memory, in silence",
         "set the device to cpu, or parallel.pipeline_stages to 1 and parallel.zero_stage to 3",
-        "zero/stage_1_and_2.py:221, ran",
+        "zero/stage_1_and_2.py:221 cpu_offload, ran",
     ),
     Rule(
         "optimizer offload at ZeRO 0",
@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.parallel.offload_optimizer.device != "none" and s.parallel.zero_stage == 0,
         "offload is a part of ZeRO, DeepSpeed ignores it at stage 0 in silence",
         "set parallel.zero_stage to 1 (without a pipeline also 2 or 3), or the device to none",
-        "zero/config.py:95",
+        "zero/config.py:95 stage",
     ),
     Rule(
         "parameter offload below ZeRO 3",
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.parallel.offload_parameters.device != "none" and _pipeline(s),
         "only ZeRO 3 moves parameters in and out, which a pipeline excludes",
         "set the device to none, or parallel.pipeline_stages to 1 and parallel.zero_stage to 3",
-        "pipe/engine.py:77, ran",
+        "pipe/engine.py:77 gradients, ran",
     ),
     Rule(
         "offloaded parameters that are not to be page-locked",
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "DeepSpeed locks those that are trained all the same",
         "only frozen ones are left as they are",
-        "zero/stage3.py:906",
+        "zero/stage3.py:906 pin_memory",
     ),
     Rule(
         "host memory that is page-locked",
@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "DeepSpeed locks what pin_memory says, however little the host has",
         "a run locks at most half of a host's memory, unless the spec says pin_memory",
-        "zero/stage_1_and_2.py:563",
+        "zero/stage_1_and_2.py:565 pin_memory",
     ),
     Rule(
         "how much memory torch page-locks",
@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "each tensor takes the next power of two of bytes, up to twice its own",
         "from torch 2.13 on dsft has large ones locked as they are",
-        "ATen/core/CachingHostAllocator.h:303",
+        "torch/include/ATen/core/CachingHostAllocator.h:303",
     ),
     Rule(
         "threads of the optimizer in host memory",
@@ -174,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: _bf16(s) and s.parallel.zero_stage == 0,
         "DeepSpeed adds up micro-batches in bf16 there, about 3 digits",
         "parallel.zero_stage 1 adds them up in fp32",
-        "engine.py:2323",
+        "engine.py:2323 grad_accum_dtype",
     ),
     Rule(
         "fp32 gradients reduced in bf16",
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.train.reduce_dtype == "bf16" and not _bf16(s),
         "gradients lose all but 3 digits on their way between ranks (1e-3 measured)",
         "leave train.reduce_dtype out for fp32",
-        "engine.py:1719, ran",
+        "engine.py:1719 communication_data_type, ran",
     ),
     Rule(
         "clipping at ZeRO 0 in fp32",
@@ -192,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.parallel.zero_stage == 0 and not _bf16(s) and s.train.max_grad_norm > 0,
         "in a pipeline DeepSpeed takes the norm of the first stage alone (weights off by 1.4e-2)",
         "dsft clips by itself, by the norm over all stages, and writes gradient_clipping 0.0",
-        "utils.py:394, engine.py:3510, ran",
+        "utils.py:394 is_model_parallel_parameter, engine.py:3511 clip_fp32_gradients, ran",
     ),
     Rule(
         "gradient norm at ZeRO 0 in fp32",
@@ -210,7 +210,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "DeepSpeed then clips to 1.0",
         "dsft always writes the key, 0.0 for off",
-        "runtime/constants.py:203, ran",
+        "runtime/constants.py:203 GRADIENT_CLIPPING_DEFAULT, ran",
     ),
     Rule(
         "unknown keys in the JSON",
@@ -228,7 +228,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "dropped in sections; at the top level they fail at the first step",
         "dsft writes numbers, and fills a file's from the spec",
-        "runtime/config_utils.py:55, ran",
+        "runtime/config_utils.py:55 strict, ran",
     ),
     Rule(
         "a hostfile that does not exist",
@@ -237,7 +237,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "the launcher warns and trains on one machine",
         "dsft/train.py compares the world with the spec and with its launcher's hostfile, and stops",
-        "launcher/runner.py:246, ran",
+        "launcher/runner.py:212 fetch_hostfile, ran",
     ),
     Rule(
         "micro-batches that vary in number from step to step",
@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "set_train_batch_size moves the ZeRO engines' step to a wrong micro-batch",
         "dsft states each step's last micro-batch itself; only the pipeline uses set_train_batch_size",
-        "engine.py:3463, ran",
+        "engine.py:3463 micro_steps, ran",
     ),
     Rule(
         "a loss averaged over tokens",
@@ -255,7 +255,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "DeepSpeed divides by micro-batches and ranks, which is wrong where their token counts differ",
         "dsft divides by the step's global count and undoes DeepSpeed's division in one place per engine",
-        "engine.py:3411, ran",
+        "engine.py:3413 gradient_accumulation_steps, ran",
     ),
     Rule(
         "scaling gradients before their sum",
@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "prescale_gradients fails at ZeRO 2 and 3, gradient_predivide_factor can be wrong at 3",
         "dsft writes false and 1.0, and the mean as the reduction",
-        "zero/stage3.py:1872, ran",
+        "zero/stage3.py:1872 gradient_predivide_factor, ran",
     ),
     Rule(
         "gradient checkpointing in a pipeline",
@@ -291,7 +291,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "WarmupLR warms up by the logarithm, and WarmupDecayLR replaces the learning rate by 0.001",
         "dsft sets the learning rate as a function of the applied step, equal to transformers' schedules",
-        "runtime/lr_schedules.py:18",
+        "runtime/lr_schedules.py:52 WARMUP_LOG_RATE",
     ),
     Rule(
         "optimizers other than DeepSpeed's",
@@ -300,7 +300,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "ZeRO and offload refuse them by default",
         "dsft writes zero_allow_untested_optimizer and, with offload, zero_force_ds_cpu_optimizer",
-        "engine.py:2340",
+        "engine.py:2342 zero_use_cpu_optimizer",
     ),
     Rule(
         "gradients that are infinite or not a number",
@@ -309,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "in bf16 the step is skipped in silence, in fp32 it is applied",
         "dsft applies none of them, counts them, and stops after train.max_consecutive_nonfinite in a row",
-        "engine.py:2639",
+        "engine.py:2639 check_grad_overflow",
     ),
     Rule(
         "gradient norms of large tensors on a CPU",
@@ -319,7 +319,7 @@ RULES: tuple[Rule, ...] = (
         "at ZeRO 0 and 1 in bf16 squares are added up in float32: 0.3 % too small at 4e7 elements, "
         "1.9 % at 1.5e8",
         "dsft takes norms of rows of 1,024 elements, which are exact to float32's rounding",
-        "runtime/utils.py:578 and 950, ran",
+        "runtime/utils.py:578 norm, runtime/utils.py:950 norm, ran",
     ),
     Rule(
         "the loss scale of fp16 in a step in which it grows",
@@ -328,7 +328,8 @@ RULES: tuple[Rule, ...] = (
         None,
         "the scale doubles before the gradient is divided by it, which comes out at half its size",
         "dsft's own scaler changes after the step, and a scale at its lowest value stops no step by itself",
-        "stage_1_and_2.py:3047 and 3198, stage3.py:2826 and 2981",
+        "stage_1_and_2.py:3047 _update_scale, stage_1_and_2.py:3198 combined_scale, "
+        "stage3.py:2826 _update_scale, stage3.py:2981 combined_scale",
     ),
     Rule(
         "a skipped step under bf16 and offload at ZeRO 1 or 2",
@@ -337,7 +338,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "its infinite gradient stays on the host, so no later step is finite either",
         "dsft clears it",
-        "stage_1_and_2.py:3056, ran",
+        "stage_1_and_2.py:3057 reset_cpu_buffers, ran",
     ),
     Rule(
         "checkpoints",
@@ -346,7 +347,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "DeepSpeed's are pickles tied to the number of ranks and the ZeRO stage",
         "dsft writes its own, without pickle and without layout",
-        "engine.py:5037, ran",
+        "engine.py:4869 save_checkpoint, ran",
     ),
 )
 

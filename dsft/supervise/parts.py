@@ -3,7 +3,7 @@ argument vectors and variables. Pure but for the environment that it is given.
 
 A launcher's program for one host is started by that host's agent, so that neither pdsh nor ssh carries an
 argument: `deepspeed.launcher.launch` and `torch.distributed.run` are what the commands `deepspeed` and
-`torchrun` start there too (deepspeed/launcher/multinode_runner.py:94).
+`torchrun` start there too (deepspeed/launcher/multinode_runner.py:94 active_workers).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def check_space(folder: Path, needed: int, key: str) -> None:
 
 def check_locked(needed: int) -> None:
     """That this process may lock so many bytes of memory, as DeepSpeed does with its swap buffers: where it
-    may not, the process is aborted (deepspeed_pin_tensor.cpp:48)."""
+    may not, the process is aborted (deepspeed_pin_tensor.cpp:48 assert)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or needed <= limit or may_lock_all():
         return

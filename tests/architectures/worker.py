@@ -57,8 +57,8 @@ from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
+from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.spec.schema import Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
 from tests.parity import pairs, plain

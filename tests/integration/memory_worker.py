@@ -24,7 +24,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory import memory
+from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.spec.schema import Spec
 from dsft.system.process import end

@@ -70,8 +70,8 @@ from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.head import BYTES_PER_LOGIT
 from dsft.plan.layout import Layout
+from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_model
 from dsft.plan.reference_config import reference_config
 from dsft.reference.adapter import refer_to_start

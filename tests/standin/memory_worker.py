@@ -47,11 +47,11 @@ from dsft.model.dtypes import DTYPES
 from dsft.model.weights import Keep, Places
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
-from dsft.plan.census import census_from
-from dsft.plan.ds_config import Elements, deepspeed_config, sized
+from dsft.plan.census import Elements, census_from
+from dsft.plan.ds_config import deepspeed_config, sized
 from dsft.plan.layout import layout
-from dsft.plan.memory import memory
-from dsft.plan.units import GIB
+from dsft.plan.memory.ranks import memory
+from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port

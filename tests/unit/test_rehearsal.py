@@ -14,7 +14,7 @@ import torch
 
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit, told_when_full
 from dsft.report.memory import MemoryMeter, Phase
 

@@ -22,7 +22,7 @@ from dsft.model.head import (
 from dsft.model.products import pieces
 from dsft.model.softmax import Shaping, Softmax
 from dsft.plan import head as sizes
-from dsft.plan.head import BYTES_PER_LOGIT
+from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 
 HIDDEN, VOCABULARY = 12, 37
 SHAPINGS = (Shaping(), Shaping(scale=0.0625), Shaping(softcap=3.0), Shaping(scale=2.5, softcap=4.0))

@@ -8,8 +8,9 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
-from dsft.plan.moments import MALLOC_KEEPS
+from dsft.plan.memory import other_version
+from dsft.plan.memory.phases import MALLOC_KEEPS
+from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 
 BIG, SMALL = 1_000_000, 100
 
@@ -282,3 +283,15 @@ def test_a_gpu_has_more_on_it_than_tensors(sizes: Any) -> None:
     assert rank.gpu == rank.device + DRIVER + int(rank.device * FRAGMENTS)
     cpu = {"hosts": {"here": 4}, "accelerator": {"name": "cpu"}}
     assert sizes(parallel={"zero_stage": 2}, cluster=cpu).stages[0].beside == 0
+
+
+def test_another_version_of_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for installed in ("0.19.8", "0.19.8+cu128", "0.19.9"):
+        monkeypatch.setattr("dsft.plan.memory.version", lambda name, installed=installed: installed)
+        told.append(list(other_version()))
+    assert told[:2] == [[], []]
+    assert told[2] == [
+        "memory was modelled for DeepSpeed 0.19.8, and 0.19.9 is installed: the figures may be off "
+        "(scripts/citations lists what has moved)"
+    ]

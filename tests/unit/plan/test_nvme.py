@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import Elements, deepspeed_config, sized
+from dsft.plan.census import Census, Elements, Parameter
+from dsft.plan.ds_config import deepspeed_config, sized
 from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.memory import swapped_of
-from dsft.plan.nvme import AIO
+from dsft.plan.memory.offload import AIO, swapped
 
 DISK = {"device": "nvme", "nvme_path": "/disk"}
 STATES = {"zero_stage": 3, "offload_optimizer": DISK}
@@ -62,10 +61,10 @@ def test_parameters_on_a_disk_are_not_read_ahead_whatever_the_model(make_spec: A
 def test_bytes_of_a_rank(make_spec: Any) -> None:
     """Two ranks: 1,500,000 and 500,500 elements of each that is trained, 500,000 frozen."""
     trained, frozen = 1_500_000 + 500_500, 500_000
-    states = swapped_of(MODEL, make_spec(parallel=STATES, train={"precision": "bf16"}), 2)
+    states = swapped(MODEL, make_spec(parallel=STATES, train={"precision": "bf16"}), 2)
     assert states.on_disk == states.states == trained * (4 + 8 + 4)
     assert (states.parameters, states.locked) == (0, 4 * trained * 4)
-    both = swapped_of(MODEL, make_spec(parallel=BOTH, train={"precision": "bf16"}), 2)
+    both = swapped(MODEL, make_spec(parallel=BOTH, train={"precision": "bf16"}), 2)
     assert both.parameters == (trained + frozen) * 2
     assert both.locked == states.locked + (5 * 1_500_000 + 2 * trained) * 2
 
@@ -73,4 +72,4 @@ def test_bytes_of_a_rank(make_spec: Any) -> None:
 def test_buffers_are_bounded_by_the_sub_group(make_spec: Any) -> None:
     """A sub-group ends with the parameter that fills it, the largest at worst."""
     spec = make_spec(parallel=STATES, train={"precision": "bf16"})
-    assert swapped_of(MODEL, spec, 2, sub_group=100_000).locked == 4 * (100_000 + 1_500_000) * 4
+    assert swapped(MODEL, spec, 2, sub_group=100_000).locked == 4 * (100_000 + 1_500_000) * 4

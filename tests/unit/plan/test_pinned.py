@@ -9,8 +9,8 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
-from dsft.plan.pinned import allocator, has_room, locked_bytes, with_pinning
-from dsft.plan.units import GIB
+from dsft.plan.memory.offload import allocator, has_room, locked_bytes, with_pinning
+from dsft.plan.memory.sizes import GIB
 
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.ds_config import Elements
+from dsft.plan.census import Elements
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.generate import drift, files
 from dsft.plan.layout import Layout

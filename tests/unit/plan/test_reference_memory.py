@@ -9,8 +9,8 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import PERSIST_BELOW, bucket_size
 from dsft.plan.layout import layout
-from dsft.plan.memory import PROCESS, WITH_ZERO, Memory, memory
-from dsft.plan.reference_memory import Reference, with_reference
+from dsft.plan.memory.ranks import PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory.reference import Reference, with_reference
 
 BIG, SMALL, RANK = 1_000_000, 100, 8
 

@@ -11,10 +11,10 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.build import Block, Plan, blocks, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.layout import Layout
-from dsft.plan.memory import PROCESS, WITH_ZERO
+from dsft.plan.memory.ranks import PROCESS, WITH_ZERO
+from dsft.plan.memory.sizes import GIB
 from dsft.plan.show import as_mapping, as_text
 from dsft.plan.tables import heading, rendered
-from dsft.plan.units import GIB
 
 pytestmark = pytest.mark.usefixtures("counted")
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report.hosts import HostWatch, Lag, Place, Spent, host_names, host_record, others_medians
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsft.errors import StorageError
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report import memory
 from dsft.report.memory import RESET, SAMPLED, MemoryMeter, largest, write_memory
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsft.plan.units import GIB
+from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter
 from dsft.report.memory_file import MemoryFile, compared
 

@@ -1,8 +1,13 @@
-"""What the head's logits take: the sizes by which dsft/model/head.py cuts them into chunks, and by which the
-plan counts them.
+"""Sizes that more than one module counts in: units, bytes of an element, and those of the output layer's
+logits, by which dsft/model/head.py cuts them into chunks and the plan counts them. Pure.
 """
 
 from __future__ import annotations
+
+from dsft.spec.schema import Spec
+
+GIB = 2**30  # bytes
+FP32 = 4  # bytes of an element
 
 BYTES_PER_LOGIT = 8  # the product, its float32 copy and what is made of it, for weights of 2 or 4 bytes
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -28,3 +33,18 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
     """Of how many rows the gradient by the logits, `row_bytes` each, is kept from the forward for a backward
     that cannot be known there: as many as a chunk may take."""
     return min(rows, chunk // row_bytes)
+
+
+def runs_on_cpu(spec: Spec) -> bool:
+    accelerator = spec.accelerator
+    return accelerator is not None and accelerator.name.lower() == "cpu"
+
+
+def weight_bytes(spec: Spec) -> int:
+    return FP32 if spec.train.precision == "fp32" else 2
+
+
+def moment_bytes(spec: Spec) -> int:
+    if spec.optim.name == "adamw":
+        return 2 * FP32
+    return FP32 if spec.optim.momentum else 0

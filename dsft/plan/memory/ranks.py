@@ -2,8 +2,8 @@
 census, a spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what
 DeepSpeed allocates, and each run against what it measures (memory.json).
 
-The numbers are those of a run's fullest moment (`dsft.plan.moments`). Padding of flat buffers is not among
-them.
+The numbers are those of the phase with the peak (`dsft.plan.memory.phases`). Padding of flat buffers is not
+among them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from typing import Protocol, get_args
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import SUB_GROUP, accumulates, bucket_size, gradients_stay_bf16
-from dsft.plan.head import (
+from dsft.plan.ds_config import accumulates, bucket_size, gradients_stay_bf16
+from dsft.plan.layout import Layout
+from dsft.plan.memory.offload import swapped
+from dsft.plan.memory.phases import NONE, Part, Phase, Row, Tensors, each, gathered, one, phases, total
+from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
+    FP32,
     PLAIN_BYTES_PER_LOGIT,
     SCORED_PARTS,
     chunk_limit,
     in_chunks,
     kept_rows,
+    moment_bytes,
+    runs_on_cpu,
+    weight_bytes,
 )
-from dsft.plan.layout import Layout
-from dsft.plan.moments import NONE, Moment, Part, Row, Tensors, each, gathered, moments, one, total
-from dsft.plan.swapped import Swapped, swapped
-from dsft.plan.units import FP32
 from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20
 """Bytes of a process with nothing of the model: Python, torch, transformers and DeepSpeed, measured on a CPU
 at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."""
-WITH_ZERO = 90 << 20  # what ZeRO 1 to 3 import besides: torch's compiler, for Muon (deepspeed utils.py:72)
+WITH_ZERO = 90 << 20
+"""What ZeRO 1 to 3 import besides: torch's compiler, for Muon (zero/utils.py:72 MuonWithAuxAdam)."""
 
 DRIVER = 1536 << 20
 """Bytes of a GPU that CUDA's context, its libraries and NCCL's buffers take beside torch's allocator. An
@@ -52,8 +56,8 @@ SPARE = 1 / 10
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage takes in its fullest moment; on its GPU, but `offloaded`, in
-    its host's memory. Beside them those of other moments: one_layer, logits, loading.
+    """Bytes that one rank of a pipeline stage takes at its peak; on its GPU, but `offloaded`, in
+    its host's memory. Beside them those of other phases: one_layer, logits, loading.
 
     parameters  weights in the type that forward and backward use
     gradients   what accumulates, and what is being reduced or read by the update
@@ -70,7 +74,7 @@ class RankMemory:
     loading     while model and engine are made
     between     what stays from one step to the next
     forward     what evaluation adds to that, at ZeRO 3 with the parameters that it gathers
-    retained    on a CPU: freed blocks of other moments that the C library does not give back
+    retained    on a CPU: freed blocks of other phases that the C library does not give back
     beside      on a GPU, about: what is taken of it beyond torch's tensors (DRIVER, FRAGMENTS)
     """
 
@@ -156,10 +160,10 @@ def stage_memory(
     work = _work(stage, census, spec, _Flow(layout, batch.accumulation_steps if batch else 1, tokens))
     part = _part(stage, census, spec, layout, batch)
     part = replace(part, forward=work.forward, backward=work.backward)
-    named = moments(part)
+    named = phases(part)
     found = list(named.values())
     fullest = max(found, key=total if part.on_cpu else on_device)
-    small, large = max(_sum(moment).small for moment in found), max(_sum(moment).large for moment in found)
+    small, large = max(_sum(phase).small for phase in found), max(_sum(phase).large for phase in found)
     rows = {row: fullest.get(row, NONE).total for row in get_args(Row)}
     if not part.on_cpu:
         rows["offloaded"] = max(map(_offloaded, found))
@@ -177,16 +181,16 @@ def stage_memory(
     )
 
 
-def _offloaded(moment: Moment) -> int:
-    return moment.get("offloaded", NONE).total
+def _offloaded(phase: Phase) -> int:
+    return phase.get("offloaded", NONE).total
 
 
-def on_device(moment: Moment) -> int:
-    return total(moment) - _offloaded(moment)
+def on_device(phase: Phase) -> int:
+    return total(phase) - _offloaded(phase)
 
 
-def _sum(moment: Moment) -> Tensors:
-    return sum(moment.values(), NONE)
+def _sum(phase: Phase) -> Tensors:
+    return sum(phase.values(), NONE)
 
 
 class OnRank(Protocol):
@@ -213,19 +217,9 @@ def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping
     return totals
 
 
-def swapped_of(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) -> Swapped:
-    """What one rank swaps to its disk."""
-    return swapped(census, spec, ranks, sub_group, moment_bytes(spec), weight_bytes(spec))
-
-
 def needed(size: int) -> int:
     """Bytes that a host must have, where the plan counts so many."""
     return size + int(size * SPARE)
-
-
-def runs_on_cpu(spec: Spec) -> bool:
-    accelerator = spec.accelerator
-    return accelerator is not None and accelerator.name.lower() == "cpu"
 
 
 @dataclass(frozen=True)
@@ -245,8 +239,8 @@ class _Flow:
 class _Work:
     """What a forward and a backward take; one_layer, logits: as in RankMemory, those of a forward alone."""
 
-    forward: Moment
-    backward: Moment
+    forward: Phase
+    backward: Phase
     one_layer: int
     logits: int
 
@@ -274,7 +268,7 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSi
         on_cpu=on_cpu,
         is_bf16=spec.train.precision == "bf16",
         pinned=not on_cpu and parallel.offload_optimizer.pin_memory is not False,
-        locked=swapped_of(census, spec, layout.data_parallel).locked if "nvme" in devices else 0,
+        locked=swapped(census, spec, layout.data_parallel).locked if "nvme" in devices else 0,
         gradient=weight_bytes(spec) if stays else FP32,
     )
 
@@ -303,8 +297,8 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
         ahead, back = inputs, one_layer + inputs
         if spec.model.activation_offload:
             ahead, back, on_host = NONE, one_layer, inputs
-    forward: Moment = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
-    backward: Moment = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
+    forward: Phase = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
+    backward: Phase = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
     return _Work(forward, backward, one_layer.total, scored)
 
 
@@ -349,13 +343,3 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     kept = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if kept == tokens else chunk)
     return kept * row + at_once, 0, scored
-
-
-def weight_bytes(spec: Spec) -> int:
-    return FP32 if spec.train.precision == "fp32" else 2
-
-
-def moment_bytes(spec: Spec) -> int:
-    if spec.optim.name == "adamw":
-        return 2 * FP32
-    return FP32 if spec.optim.momentum else 0

@@ -11,7 +11,8 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.layout import Layout
-from dsft.plan.memory import Memory, RankMemory, most_tokens, of_host, stage_memory, weight_bytes
+from dsft.plan.memory.ranks import Memory, RankMemory, most_tokens, of_host, stage_memory
+from dsft.plan.memory.sizes import weight_bytes
 from dsft.plan.reference import (
     dpo_of,
     has_engine,
