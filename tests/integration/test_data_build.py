@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,11 +76,12 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
     process = start(data, folder, workers=2, blocks=3)
     assert process.stdout is not None
     assert any(line in ("made 3\n", "made 4\n") for line in process.stdout)
-    workers = psutil.Process(process.pid).children()
-    assert len(workers) == 2
+    children = psutil.Process(process.pid).children()
+    workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2 and len(children) == 3  # and multiprocessing's resource tracker
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(workers, timeout=LATE)
+    _, alive = psutil.wait_procs(children, timeout=LATE)
     assert not alive
     before = {path: path.stat().st_mtime_ns for path in block_files(folder)}
     assert 3 <= len(before) < 8
@@ -94,12 +97,11 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     """With Ctrl-C; and with one of them, killed as a full memory does it."""
-    workers: list[psutil.Process] = []
-    others = psutil.Process().children()  # of earlier tests, such as `forked`'s
+    workers: list[Any] = []
 
     def progress(pace: Pace) -> None:
         if not workers:
-            workers.extend(child for child in psutil.Process().children() if child not in others)
+            workers.extend(multiprocessing.active_children())
             if interrupted:
                 raise KeyboardInterrupt
             workers[0].kill()
@@ -110,7 +112,7 @@ def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
         assert "a.jsonl was ended by signal 9" in str(error.value)
         assert "set a smaller data.num_workers" in str(error.value)
     assert len(workers) == 2
-    assert not any(worker.is_running() for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
     assert said(made(data, Cache(tmp_path / "cache", 2))) == said(made(data, Cache()))
 
 

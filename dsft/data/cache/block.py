@@ -1,20 +1,20 @@
-"""The tokens of one block of a file, and what tells its rows apart: one file, whole or not there.
+"""Token blocks: the tokens of one part of a data file, cached in one file that is whole or absent.
 
-A safetensors file (https://github.com/huggingface/safetensors#format) of n rows, T tokens, S trained spans:
+A safetensors file (https://github.com/huggingface/safetensors#format) of n rows, T tokens and S spans:
 
-ends        I64 (n,)     tokens of the block up to the row's last
-span_ends   I64 (n,)     spans up to the row's last
-content     U64 (n,)     a hash of what the row says
-digests     U64 (n,)     a hash of the row's tokens and spans, compared whenever it is read
-trained     I32 (n,)     targets
-lines       U32 (n,)     of the block, from 1
-spans       I32 (S, 2)   start and stop of each run of trained tokens, from the row's first
+ends        I64 (n,)    where each row's tokens end in `tokens`
+span_ends   I64 (n,)    where each row's spans end in `spans`
+content     U64 (n,)    a hash of what the row says
+digests     U64 (n,)    a hash of the row's tokens and spans, compared whenever the row is read
+trained     I32 (n,)    the row's targets
+lines       U32 (n,)    the row's line in the block, from 1
+spans       I32 (S, 2)  start and stop of each run of trained tokens, counted from the row's first token
 tokens      U16 or I32 (T,)
 ended       BOOL (n,)
 desirable   BOOL (n,)
-seal        U8 (32,)     a hash of all bytes before it but the tokens, compared when the file is opened
 
-Its metadata hold one text: JSON of what else was found, and which block of which key it is.
+The metadata hold one JSON text: a checksum of everything but the tokens, compared when the file is opened,
+and what else was found in the lines.
 """
 
 from __future__ import annotations
@@ -23,49 +23,44 @@ import hashlib
 import json
 import math
 import mmap
-import shutil
+import os
+import re
+import tempfile
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from dsft.data.rows import Rendered
+from dsft.system.files import TEMPORARY
 
-VERSION = 4
+VERSION = 5
 """Raise it when the same file, format, chat template and tokenizer give other rows, tokens or masks, or when
 a block's file has other arrays: blocks of another version are not read.
 tests/unit/data/test_data_version.py compares."""
 _METADATA = "dsft"
-_TYPES: Mapping[str, str] = {
-    "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1", "U8": "|u1",
+_SPILL = 64 << 20  # bytes of a block's tokens that are collected in memory; more go to a temporary file
+_TYPES = {"I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1"}
+_COLUMNS = {
+    "ends": "q", "span_ends": "q", "content": "Q", "digests": "Q", "trained": "i", "lines": "I", "spans": "i",
+    "ended": "?", "desirable": "?",
 }  # fmt: skip
-_ARRAYS: Mapping[str, tuple[str, str]] = {
-    "ends": ("I64", "q"),
-    "span_ends": ("I64", "q"),
-    "content": ("U64", "Q"),
-    "digests": ("U64", "Q"),
-    "trained": ("I32", "i"),
-    "lines": ("U32", "I"),
-    "spans": ("I32", "i"),
-    "tokens": ("", ""),
-    "ended": ("BOOL", "B"),
-    "desirable": ("BOOL", "B"),
-}
-"""In the order of the file, wide types first, so that each array is aligned: type there, and of `array`."""
-_SEAL_BYTES = 32
+"""Types of the arrays but the tokens, as numpy names them."""
 
 
 class DamagedBlockError(Exception):
-    """Why a file is not the block that it should be."""
+    """A file is not the block that it should be. The message says why."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a block's lines held besides rows. lines: of the block, blank ones among them; bad: (line, reason)
+    """What a block's lines hold besides rows. lines: their number, blank ones included; bad: (line, reason)
     of the first of `bad_rows`; spelled: lines of the first of `spelled_rows`."""
 
     lines: int = 0
@@ -78,14 +73,17 @@ class Found:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The arrays of a block, as they stand in a mapped file or in memory."""
+    """The arrays of a block, in memory or in a mapped file."""
 
     found: Found
     arrays: Mapping[str, NDArray[Any]]
-    num_bytes: int
 
     def __len__(self) -> int:
         return len(self.arrays["ends"])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in self.arrays.values())
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -98,7 +96,7 @@ class TokenBlock:
         return self._of("span_ends", "spans", row).astype(np.int64)
 
     def spans_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of rows (k,): how many spans each has, (k,), and the spans, one row's after the other's."""
+        """Return how many spans each of the rows (k,) has, (k,), and the spans one after the other."""
         stops = self.arrays["span_ends"]
         firsts = np.where(rows > 0, stops[rows - 1], 0).astype(np.int64)
         counts = stops[rows] - firsts
@@ -106,23 +104,20 @@ class TokenBlock:
         return counts, self.arrays["spans"][np.repeat(firsts, counts) + inside].astype(np.int64)
 
     def first_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(k,): of rows (k,), each with a token."""
+        """Return the first token of each of the rows (k,), (k,). Each must have one."""
         firsts = np.where(rows > 0, self.arrays["ends"][rows - 1], 0)
         return self.arrays["tokens"][firsts].astype(np.int64)
 
     def read(self, row: int) -> Rendered:
-        """Raises DamagedBlockError where tokens or spans are not what was written."""
+        """Return a row. Raises DamagedBlockError where its tokens or spans are not what was written."""
         ids = self._of("ends", "tokens", row).astype(np.int32)
         spans = self._of("span_ends", "spans", row)
         if _digest(ids, spans) != int(self.arrays["digests"][row]):
             raise DamagedBlockError("the tokens of a row are not what was written")
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for start, stop in spans:
-            trained[start:stop] = True
-        return Rendered(ids, trained, bool(self.arrays["ended"][row]))
+        return self.read_part(row, 0, len(ids))
 
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Tokens `start` to `stop`, not checked."""
+        """Return tokens `start` to `stop` of a row, not compared with the row's hash."""
         ids = self._of("ends", "tokens", row)[start:stop].astype(np.int32)
         trained = np.zeros(len(ids), dtype=np.bool_)
         for first, last in self._of("span_ends", "spans", row):
@@ -134,29 +129,35 @@ class TokenBlock:
         return self.arrays[what][int(stops[row - 1]) if row else 0 : int(stops[row])]
 
 
-@dataclass
-class Gathered:
-    """The rows of a block that is being made. Tokens wait in `spill`, one file-like place for all of them."""
+class Collected:
+    """The rows of a block that is being tokenized.
 
-    token_type: str
-    """U16 or I32."""
-    spill: IO[bytes]
-    columns: dict[str, array[Any]] = field(
-        default_factory=lambda: {name: array(code) for name, (_, code) in _ARRAYS.items() if code}
-    )
-    num_tokens: int = 0
+    dtype: of the tokens, <u2 or <i4. folder: where more tokens than fit in _SPILL bytes wait in a temporary
+    file; None: they stay in memory.
+    """
+
+    def __init__(self, dtype: str, folder: Path | None = None) -> None:
+        self._dtype, self._limit = dtype, _SPILL if folder is not None else 0
+        self._tokens = tempfile.SpooledTemporaryFile(self._limit, dir=str(folder) if folder else None)
+        self._columns: dict[str, array[Any]] = {
+            name: array(code.replace("?", "B")) for name, code in _COLUMNS.items()
+        }
+        self._num_tokens = 0
+
+    def close(self) -> None:
+        self._tokens.close()
 
     def __len__(self) -> int:
-        return len(self.columns["ends"])
+        return len(self._columns["ends"])
 
     def add(self, rendered: Rendered, *, line: int, content: int, desirable: bool) -> None:
-        ids = rendered.input_ids
-        spans = spans_of(rendered.trained)
-        self.spill.write(ids.astype(_TYPES[self.token_type]).tobytes())
-        self.num_tokens += len(ids)
-        columns = self.columns
+        ids, columns = rendered.input_ids, self._columns
+        edges = np.flatnonzero(np.diff(rendered.trained.astype(np.int8), prepend=0, append=0))
+        spans = edges.astype(np.int32)
+        self._tokens.write(ids.astype(self._dtype).tobytes())
+        self._num_tokens += len(ids)
         columns["spans"].frombytes(spans.tobytes())
-        columns["ends"].append(self.num_tokens)
+        columns["ends"].append(self._num_tokens)
         columns["span_ends"].append(len(columns["spans"]) // 2)
         columns["content"].append(content)
         columns["digests"].append(_digest(ids, spans))
@@ -165,40 +166,16 @@ class Gathered:
         columns["ended"].append(rendered.ended)
         columns["desirable"].append(desirable)
 
-    def write(self, out: IO[bytes], found: Found, key: str, index: int) -> None:
-        """The file, from its first byte to its seal."""
-        header = self._header(found, key, index)
-        seal = hashlib.blake2b(header, digest_size=_SEAL_BYTES)
-        out.write(header)
-        for name, column in self.columns.items():
-            if name == "ended":
-                self.spill.seek(0)
-                shutil.copyfileobj(self.spill, out, 1 << 20)
-            seal.update(column)
-            out.write(column)
-        out.write(seal.digest())
-
-    def _header(self, found: Found, key: str, index: int) -> bytes:
-        about = {"version": VERSION, "key": key, "block": index, **vars(found)}
-        header: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(about)}}
-        end = 0
-        for name, (dtype, _) in _ARRAYS.items():
-            dtype = dtype or self.token_type
-            column = self.columns.get(name)
-            size = self.num_tokens if column is None else len(column)
-            start, end = end, end + size * np.dtype(_TYPES[dtype]).itemsize
-            shape = [size // 2, 2] if name == "spans" else [size]
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        header["seal"] = {"dtype": "U8", "shape": [_SEAL_BYTES], "data_offsets": [end, end + _SEAL_BYTES]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-
-def spans_of(trained: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(k, 2): start and stop of each run of True."""
-    edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0))
-    return edges.astype(np.int32).reshape(-1, 2)
+    def block(self, found: Found) -> TokenBlock:
+        arrays = {name: np.array(self._columns[name], code) for name, code in _COLUMNS.items()}
+        arrays["spans"] = arrays["spans"].reshape(-1, 2)
+        self._tokens.seek(0)
+        buffer: bytes | mmap.mmap
+        if 0 < self._limit < self._num_tokens * np.dtype(self._dtype).itemsize:
+            buffer = mmap.mmap(self._tokens.fileno(), 0, access=mmap.ACCESS_READ)
+        else:
+            buffer = self._tokens.read()
+        return TokenBlock(found, arrays | {"tokens": np.frombuffer(buffer, self._dtype)})
 
 
 def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
@@ -210,73 +187,77 @@ def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
 # --- the file ---------------------------------------------------------------------------------------------
 
 
+def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
+    """Write block `index` of `key` to a temporary file, flush it and rename it. Raises OSError."""
+    about = [key, index, vars(block.found)]
+    metadata = {_METADATA: json.dumps([_checksum(about, block.arrays), *about])}
+    aside = path.with_name(path.name + TEMPORARY)
+    try:
+        aside.touch()
+        mode = aside.stat().st_mode
+        save_file(dict(block.arrays), aside, metadata)
+        aside.chmod(mode)  # safetensors leaves a file that only its owner can read
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else error) from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def open_block(path: Path, key: str, index: int) -> TokenBlock:
-    """Map a file and prove all of it but the tokens. Raises FileNotFoundError; DamagedBlockError where it is
+    """Map a file and check everything but the tokens. Raises FileNotFoundError; DamagedBlockError where it is
     not block `index` of `key`, whole; OSError where it cannot be read."""
-    with path.open("rb") as file:
-        return parse(_mapped(file), key, index)
+    block, checksum, about = _parse(_mapped(path))
+    if about[:2] != [key, index]:
+        raise DamagedBlockError("it belongs to other rows")
+    if _checksum(about, block.arrays) != checksum:
+        raise DamagedBlockError("its header or index is not what was written")
+    return block
 
 
 def reopen_block(path: Path) -> TokenBlock:
-    """Map a file that `open_block` proved. Raises as it does."""
+    """Map a file that `open_block` checked. Raises as it does."""
+    return _parse(_mapped(path))[0]
+
+
+def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        return _parts(_mapped(file)).block
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise DamagedBlockError("it is empty") from None
 
 
-def parse(buffer: mmap.mmap | bytes, key: str, index: int) -> TokenBlock:
-    """As `open_block`, of bytes in memory."""
-    parts = _parts(buffer)
-    if parts.belongs != (VERSION, key, index):
-        raise DamagedBlockError("it belongs to other rows")
-    view, (first, last), end = memoryview(buffer), parts.tokens, len(buffer) - _SEAL_BYTES
-    seal = hashlib.blake2b(view[:first], digest_size=_SEAL_BYTES)
-    seal.update(view[last:end])
-    if seal.digest() != view[end:]:
-        raise DamagedBlockError("its header or index is not what was written")
-    return parts.block
-
-
-@dataclass(frozen=True)
-class _Parts:
-    block: TokenBlock
-    belongs: tuple[Any, Any, Any]
-    tokens: tuple[int, int]
-
-
-def _mapped(file: IO[bytes]) -> mmap.mmap:
-    try:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise DamagedBlockError("it is empty") from None
-
-
-def _parts(buffer: mmap.mmap | bytes) -> _Parts:
-    """By the header alone, which any change of the file may have reached."""
+def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
+    """Return the block, its checksum, and what that is of besides the arrays. The header may be damaged."""
     try:
         start = 8 + int.from_bytes(buffer[:8], "little")
         header = json.loads(buffer[8:start])
-        about = json.loads(header["__metadata__"][_METADATA])
-        places = {name: header[name] for name in (*_ARRAYS, "seal")}
-        end = start
+        checksum, *about = json.loads(header["__metadata__"][_METADATA])
         arrays: dict[str, NDArray[Any]] = {}
-        for name, place in places.items():
-            dtype, shape = np.dtype(_TYPES[place["dtype"]]), place["shape"]
-            arrays[name] = np.frombuffer(buffer, dtype, math.prod(shape), end).reshape(shape)
-            end += arrays[name].nbytes
-        found = Found(
-            about["lines"],
-            about["blank_lines"],
-            about["bad_rows"],
-            tuple((n, why) for n, why in about["bad"]),
-            about["spelled_rows"],
-            tuple(about["spelled"]),
-        )
-        belongs = about["version"], about["key"], about["block"]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        for name in (*_COLUMNS, "tokens"):
+            dtype, shape = np.dtype(_TYPES[header[name]["dtype"]]), header[name]["shape"]
+            first, last = header[name]["data_offsets"]
+            arrays[name] = np.frombuffer(buffer, dtype, math.prod(shape), start + first).reshape(shape)
+            if last - first != arrays[name].nbytes:
+                raise ValueError
+        bad, spelled = tuple(map(tuple, about[2]["bad"])), tuple(about[2]["spelled"])
+        block = TokenBlock(Found(**about[2] | {"bad": bad, "spelled": spelled}), arrays)
+        if start + block.num_bytes != len(buffer):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, IndexError):
         raise DamagedBlockError("it is cut off, or its header is not what was written") from None
-    if end != len(buffer) or len(arrays["seal"]) != _SEAL_BYTES:
-        raise DamagedBlockError("it has not the size that its header says")
-    last = end - sum(arrays[name].nbytes for name in ("ended", "desirable", "seal"))
-    tokens = last - arrays["tokens"].nbytes, last
-    del arrays["seal"]
-    return _Parts(TokenBlock(found, arrays, len(buffer)), belongs, tokens)
+    return block, checksum, about
+
+
+def _checksum(about: list[Any], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Hash everything but the tokens' values."""
+    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
+    for name, values in sorted(arrays.items()):
+        digest.update(f"{name} {values.dtype.str} {values.shape}".encode())
+        if name != "tokens":
+            digest.update(values.data)
+    return digest.hexdigest()

@@ -1,47 +1,42 @@
-"""Makes blocks of tokens: in this process, or in several that import no torch.
+"""Tokenizes the blocks of files: in this process, or in several that import no torch.
 
-Takes the blocks of files with what their rows become. Writes a file per block, or gives its bytes. A worker
-is a fresh interpreter that gets the renderer once and then block after block over a socket; it dies with its
-parent, however that dies.
-
-    python -m dsft.data.cache.build DESCRIPTOR PARENT    a worker: the socket it inherited, who started it
+Takes the blocks with the format of their rows. Writes a file per block, or returns it. Workers are spawned by
+a ProcessPoolExecutor; each unpickles the renderer once, and is killed with its parent.
 """
 
 from __future__ import annotations
 
-import io
+import multiprocessing
 import os
 import pickle
-import socket
-import subprocess
-import sys
-import tempfile
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from dsft.data import formats
-from dsft.data.cache.block import Found, Gathered
+from dsft.data.cache.block import Collected, Found, TokenBlock, save_block
 from dsft.data.read.files import Block, read_block
 from dsft.data.render.pair import pair_mistake
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
 from dsft.errors import DsftError, WorldError
-from dsft.system.files import atomic_write, write_error
+from dsft.system.files import write_error
 from dsft.system.process import die_with
 
 MAX_BAD = 1000
 """Bad rows of a block that are kept; the others are counted."""
 _BATCH_ROWS = 1000
 _BATCH_CHARACTERS = 1 << 19  # of rows that are rendered together: the tokenizer holds some 50 bytes for each
-_SPILL = 64 << 20  # bytes of a block's tokens that wait in memory, more of them on the disk
 _TELL_SECONDS = 0.5
+_WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -63,32 +58,33 @@ Progress = Callable[[int, int], None]
 # --- one block --------------------------------------------------------------------------------------------
 
 
-def make_file(job: Job, renderer: Renderer, token_type: str, tell: Callable[[int], None]) -> int:
-    """Write the block's file, and give its number of rows. `tell` is called with the rows so far.
+def make_file(job: Job, renderer: Renderer, dtype: str, tell: Callable[[int], None]) -> int:
+    """Write the block's file, and return its number of rows. `tell` is called with the rows so far.
 
     Raises StorageError and MissingInputError.
     """
     try:
-        with tempfile.SpooledTemporaryFile(_SPILL, dir=str(job.path.parent)) as spill:
-            gathered = Gathered(token_type, spill)
-            found = gather(job.block, job.format, renderer, gathered, tell)
-            with atomic_write(job.path) as out:
-                gathered.write(out, found, job.key, job.block.index)
-            return len(gathered)
+        block = tokenize(job, renderer, dtype, tell, job.path.parent)
+        save_block(job.path, block, job.key, job.block.index)
     except OSError as error:
         raise write_error(job.path, error, "set another data.cache_dir") from error
+    return len(block)
 
 
-def make_bytes(job: Job, renderer: Renderer, token_type: str) -> bytes:
-    """The block as its file would have it."""
-    gathered, out = Gathered(token_type, io.BytesIO()), io.BytesIO()
-    found = gather(job.block, job.format, renderer, gathered, lambda rows: None)
-    gathered.write(out, found, job.key, job.block.index)
-    return out.getvalue()
+def tokenize(
+    job: Job,
+    renderer: Renderer,
+    dtype: str,
+    tell: Callable[[int], None] = lambda rows: None,
+    folder: Path | None = None,
+) -> TokenBlock:
+    """Tokenize a block. dtype: of its tokens; folder: where a large block's tokens wait, None for memory."""
+    with closing(Collected(dtype, folder)) as collected:
+        return collected.block(gather(job.block, job.format, renderer, collected, tell))
 
 
 def gather(
-    block: Block, found: formats.Format, renderer: Renderer, rows: Gathered, tell: Callable[[int], None]
+    block: Block, found: formats.Format, renderer: Renderer, rows: Collected, tell: Callable[[int], None]
 ) -> Found:
     """Read, convert and render the block's lines; what becomes of each is in `rows` or in the result."""
     lines = blank = bad_rows = 0
@@ -146,7 +142,7 @@ def _size(sample: Sample) -> int:
 
 
 def _render(
-    batch: Sequence[_Meant], renderer: Renderer, rows: Gathered, spelled: list[int]
+    batch: Sequence[_Meant], renderer: Renderer, rows: Collected, spelled: list[int]
 ) -> list[tuple[int, str]]:
     """Add the batch's rows, and the lines of those whose contents spell a token of the template; give (line,
     reason) of those that it refuses. A pair of which it refuses one is refused whole."""
@@ -171,172 +167,133 @@ def _render(
 # --- several processes ------------------------------------------------------------------------------------
 
 
-class Makers:
-    """`num_workers` processes that make blocks, started when they are needed; none where that is below 2."""
-
-    def __init__(self, renderer: Renderer, token_type: str, num_workers: int) -> None:
-        self._recipe = renderer, token_type
-        self._num_workers = num_workers
-        self._workers: list[_Worker] = []
-
-    def make(self, jobs: Sequence[Job], progress: Progress) -> None:
-        """Write the files of all blocks.
-
-        Raises the first error that one meets; WorldError where a worker ends without a word.
-        """
-        wanted = min(self._num_workers, len(jobs))
-        if wanted < 2:
-            self._make_here(jobs, progress)
-            return
-        if wanted > len(self._workers):
-            recipe = pickle.dumps(self._recipe)
-            self._workers += [_Worker(recipe) for _ in range(wanted - len(self._workers))]
-        _share(jobs, self._workers[:wanted], progress)
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.end()
-
-    def _make_here(self, jobs: Sequence[Job], progress: Progress) -> None:
-        rows = 0
-        for done, job in enumerate(jobs):
-            rows += make_file(job, *self._recipe, partial(_told, progress, done, rows))
-            progress(done + 1, rows)
-
-
-def _told(progress: Progress, done: int, before: int, rows: int) -> None:
+def _add(progress: Progress, done: int, before: int, rows: int) -> None:
     progress(done, before + rows)
 
 
-def _share(jobs: Sequence[Job], workers: Sequence[_Worker], progress: Progress) -> None:
-    """Give each worker that is free the next block, until none is left."""
-    waiting = list(reversed(jobs))
-    rows: dict[Path, int] = {}
-    for worker in workers:
-        worker.start(waiting.pop())
-    done = 0
-    while done < len(jobs):
-        at_work = {worker.connection: worker for worker in workers if worker.job is not None}
-        for ready in wait(list(at_work)):
-            worker = at_work[cast(Connection, ready)]
-            path, answer = worker.answer()
-            rows[path] = answer.rows
-            if answer.is_done:
-                done += 1
-                if waiting:
-                    worker.start(waiting.pop())
-        progress(done, sum(rows.values()))
+class Makers:
+    """Makes blocks in up to `num_workers` processes, started when they are needed."""
 
+    def __init__(self, renderer: Renderer, dtype: str, num_workers: int) -> None:
+        self._recipe = renderer, dtype
+        self._num_workers = num_workers
+        self._executor: ProcessPoolExecutor | None = None
+        self._workers: list[Any] = []
+        self._told: Any = None
 
-@dataclass(frozen=True)
-class _Answer:
-    """rows: of the block so far. error: why it is not made; what, where it is no DsftError."""
+    def make(self, jobs: Sequence[Job], progress: Progress, *, here: bool = False) -> None:
+        """Write the files of all blocks; here: in this process.
 
-    rows: int = 0
-    is_done: bool = False
-    error: DsftError | None = None
-    what: str | None = None
+        Raises the first error that one meets; WorldError where a worker is killed.
+        """
+        if here or min(self._num_workers, len(jobs)) < 2:
+            rows = 0
+            for done, job in enumerate(jobs):
+                rows += make_file(job, *self._recipe, partial(_add, progress, done, rows))
+                progress(done + 1, rows)
+            return
+        self._wait(jobs, self._submit(jobs), progress)
 
+    def close(self) -> None:
+        """Kill the workers, whatever they are at."""
+        for worker in self._workers:
+            worker.kill()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
 
-class _Worker:
-    """A worker as its parent sees it. recipe: the pickled renderer and type of tokens."""
+    def _submit(self, jobs: Sequence[Job]) -> list[Future[int]]:
+        with _worker_settings():
+            if self._executor is None:
+                context = multiprocessing.get_context("spawn")
+                self._told = context.SimpleQueue()
+                given = os.getpid(), pickle.dumps(self._recipe), self._told
+                self._executor = ProcessPoolExecutor(self._num_workers, context, _start, given)
+            futures = [self._executor.submit(_make, number, job) for number, job in enumerate(jobs)]
+        self._workers = list(self._executor._processes.values())
+        return futures
 
-    def __init__(self, recipe: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            words = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dsft.data.cache.build", *words],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the parent, which ends its workers
-            )
-            self.connection = Connection(ours.detach())
-        self.job: Job | None = None
-        self._recipe: bytes | None = recipe
+    def _wait(self, jobs: Sequence[Job], pending: Sequence[Future[int]], progress: Progress) -> None:
+        rows = dict.fromkeys(pending, 0)
+        at_work: dict[int, Job] = {}
+        left = set(pending)
+        while left:
+            finished, left = wait(left, _TELL_SECONDS, FIRST_COMPLETED)
+            while not self._told.empty():
+                worker, number, count = self._told.get()
+                at_work[worker] = jobs[number]
+                rows[pending[number]] = count
+            for one in finished:
+                try:
+                    rows[one] = one.result()
+                except BrokenProcessPool:
+                    raise self._broken(at_work, jobs[pending.index(one)]) from None
+            if any(rows.values()):
+                progress(len(pending) - len(left), sum(rows.values()))
 
-    def start(self, job: Job) -> None:
-        self.job = job
-        try:
-            if self._recipe is not None:
-                self.connection.send_bytes(self._recipe)
-                self._recipe = None
-            self.connection.send(job)
-        except OSError:
-            raise self._gone() from None
-
-    def answer(self) -> tuple[Path, _Answer]:
-        assert self.job is not None
-        path = self.job.path
-        try:
-            answer: _Answer = self.connection.recv()
-        except (EOFError, OSError):
-            raise self._gone() from None
-        if answer.error is not None:
-            raise answer.error
-        if answer.what is not None:
-            raise RuntimeError(f"{self._what()}:\n{answer.what}")
-        if answer.is_done:
-            self.job = None
-        return path, answer
-
-    def end(self) -> None:
-        self.connection.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _what(self) -> str:
-        return f"block {self.job.block.index} of {self.job.block.file.name}" if self.job else "no block"
-
-    def _gone(self) -> WorldError:
-        code = self._process.wait()
+    def _broken(self, at_work: dict[int, Job], undone: Job) -> WorldError:
+        """The error for a worker that was killed; the executor then ends the others with SIGTERM. at_work:
+        the block of each that has begun one."""
+        assert self._executor is not None
+        self._executor.shutdown()
+        codes = {worker.pid: worker.exitcode for worker in self._workers}
+        ended = [pid for pid, code in codes.items() if code not in (0, None, -signal.SIGTERM)]
+        pid = (ended or [*codes])[0]
+        code, name = codes[pid], undone.block.file.name
+        what = (
+            f"block {at_work[pid].block.index} of {at_work[pid].block.file.name}" if pid in at_work else name
+        )
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         why = ", as a machine does whose memory is full; set a smaller data.num_workers" if code == -9 else ""
-        return WorldError(f"data: the process that made tokens of {self._what()} {how}{why}.")
+        return WorldError(f"data: the process that made tokens of {what} {how}{why}.")
 
 
-def _environment() -> dict[str, str]:
-    """A worker is one thread, and imports the dsft that runs here."""
-    root = str(Path(__file__).resolve().parents[3])
-    path = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
+@contextmanager
+def _worker_settings() -> Iterator[None]:
+    """What workers inherit: they are single-threaded, and leave Ctrl-C to their parent."""
+    before = {name: os.environ.get(name) for name in _WORKER_ENVIRONMENT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    os.environ.update(_WORKER_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # --- a worker ---------------------------------------------------------------------------------------------
 
+_worker: tuple[Renderer, str, Any]
+"""The renderer, the tokens' type, and the queue to the parent."""
 
-def work(descriptor: int, parent: int) -> None:
-    """Make blocks until the parent says no more."""
+
+def _start(parent: int, recipe: bytes, told: Any) -> None:
+    """Called in each worker before its first block. Raises nothing: the pool would be broken."""
+    global _worker
     die_with(parent)
-    connection = Connection(descriptor)
-    told = 0.0
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # not what the parent blocks: SIGTERM ends it
+    _worker = (*pickle.loads(recipe), told)
+
+
+def _make(number: int, job: Job) -> int:
+    """Write the file of block `number` and return its rows. Their count goes to the parent now and then."""
+    renderer, dtype, queue = _worker
+    last = 0.0
 
     def tell(rows: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > _TELL_SECONDS:
-            told = time.monotonic()
-            connection.send(_Answer(rows))
+        nonlocal last
+        if time.monotonic() - last > _TELL_SECONDS:
+            last = time.monotonic()
+            queue.put((os.getpid(), number, rows))
 
-    with suppress(EOFError, ConnectionError):  # the parent is gone, or needs no more
-        recipe: tuple[Renderer, str] = pickle.loads(connection.recv_bytes())
-        while True:
-            job: Job = connection.recv()
-            try:
-                answer = _Answer(make_file(job, *recipe, tell), is_done=True)
-            except DsftError as error:
-                answer = _Answer(error=error)
-            except Exception:  # told by the parent, as what it is: a fault of dsft
-                answer = _Answer(what=traceback.format_exc())
-            connection.send(answer)
-
-
-if __name__ == "__main__":
-    # Not this copy of the module, which is named __main__: what is sent belongs to the other.
-    from dsft.data.cache.build import work as work_there
-
-    work_there(int(sys.argv[1]), int(sys.argv[2]))
+    tell(0)
+    try:
+        return make_file(job, renderer, dtype, tell)
+    except DsftError:
+        raise
+    except Exception:  # which may not be picklable: a fault of dsft
+        what = f"block {job.block.index} of {job.block.file.name}"
+        raise RuntimeError(f"{what}:\n{traceback.format_exc()}") from None

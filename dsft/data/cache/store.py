@@ -12,47 +12,36 @@ import json
 import os
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 
 from dsft.data import formats
-from dsft.data.cache.block import (
-    VERSION,
-    DamagedBlockError,
-    Found,
-    TokenBlock,
-    open_block,
-    parse,
-    reopen_block,
-)
-from dsft.data.cache.build import MAX_BAD, Job, Makers, make_bytes
+from dsft.data.cache.block import VERSION, DamagedBlockError, Found, open_block
+from dsft.data.cache.build import MAX_BAD, Job, Makers, tokenize
+from dsft.data.cache.rows import Index, Look, StoredRows, joined
 from dsft.data.read import files
 from dsft.data.read.digest import file_digest
-from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
+from dsft.data.read.files import DataFile, blocks, data_files, read_block
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import Account, BadRowError, Line, Rendered, printable
+from dsft.data.rows import BadRowError, Line
 from dsft.data.tokenizer.load import num_ids
-from dsft.errors import DamagedDataError, DataError, Problem, StorageError
+from dsft.errors import DataError, Problem, StorageError
 from dsft.spec.schema import Spec
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
+from dsft.system.lock import holder
 
 _LOOKED_AT = 100  # first rows of a file, by which its format is known
 _SMALL = 8 << 20  # bytes of data that are not worth a worker's start
 _FILES_AT_ONCE = 64  # whose locks are held together: each takes a descriptor
-_MAPPED = 16  # blocks of about 16 MB whose tokens are mapped at a time
 _WAIT_SECONDS = 10.0
-_LONG = 1 << 16  # tokens of a row
 DIGESTS = "digests"
 """The folder of the cache that remembers what files hold."""
 
@@ -129,99 +118,6 @@ def cache_folder(spec: Spec) -> Path:
     return Path(spec.data.cache_dir) if spec.data.cache_dir else Path(spec.output_dir, ".cache", "data")
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """TokenRows over blocks. starts: (blocks + 1,) the first row of each, and how many there are; names and
-    first_lines: each block's file, and its lines before the block; places: the file of each block's tokens,
-    or the block itself where it is in memory."""
-
-    account: Account
-    lengths: NDArray[np.int64]
-    trained: NDArray[np.int64]
-    ended: NDArray[np.bool_]
-    content: NDArray[np.uint64]
-    desirable: NDArray[np.bool_]
-    digest: str
-    starts: NDArray[np.int64]
-    names: tuple[str, ...]
-    first_lines: tuple[int, ...]
-    places: tuple[Path | TokenBlock, ...]
-    _proven: set[int] = field(default_factory=set, init=False)  # long rows that this process has checked
-
-    def source(self, row: int) -> str:
-        which, block, inside = self._find(row)
-        return f"{self.names[which]}:{self.first_lines[which] + block.line(inside)}"
-
-    def spans(self, row: int) -> NDArray[np.int64]:
-        _, block, inside = self._find(row)
-        return block.spans(inside)
-
-    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        found = [block.spans_of(inside) for block, inside in self._in_blocks(rows)]
-        counts, spans = [one for one, _ in found], [one for _, one in found]
-        empty = np.zeros(0, np.int64)
-        return np.concatenate([empty, *counts]), np.concatenate([empty.reshape(0, 2), *spans])
-
-    def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
-        found = [block.first_tokens(inside) for block, inside in self._in_blocks(rows)]
-        return np.concatenate([np.zeros(0, np.int64), *found])
-
-    def _in_blocks(self, rows: NDArray[np.int32]) -> Iterator[tuple[TokenBlock, NDArray[np.int64]]]:
-        """The block of each run of rows (k,), ascending, and their numbers in it."""
-        borders = np.searchsorted(rows, self.starts)
-        for which in np.flatnonzero(np.diff(borders)):
-            mine = rows[borders[which] : borders[which + 1]].astype(np.int64)
-            yield self._find(int(mine[0]))[1], mine - self.starts[which]
-
-    def read(self, row: int) -> Rendered:
-        """Raises DamagedDataError where the disk does not give back what was written; the block's file is
-        removed then, and made anew by the next start."""
-        which, block, inside = self._find(row)
-        try:
-            return block.read(inside)
-        except DamagedBlockError as error:
-            raise self._damaged(which, error) from None
-
-    def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """As `read`. A row of more than _LONG tokens is checked at its first part: each of them would read it
-        whole."""
-        if self.lengths[row] <= _LONG:
-            whole = self.read(row)
-            return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
-        if row not in self._proven:
-            self.read(row)
-            self._proven.add(row)
-        _, block, inside = self._find(row)
-        return block.read_part(inside, start, stop)
-
-    def _find(self, row: int) -> tuple[int, TokenBlock, int]:
-        which = int(np.searchsorted(self.starts, row, side="right")) - 1
-        place = self.places[which]
-        if isinstance(place, TokenBlock):
-            return which, place, row - int(self.starts[which])
-        try:
-            return which, _reopened(place), row - int(self.starts[which])
-        except (DamagedBlockError, OSError) as error:
-            raise self._damaged(which, error) from None
-
-    def _damaged(self, which: int, error: DamagedBlockError | OSError) -> DamagedDataError:
-        path = self.places[which]
-        assert isinstance(path, Path), "what is in memory is not damaged"
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        _reopened.cache_clear()
-        return DamagedDataError(
-            f"{path}: {reason}; the file, made of {self.names[which]}, is removed and will be made anew: "
-            "start again, and look at the disk's health if it happens again."
-        )
-
-
-@lru_cache(maxsize=_MAPPED)
-def _reopened(path: Path) -> TokenBlock:
-    return reopen_block(path)
-
-
 def tokenised(
     source: Source, renderer: Renderer, *, task: str, cache: Cache = IN_MEMORY, max_rows: int | None = None
 ) -> StoredRows:
@@ -233,13 +129,13 @@ def tokenised(
     began = time.monotonic()
     read = [_look_at(file, source, task) for file in data_files(source)]
     wanted = [job for look in read for job in _jobs(look, renderer, cache)]
-    opened: list[tuple[Job, _Index]] = []
+    opened: list[tuple[Job, Index]] = []
     with closing(_Store(str(source.path), renderer, cache)) as store:
         for some in _waves(wanted, store.num_workers if max_rows is not None else None):
             opened += zip(some, store.open(some), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    rows = _joined(read, opened, max_rows)
+    rows = joined(read, opened, max_rows)
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
         cache.kept(Kept(store.name, len(rows.lengths), len(opened), store.num_made, seconds, num_bytes))
@@ -249,19 +145,7 @@ def tokenised(
 # --- what a file is read as -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What a file's first rows say. format: None where they have none, and `refusal` why, of which line;
-    found: what was met on the way."""
-
-    file: DataFile
-    has_rows: bool
-    format: formats.Format | None
-    found: Found
-    refusal: tuple[int, str] | None = None
-
-
-def _look_at(file: DataFile, source: Source, task: str) -> _Look:
+def _look_at(file: DataFile, source: Source, task: str) -> Look:
     """By its first rows. The files of a source are read for them at every start."""
     rows: list[Line] = []
     mistakes: list[tuple[int, str]] = []
@@ -282,7 +166,7 @@ def _look_at(file: DataFile, source: Source, task: str) -> _Look:
     except BadRowError as error:
         chosen, refusal = None, (rows[0].number, str(error))
         bad, mistakes = bad + 1, [*mistakes, refusal]
-    return _Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))), refusal)
+    return Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))), refusal)
 
 
 def _lines(file: DataFile) -> Iterator[Line]:
@@ -296,7 +180,7 @@ def _lines(file: DataFile) -> Iterator[Line]:
         before += last
 
 
-def _jobs(look: _Look, renderer: Renderer, cache: Cache) -> list[Job]:
+def _jobs(look: Look, renderer: Renderer, cache: Cache) -> list[Job]:
     """The blocks of a file that rows are made of."""
     if look.format is None:
         return []
@@ -329,25 +213,6 @@ def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
 # --- made, or read ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Index:
-    """What stays in memory of a block: of each row all but its tokens, spans and line."""
-
-    found: Found
-    columns: dict[str, NDArray[Any]]
-    place: Path | TokenBlock
-    num_bytes: int
-
-    @classmethod
-    def of(cls, block: TokenBlock, place: Path | TokenBlock) -> _Index:
-        kept = ("trained", "ended", "content", "desirable", "digests")
-        columns = {name: np.array(block.arrays[name]) for name in kept} | {"lengths": block.lengths}
-        return cls(block.found, columns, place, block.num_bytes)
-
-    def __len__(self) -> int:
-        return len(self.columns["lengths"])
-
-
 class _Store:
     """The blocks of one source, made where they are not there."""
 
@@ -360,16 +225,12 @@ class _Store:
     def _makers(self) -> Makers:
         return Makers(self._renderer, token_type(self._renderer), self.num_workers)
 
-    @cached_property
-    def _alone(self) -> Makers:
-        return Makers(self._renderer, token_type(self._renderer), 0)
-
-    def open(self, jobs: Sequence[Job]) -> list[_Index]:
+    def open(self, jobs: Sequence[Job]) -> list[Index]:
         if self._cache.folder is None:
             return [self._in_memory(job) for job in jobs]
         found = {job.path: _opened(job) for job in jobs}
         of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
-        missing = [job for path, job in of_path.items() if not isinstance(found[path], _Index)]
+        missing = [job for path, job in of_path.items() if not isinstance(found[path], Index)]
         if missing:
             names = {job.path.parent: job.block.file.name for job in missing}
             with ExitStack() as held:
@@ -382,27 +243,29 @@ class _Store:
     def close(self) -> None:
         self._makers.close()
 
-    def _in_memory(self, job: Job) -> _Index:
-        content = make_bytes(job, self._renderer, token_type(self._renderer))
-        block = parse(content, job.key, job.block.index)
-        return _Index.of(block, block)
+    def _in_memory(self, job: Job) -> Index:
+        block = tokenize(job, self._renderer, token_type(self._renderer))
+        return Index.of(block, block)
 
     def _is_missing(self, job: Job) -> bool:
         """Under the lock: another process may have made it while this one waited."""
         now = _opened(job)
         if isinstance(now, DamagedBlockError):
             self._cache.say(f"{job.path}: {now}; it is made anew")
-        return not isinstance(now, _Index)
+        return not isinstance(now, Index)
 
     def _make(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
         for folder in {job.path.parent for job in jobs}:
-            for left in folder.glob(f"*{TEMPORARY}"):  # by one that was killed: its lock is held here
+            for left in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:  # of a killed process
                 with suppress(OSError):
                     left.unlink()
-        makers = self._makers if _num_bytes(jobs) >= _SMALL else self._alone
-        makers.make(jobs, lambda done, rows: self._cache.progress(Pace(self.name, done, len(jobs), rows)))
+        self._makers.make(
+            jobs,
+            lambda done, rows: self._cache.progress(Pace(self.name, done, len(jobs), rows)),
+            here=_num_bytes(jobs) < _SMALL,
+        )
         self._prove_unchanged(jobs)
         self.num_made += len(jobs)
 
@@ -424,14 +287,14 @@ def _num_bytes(jobs: Sequence[Job]) -> int:
 
 
 def token_type(renderer: Renderer) -> str:
-    """The smaller type of a block's tokens where it holds every id of the tokenizer."""
-    return "U16" if num_ids(renderer.tokenizer) <= 2**16 else "I32"
+    """The numpy type of a block's tokens: the smaller one where it holds every id of the tokenizer."""
+    return "<u2" if num_ids(renderer.tokenizer) <= 2**16 else "<i4"
 
 
-def _opened(job: Job) -> _Index | DamagedBlockError | None:
+def _opened(job: Job) -> Index | DamagedBlockError | None:
     """The block's index; why its file is not it; None where there is no file."""
     try:
-        return _Index.of(open_block(job.path, job.key, job.block.index), job.path)
+        return Index.of(open_block(job.path, job.key, job.block.index), job.path)
     except DamagedBlockError as error:
         return error
     except (FileNotFoundError, NotADirectoryError):
@@ -440,8 +303,8 @@ def _opened(job: Job) -> _Index | DamagedBlockError | None:
         return DamagedBlockError(f"it cannot be read ({error.strerror})")
 
 
-def _proven(job: Job, found: _Index | DamagedBlockError | None) -> _Index:
-    if isinstance(found, _Index):
+def _proven(job: Job, found: Index | DamagedBlockError | None) -> Index:
+    if isinstance(found, Index):
         return found
     raise StorageError(
         f"{job.path}: {found or 'it is gone'}, and was written just now; set data.cache_dir to a sound disk."
@@ -463,7 +326,7 @@ def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]
                 lock.acquire(timeout=_WAIT_SECONDS)
                 break
             except Timeout:
-                say(f"{name}: {_holder(path)} makes its tokens; waiting for it")
+                say(f"{name}: {holder(folder)} makes its tokens; waiting for it")
     except (OSError, NotImplementedError) as error:
         raise StorageError(
             f"{path} cannot be locked ({error}); set data.cache_dir to a folder that can be written."
@@ -475,114 +338,3 @@ def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]
         yield
     finally:
         lock.release()
-
-
-def _holder(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip() or "another process"
-    except (OSError, ValueError):
-        return "another process"
-
-
-# --- all of it --------------------------------------------------------------------------------------------
-
-
-def _joined(read: Sequence[_Look], opened: Sequence[tuple[Job, _Index]], max_rows: int | None) -> StoredRows:
-    """The blocks as one, the first `max_rows` rows of them."""
-    columns = {
-        name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
-        for name, dtype in _COLUMNS.items()
-    }
-    digest = hashlib.sha256(columns["lengths"].astype("<i8", copy=False).data)
-    digest.update(columns["digests"].astype("<u8", copy=False).data)
-    starts = np.minimum(np.cumsum([0, *(len(index) for _, index in opened)]), len(columns["lengths"]))
-    first_lines = []
-    lines = 0
-    for before, (job, index) in zip([None, *(job for job, _ in opened)], opened, strict=False):
-        lines = lines if before is not None and before.block.file == job.block.file else 0
-        first_lines.append(lines)
-        lines += index.found.lines
-    return StoredRows(
-        account=_account(read, _as_far_as(opened, max_rows), first_lines),
-        **{name: column for name, column in columns.items() if name != "digests"},
-        digest=digest.hexdigest(),
-        starts=starts,
-        names=tuple(job.block.file.name for job, _ in opened),
-        first_lines=tuple(first_lines),
-        places=tuple(index.place for _, index in opened),
-    )
-
-
-def _as_far_as(opened: Sequence[tuple[Job, _Index]], max_rows: int | None) -> list[tuple[Job, Found]]:
-    """What was found up to the last row that is taken, as far as it is known by line."""
-    found, left = [], max_rows
-    for job, index in opened:
-        one = index.found
-        if left is not None and left < len(index):
-            block = index.place if isinstance(index.place, TokenBlock) else reopen_block(index.place)
-            last = block.line(left - 1) if left > 0 else 0
-            bad = tuple(place for place in one.bad if place[0] < last)
-            spelled = tuple(line for line in one.spelled if line <= last)
-            one = replace(one, bad=bad, bad_rows=len(bad), spelled=spelled, spelled_rows=len(spelled))
-        found.append((job, one))
-        left = None if left is None else left - len(index)
-    return found
-
-
-_COLUMNS: Mapping[str, Any] = {
-    "lengths": np.int64,
-    "trained": np.int64,
-    "ended": np.bool_,
-    "content": np.uint64,
-    "desirable": np.bool_,
-    "digests": np.uint64,
-}
-
-
-def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
-    """A note where contents spell tokens of the chat template. blocks: (lines before it, what was found)."""
-    count = sum(found.spelled_rows for _, found in blocks)
-    lines = [before + line for before, found in blocks for line in found.spelled]
-    if not count:
-        return []
-    where = ", ".join(map(str, lines[:3])) + (", …" if count > 3 else "")
-    rows = "row spells" if count == 1 else "rows spell"
-    return [
-        f"{name}: {count:,} {rows} tokens of the chat template (line {where}); what is said is read as plain "
-        "text, and ends no turn"
-    ]
-
-
-def _account(
-    read: Sequence[_Look], opened: Sequence[tuple[Job, Found]], first_lines: Sequence[int]
-) -> Account:
-    notes: list[str] = []
-    bad: list[tuple[str, str]] = []
-    found = []
-    of_file = defaultdict(list)
-    for (job, met), first in zip(opened, first_lines, strict=True):
-        of_file[job.block.file].append((first, met))
-    for look in read:
-        notes += file_notes(look.file)
-        mine = of_file[look.file] if look.format is not None else [(0, look.found)]
-        if look.format is not None:
-            notes.append(f"{look.file.name}: {look.format.reason}")
-        elif not look.has_rows:
-            notes.append(f"{look.file.name}: holds no row")
-        notes += _spelled(look.file.name, mine)
-        bad += [
-            (f"{look.file.name}:{first + line}", printable(reason))
-            for first, one in mine
-            for line, reason in one.bad
-        ]
-        found += [one for _, one in mine]
-    return Account(
-        blank_lines=sum(one.blank_lines for one in found),
-        bad_rows=sum(one.bad_rows for one in found),
-        bad=tuple(bad[:MAX_BAD]),
-        notes=tuple(notes),
-        formats=tuple((look.file.name, look.format.name, look.format.reason) for look in read if look.format),
-        unread=tuple(
-            (f"{look.file.name}:{look.refusal[0]}", look.refusal[1]) for look in read if look.refusal
-        ),
-    )

@@ -8,11 +8,12 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data.cache import rows as rows_module
 from dsft.data.cache import store
-from dsft.data.cache.block import Found, Gathered, parse
+from dsft.data.cache.block import Collected, Found, open_block, save_block
 from dsft.data.cache.store import Cache, Kept, Pace, StoredRows, tokenised
 from dsft.data.read import files
 from dsft.data.render.renderer import Renderer
@@ -51,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(store, "_SMALL", 0)
     monkeypatch.setattr(store, "_WAIT_SECONDS", 0.05)
     yield
-    store._reopened.cache_clear()
+    rows_module._reopened.cache_clear()
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def block_files(folder: Path) -> list[Path]:
 def test_a_part_of_a_row_is_that_of_the_whole(
     data: Path, tmp_path: Path, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_LONG", long)
+    monkeypatch.setattr(rows_module, "_LONG", long)
     rows = made(data, Cache(tmp_path / "cache"))
     for row in range(0, len(rows.lengths), 7):
         whole = rows.read(row)
@@ -129,7 +131,7 @@ rendered = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_siz
 @settings(max_examples=60, deadline=None)
 def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide: bool) -> None:
     limit = 2**31 if wide else 2**16
-    gathered, out = Gathered("I32" if wide else "U16", BytesIO()), BytesIO()
+    collected = Collected("<i4" if wide else "<u2")
     given = [
         Rendered(
             np.array([t % limit for t, _ in row], np.int32), np.array([m for _, m in row], np.bool_), wide
@@ -137,9 +139,12 @@ def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide
         for row in rows
     ]
     for i, one in enumerate(given):
-        gathered.add(one, line=2 * i + 1, content=2**64 - 1 - i, desirable=not wide)
-    gathered.write(out, Found(9, 1, 1, ((2, "why"),)), "key", 3)
-    block = parse(out.getvalue(), "key", 3)
+        collected.add(one, line=2 * i + 1, content=2**64 - 1 - i, desirable=not wide)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.safetensors")
+        with closing(collected):
+            save_block(path, collected.block(Found(9, 1, 1, ((2, "why"),))), "key", 3)
+        block, loaded = open_block(path, "key", 3), safetensors.numpy.load_file(path)
     assert block.found == Found(9, 1, 1, ((2, "why"),))
     assert len(block) == len(given)
     for i, one in enumerate(given):
@@ -149,7 +154,7 @@ def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide
         assert (back.ended, block.line(i)) == (wide, 2 * i + 1)
     assert block.arrays["trained"].tolist() == [int(one.trained[1:].sum()) for one in given]
     assert block.arrays["content"].tolist() == [2**64 - 1 - i for i in range(len(given))]
-    assert safetensors.numpy.load(out.getvalue())["tokens"].tolist() == block.arrays["tokens"].tolist()
+    assert loaded["tokens"].tolist() == block.arrays["tokens"].tolist()
 
 
 def test_only_the_blocks_that_are_needed_are_made(data: Path, tmp_path: Path) -> None:
@@ -188,9 +193,13 @@ def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> 
     assert rows.source(118).endswith("b.jsonl:1")
 
 
-def test_workers_import_no_torch() -> None:
-    """Nor transformers, until they unpickle the tokenizer."""
-    code = "import sys, dsft.data.cache.build; print(*({'torch', 'transformers'} & set(sys.modules)))"
+@pytest.mark.parametrize("main", ["dsft/train.py", "dsft/cli.py", "dsft/data/cache/build.py"])
+def test_workers_import_no_torch(main: str) -> None:
+    """A spawned process imports its parent's main module first."""
+    code = (
+        f"import runpy, sys; runpy.run_path('{main}', run_name='__mp_main__')\n"
+        "print(*({'torch', 'transformers'} & set(sys.modules)))"
+    )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -250,7 +259,7 @@ def test_damage_of_a_long_row_is_found_at_its_first_part(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in the row it is: the part itself may be sound."""
-    monkeypatch.setattr(store, "_LONG", 0)
+    monkeypatch.setattr(rows_module, "_LONG", 0)
     made(data, Cache(tmp_path / "cache"))
     path = block_files(tmp_path / "cache")[0]
     content = bytearray(path.read_bytes())
@@ -258,7 +267,7 @@ def test_damage_of_a_long_row_is_found_at_its_first_part(
     first = header + json.loads(content[8:header])["tokens"]["data_offsets"][0]
     content[first + 2 * 4] ^= 1  # the first row's fifth token of two bytes
     path.write_bytes(content)
-    store._reopened.cache_clear()
+    rows_module._reopened.cache_clear()
     rows = made(data, Cache(tmp_path / "cache"))
     assert rows.read_part(1, 0, 2).input_ids.tolist() == rows.read(1).input_ids[:2].tolist()
     with pytest.raises(DamagedDataError, match="made anew"):
@@ -284,7 +293,7 @@ def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:
     remade = refused = 0
     for content in damaged:
         path.write_bytes(content)
-        store._reopened.cache_clear()
+        rows_module._reopened.cache_clear()
         told.clear()
         try:
             assert said(made(data, Cache(folder, say=told.append))) == expected
@@ -327,7 +336,7 @@ def test_a_row_of_another_row_is_refused(data: Path, tmp_path: Path) -> None:
     one, other = (rows.read(i).input_ids.astype("<u2").tobytes() for i in (0, 1))
     same = min(len(one), len(other))
     path.write_bytes(block.replace(one[:same], other[:same]))
-    store._reopened.cache_clear()
+    rows_module._reopened.cache_clear()
     with pytest.raises(DamagedDataError):
         rows.read(0)
 
