@@ -16,18 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.tokenizer.spm_model import (
-    BPE,
-    CONTROL,
-    NORMAL,
-    UNIGRAM,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    Piece,
-    SpmModel,
-    parse,
-)
 from dsft.errors import MissingInputError
 
 if TYPE_CHECKING:
@@ -38,6 +26,8 @@ MODEL_FILE = "tokenizer.model"
 OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 """Beside these a `tokenizer.model` is not bare: transformers knows what to make of it."""
 
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType of sentencepiece_model.proto
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # ModelProto.SentencePiece.Type
 SPACE = "▁"
 PROBES = (
     "", " ", "  a  b ", "\n", "a\tb\r\n\n c", "Hello, world! It's 12:30.", "--------", "aaaaaaaaaaaaa",
@@ -70,7 +60,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
             f"tokenizer {path}: {reason}, which is not built; give a folder with the tokenizer.json that "
             "transformers makes of it"
         )
-    if model.kind == BPE and not model.charsmap and not model.remove_extra_whitespaces:
+    rules = model.normalizer_spec
+    if _kind(model) == BPE and not rules.precompiled_charsmap and not rules.remove_extra_whitespaces:
         tokenizer = as_fast(path)
         if _differing(path, tokenizer) is None:
             return tokenizer
@@ -88,85 +79,89 @@ def as_fast(path: Path) -> PreTrainedTokenizerBase:
     )
 
 
-def converted(model: SpmModel) -> Tokenizer:
+def converted(model: Any) -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    symbols = sorted(model.texts(USER_DEFINED), key=len, reverse=True)
-    unknown = next(index for index, piece in enumerate(model.pieces) if piece.kind == UNKNOWN)
+    symbols = sorted(pieces_of(model, USER_DEFINED), key=len, reverse=True)
+    unknown = next(index for index, piece in enumerate(model.pieces) if piece.type == UNKNOWN)
     backend: Any
-    if model.kind == UNIGRAM:
-        backend = Tokenizer(models.Unigram(_unigram_scores(model.pieces), unknown, model.byte_fallback))
+    if _kind(model) == UNIGRAM:
+        backend = Tokenizer(
+            models.Unigram(_unigram_scores(model.pieces), unknown, model.trainer_spec.byte_fallback)
+        )
     else:
         backend = Tokenizer(
             models.BPE(
-                {piece.text: index for index, piece in enumerate(model.pieces)},
+                {piece.piece: index for index, piece in enumerate(model.pieces)},
                 list(_merges(model.pieces)),
-                unk_token=model.pieces[unknown].text,
+                unk_token=model.pieces[unknown].piece,
                 fuse_unk=True,
-                byte_fallback=model.byte_fallback,
+                byte_fallback=model.trainer_spec.byte_fallback,
                 ignore_merges=bool(symbols),
             )
         )
     splits: list[Any] = []
-    if symbols and model.kind == BPE:  # each is a segment of its own, and taken whole (ignore_merges)
+    if symbols and _kind(model) == BPE:  # each is a segment of its own, and taken whole (ignore_merges)
         splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, symbols))), "isolated"))
-    if model.byte_fallback:  # "<0x41>" spelled out is no byte: where it is a whole segment, or anywhere
-        spelled = Regex(r"<(?=0x[0-9A-F]{2}>)" if model.kind == UNIGRAM else r"\A<(?=0x[0-9A-F]{2}>\z)")
+    if model.trainer_spec.byte_fallback:
+        # "<0x41>" spelled out is no byte: where it is a whole segment, or anywhere
+        spelled = Regex(r"<(?=0x[0-9A-F]{2}>)" if _kind(model) == UNIGRAM else r"\A<(?=0x[0-9A-F]{2}>\z)")
         splits.append(pre_tokenizers.Split(spelled, "isolated"))
     backend.normalizer = normalizers.Sequence(_normalizers(model))
     if splits:
         backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + ([decoders.Strip(" ", 1, 0)] if model.add_dummy_prefix else [])
+        + ([decoders.Strip(" ", 1, 0)] if model.normalizer_spec.add_dummy_prefix else [])
     )
     backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in model.texts(CONTROL, UNKNOWN)]
+        [AddedToken(text, special=True, normalized=False) for text in pieces_of(model, CONTROL, UNKNOWN)]
     )
     return backend  # type: ignore[no-any-return]
 
 
-def _normalizers(model: SpmModel) -> list[Any]:
+def _normalizers(model: Any) -> list[Any]:
     """As sentencepiece's normalizer.cc: its table, spaces, the prefix, then the sign for a space."""
     from tokenizers import Regex, normalizers
 
-    steps: list[Any] = []
-    if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
-    if model.remove_extra_whitespaces:
+    rules, steps = model.normalizer_spec, list[Any]()
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE if model.escape_whitespaces else " "))
-    if model.escape_whitespaces:
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE if rules.escape_whitespaces else " "))
+    if rules.escape_whitespaces:
         steps.append(normalizers.Replace(" ", SPACE))
     return steps
 
 
-def _merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
+def _merges(pieces: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """Each way to join two pieces into a third, the best third first; of one, that with the shortest left."""
-    scores = {piece.text: piece.score for piece in pieces if piece.kind == NORMAL}
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     for joined in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(joined)):
             if joined[:cut] in scores and joined[cut:] in scores:
                 yield joined[:cut], joined[cut:]
 
 
-def _unigram_scores(pieces: Sequence[Piece]) -> list[tuple[str, float]]:
+def _unigram_scores(pieces: Sequence[Any]) -> list[tuple[str, float]]:
     """User-defined symbols win over what they are made of, as in unigram_model.cc; other pieces that are no
     text have the lowest score."""
-    scores = [piece.score for piece in pieces if piece.kind == NORMAL]
+    scores = [piece.score for piece in pieces if piece.type == NORMAL]
     low, high = min(scores, default=0.0), max(scores, default=0.0)
 
-    def score(piece: Piece) -> float:
-        if piece.kind == NORMAL:
-            return piece.score
-        return max(high, 0.0) * len(piece.text) - 0.1 if piece.kind == USER_DEFINED else low
+    def score(piece: Any) -> float:
+        if piece.type == NORMAL:
+            return float(piece.score)
+        return max(high, 0.0) * len(piece.piece) - 0.1 if piece.type == USER_DEFINED else low
 
-    return [(piece.text, score(piece)) for piece in pieces]
+    return [(piece.piece, score(piece)) for piece in pieces]
 
 
-def _special_tokens(model: SpmModel) -> dict[str, str]:
-    return {f"{name}_token": model.pieces[index].text for name, index in model.special.items()}
+def _special_tokens(model: Any) -> dict[str, str]:
+    ids = {name: getattr(model.trainer_spec, f"{name}_id") for name in ("unk", "bos", "eos", "pad")}
+    return {f"{name}_token": model.pieces[i].piece for name, i in ids.items() if 0 <= i < len(model.pieces)}
 
 
 def _kept(path: Path) -> PreTrainedTokenizerBase:
@@ -202,20 +197,20 @@ def _differing(path: Path, tokenizer: Any) -> str | None:
     names = [own.id_to_piece(i) for i in range(own.get_piece_size()) if not own.is_control(i)]
     words = [name.replace(SPACE, " ") for name in names if not name.startswith("<0x")]
     texts = [*PROBES, *words, *(" ".join(words[i :: len(words) // 100 + 1]) for i in range(20))]
-    special = _read(path).texts(CONTROL, UNKNOWN)
+    special = pieces_of(_read(path), CONTROL, UNKNOWN)
     plain = [text for text in texts if not any(token in text for token in special)]
     ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
     return next((text for text, found in zip(plain, ids, strict=True) if own.encode(text) != found), None)
 
 
-def _not_built(model: SpmModel) -> str | None:
-    if model.kind not in (UNIGRAM, BPE):
+def _not_built(model: Any) -> str | None:
+    if _kind(model) not in (UNIGRAM, BPE):
         return "it is a word or character model of sentencepiece"
-    if model.space_is_suffix:
+    if model.trainer_spec.treat_whitespace_as_suffix:
         return "its spaces stand behind words (treat_whitespace_as_suffix)"
-    if model.kind == BPE and model.texts(UNUSED):
+    if _kind(model) == BPE and pieces_of(model, UNUSED):
         return "it has pieces that are not used"
-    if len(model.texts(UNKNOWN)) != 1:
+    if len(pieces_of(model, UNKNOWN)) != 1:
         return "it has not one piece for what is unknown"
     return None
 
@@ -225,7 +220,31 @@ def _escaped(symbol: str) -> str:
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in symbol)
 
 
-def _read(path: Path) -> SpmModel:
+def parse(data: bytes) -> Any:
+    """Return the ModelProto in a model file. Raises ValueError for what is no such model."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    message: Any = sentencepiece_model_pb2
+    try:
+        model = message.ModelProto.FromString(data)
+        if model.pieces:
+            return model
+    except DecodeError as error:
+        raise ValueError(error) from None
+    raise ValueError("it has no pieces")
+
+
+def pieces_of(model: Any, *kinds: int) -> list[str]:
+    """Return the texts of the pieces of these kinds."""
+    return [piece.piece for piece in model.pieces if piece.type in kinds]
+
+
+def _kind(model: Any) -> int:
+    return int(model.trainer_spec.model_type)
+
+
+def _read(path: Path) -> Any:
     try:
         return parse(path.read_bytes())
     except (ValueError, OSError) as error:

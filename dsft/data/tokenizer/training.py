@@ -25,8 +25,7 @@ from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_
 from dsft.data.render.template import named_template
 from dsft.data.rows import BadRowError, Line, Text, data_error
 from dsft.data.tokenizer.load import PAD_TOKEN, TURN_END_TOKEN, TURN_START_TOKEN, num_ids
-from dsft.data.tokenizer.spm import MODEL_FILE, converted
-from dsft.data.tokenizer.spm_model import parse
+from dsft.data.tokenizer.spm import MODEL_FILE, converted, parse
 from dsft.errors import DataError, LockedError, Problem, SpecError, StorageError
 from dsft.spec.schema import Source
 

@@ -20,7 +20,6 @@ from dsft.data.read.builtin import QUICKSTART, builtin_rows
 from dsft.data.render.renderer import tokenizer_text
 from dsft.data.tokenizer import spm
 from dsft.data.tokenizer.load import Added, add_tokens, load_tokenizer, notes
-from dsft.data.tokenizer.spm_model import BPE, USER_DEFINED, parse
 from dsft.errors import MissingInputError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -202,8 +201,9 @@ def test_where_a_conversion_differs_sentencepiece_itself_cuts(
 
 def test_the_model_file_as_sentencepiece_reads_it(folder: Path) -> None:
     path = folder / "bpe-gemma.model"
-    own, model = sentencepiece.SentencePieceProcessor(model_file=str(path)), parse(path.read_bytes())
-    assert [p.text for p in model.pieces] == [own.id_to_piece(i) for i in range(own.get_piece_size())]
+    own, model = sentencepiece.SentencePieceProcessor(model_file=str(path)), spm.parse(path.read_bytes())
+    assert [p.piece for p in model.pieces] == [own.id_to_piece(i) for i in range(own.get_piece_size())]
     assert [p.score for p in model.pieces] == [own.get_score(i) for i in range(own.get_piece_size())]
-    assert model.kind == BPE and model.byte_fallback and not model.add_dummy_prefix
-    assert model.texts(USER_DEFINED) == ["\n\n", "<ud>", "<udd>", "ab"]
+    assert model.trainer_spec.model_type == spm.BPE and model.trainer_spec.byte_fallback
+    assert not model.normalizer_spec.add_dummy_prefix
+    assert spm.pieces_of(model, spm.USER_DEFINED) == ["\n\n", "<ud>", "<udd>", "ab"]
