@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dsft.data.read.files import Block, read_block
 from dsft.data.render.pair import pair_mistake
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, Row, Sample, Text
+from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, WorldError
 from dsft.system.files import write_error
 from dsft.system.process import die_with
@@ -167,32 +168,37 @@ def _render(
 # --- several processes ------------------------------------------------------------------------------------
 
 
-def _add(progress: Progress, done: int, before: int, rows: int) -> None:
-    progress(done, before + rows)
-
-
 class Makers:
     """Makes blocks in up to `num_workers` processes, started when they are needed."""
 
-    def __init__(self, renderer: Renderer, dtype: str, num_workers: int) -> None:
-        self._recipe = renderer, dtype
-        self._num_workers = num_workers
+    def __init__(self, renderer: Renderer, num_workers: int) -> None:
+        self._renderer, self._num_workers = renderer, num_workers
         self._executor: ProcessPoolExecutor | None = None
         self._workers: list[Any] = []
         self._told: Any = None
+
+    @cached_property
+    def recipe(self) -> tuple[Renderer, str]:
+        """The renderer, and the numpy type of tokens: the smaller one where it holds every id."""
+        return self._renderer, "<u2" if num_ids(self._renderer.tokenizer) <= 2**16 else "<i4"
 
     def make(self, jobs: Sequence[Job], progress: Progress, *, here: bool = False) -> None:
         """Write the files of all blocks; here: in this process.
 
         Raises the first error that one meets; WorldError where a worker is killed.
         """
-        if here or min(self._num_workers, len(jobs)) < 2:
-            rows = 0
-            for done, job in enumerate(jobs):
-                rows += make_file(job, *self._recipe, partial(_add, progress, done, rows))
-                progress(done + 1, rows)
+        if not here and min(self._num_workers, len(jobs)) > 1:
+            self._wait(jobs, self._submit(jobs), progress)
             return
-        self._wait(jobs, self._submit(jobs), progress)
+        done = rows = 0
+
+        def tell(count: int) -> None:
+            progress(done, rows + count)
+
+        for job in jobs:
+            rows += make_file(job, *self.recipe, tell)
+            done += 1
+            tell(0)
 
     def close(self) -> None:
         """Kill the workers, whatever they are at."""
@@ -206,7 +212,7 @@ class Makers:
             if self._executor is None:
                 context = multiprocessing.get_context("spawn")
                 self._told = context.SimpleQueue()
-                given = os.getpid(), pickle.dumps(self._recipe), self._told
+                given = os.getpid(), pickle.dumps(self.recipe), self._told
                 self._executor = ProcessPoolExecutor(self._num_workers, context, _start, given)
             futures = [self._executor.submit(_make, number, job) for number, job in enumerate(jobs)]
         self._workers = list(self._executor._processes.values())

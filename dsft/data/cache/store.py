@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +30,6 @@ from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, read_block
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line
-from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DataError, Problem, StorageError
 from dsft.spec.schema import Spec
 from dsft.system.files import TEMPORARY
@@ -217,17 +215,15 @@ class _Store:
     """The blocks of one source, made where they are not there."""
 
     def __init__(self, name: str, renderer: Renderer, cache: Cache) -> None:
-        self._renderer, self._cache = renderer, cache
+        self._cache = cache
         self.name, self.num_made = name, 0
         self.num_workers = cores() if cache.num_workers is None else cache.num_workers
-
-    @cached_property
-    def _makers(self) -> Makers:
-        return Makers(self._renderer, token_type(self._renderer), self.num_workers)
+        self._makers = Makers(renderer, self.num_workers)
 
     def open(self, jobs: Sequence[Job]) -> list[Index]:
         if self._cache.folder is None:
-            return [self._in_memory(job) for job in jobs]
+            made = [tokenize(job, *self._makers.recipe) for job in jobs]
+            return [Index.of(block, block) for block in made]
         found = {job.path: _opened(job) for job in jobs}
         of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
         missing = [job for path, job in of_path.items() if not isinstance(found[path], Index)]
@@ -238,14 +234,19 @@ class _Store:
                     held.enter_context(alone(folder, names[folder], self._cache.say))
                 self._make([job for job in missing if self._is_missing(job)])
             found |= {job.path: _opened(job) for job in missing}
-        return [_proven(job, found[job.path]) for job in jobs]
+        opened = []
+        for job in jobs:
+            index = found[job.path]
+            if not isinstance(index, Index):
+                raise StorageError(
+                    f"{job.path}: {index or 'it is gone'}, and was written just now; set data.cache_dir to a "
+                    "sound disk."
+                )
+            opened.append(index)
+        return opened
 
     def close(self) -> None:
         self._makers.close()
-
-    def _in_memory(self, job: Job) -> Index:
-        block = tokenize(job, self._renderer, token_type(self._renderer))
-        return Index.of(block, block)
 
     def _is_missing(self, job: Job) -> bool:
         """Under the lock: another process may have made it while this one waited."""
@@ -286,11 +287,6 @@ def _num_bytes(jobs: Sequence[Job]) -> int:
     return sum(Path(file.path).stat().st_size for file in {job.block.file for job in jobs} if file.path)
 
 
-def token_type(renderer: Renderer) -> str:
-    """The numpy type of a block's tokens: the smaller one where it holds every id of the tokenizer."""
-    return "<u2" if num_ids(renderer.tokenizer) <= 2**16 else "<i4"
-
-
 def _opened(job: Job) -> Index | DamagedBlockError | None:
     """The block's index; why its file is not it; None where there is no file."""
     try:
@@ -301,14 +297,6 @@ def _opened(job: Job) -> Index | DamagedBlockError | None:
         return None
     except OSError as error:
         return DamagedBlockError(f"it cannot be read ({error.strerror})")
-
-
-def _proven(job: Job, found: Index | DamagedBlockError | None) -> Index:
-    if isinstance(found, Index):
-        return found
-    raise StorageError(
-        f"{job.path}: {found or 'it is gone'}, and was written just now; set data.cache_dir to a sound disk."
-    )
 
 
 @contextmanager

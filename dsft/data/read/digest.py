@@ -17,18 +17,16 @@ from dsft.errors import DataError, Problem
 from dsft.spec.sources import BUILTIN_PREFIX
 from dsft.system.files import cache_json, cached_json
 
-READING = 1
-"""Counts up when the same bytes give other rows, or blocks."""
 _RACY_NS = 2_000_000_000  # a file changed so shortly before may change again within its clock's next tick
 
 
 def file_digest(file: DataFile, memory: Path | None = None) -> str:
-    """sha256 of the content, of the way it is read, and of the size of blocks: equal ones have equal blocks.
+    """Return a sha256 of the content, the kind and the size of blocks: where they are equal, the blocks are.
 
     In the folder `memory` it is found again by path, size, times of change and inode, without reading the
     file. Raises MissingInputError where the file cannot be read, DataError where it changes meanwhile.
     """
-    read_as = json.dumps([file.kind, file.is_compressed, READING, BLOCK_BYTES])
+    read_as = json.dumps([file.kind, file.is_compressed, BLOCK_BYTES])
     if file.kind == "builtin":
         rows = builtin.builtin_rows(file.name.removeprefix(BUILTIN_PREFIX))
         content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -152,16 +152,14 @@ class _NoTextError(Exception):
 
 
 class _Text:
-    """The text of a file from `position` of `buffer` on, as far as it has been read."""
+    """The text of a file from `position` of `buffer` on, as far as it has been read. line and column, from 1:
+    of the position."""
 
     def __init__(self, opened: IO[bytes]) -> None:
-        self.buffer = ""
-        self.position = 0
-        self.at_end = False
-        self._mark, self._line, self._column = 0, 1, 1  # a position whose line and column, from 1, are known
+        self.buffer, self.position, self.at_end = "", 0, False
+        self.line = self.column = 1
         self._opened = opened
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()  # skips a byte order mark
-        self.more()
 
     @property
     def is_whole(self) -> bool:
@@ -169,9 +167,7 @@ class _Text:
         return self.at_end or len(self.buffer) - self.position > MAX_LINE
 
     def more(self) -> None:
-        """Read on, as much again as there is. What lies before the position is forgotten."""
-        self.line()
-        self._mark = 0
+        """Drop the text before the position, and read as much again as is left."""
         self.buffer, self.position = self.buffer[self.position :], 0
         part = self._opened.read(max(_CHUNK, len(self.buffer)))
         self.at_end = not part
@@ -182,54 +178,55 @@ class _Text:
         if b"\0" in part:
             raise _NoTextError
 
-    def line(self) -> int:
-        """The line, from 1, that the position is in."""
-        self._line, self._column = self.place(self.position)
-        self._mark = self.position
-        return self._line
-
-    def place(self, position: int) -> tuple[int, int]:
-        """Line and column of a position that is not before the one whose line was asked for last."""
-        breaks = self.buffer.count("\n", self._mark, position)
-        if breaks:
-            return self._line + breaks, position - self.buffer.rindex("\n", 0, position)
-        return self._line, self._column + position - self._mark
+    def move(self, position: int) -> None:
+        """Go on to a position of the buffer."""
+        breaks = self.buffer.count("\n", self.position, position)
+        self.line += breaks
+        start = self.buffer.rindex("\n", 0, position) if breaks else self.position - self.column
+        self.column, self.position = position - start, position
 
     def next(self) -> str:
-        """The next character that is no white space, "" at the end; the position is there."""
-        self.position = _skip(self.buffer, self.position)
+        """Go on to the next character that is no white space, and return it; "" at the end."""
+        self.move(_skip(self.buffer, self.position))
         while self.position == len(self.buffer) and not self.at_end:
             self.more()
-            self.position = _skip(self.buffer, self.position)
+            self.move(_skip(self.buffer, self.position))
         return self.buffer[self.position : self.position + 1]
 
 
 def _elements(text: _Text) -> Iterator[Line]:
     decoder = _Decoder()
-    text.next()  # the bracket
-    text.position += 1
-    while text.next() != "]":
+    text.next()
+    text.move(text.position + 1)  # the bracket
+    is_empty = text.next() == "]"
+    while not is_empty:
         line = _element(decoder, text)
         yield line
         if line.mistake is not None and line.mistake.endswith(_NOT_FURTHER):
             return
-        if text.next() == ",":
-            text.position += 1
+        character = text.next()
+        if character == "]":
+            break
+        if character == ",":
+            text.move(text.position + 1)
             if text.next() != "]":
                 continue
-        elif text.next() == "]":
-            continue
-        yield Line(text.line(), mistake=_between(text.next()))
+            reason = f"a comma before the closing ]; {_NOT_FURTHER}"
+        elif character:
+            reason = f'"," or "]" is expected, "{character}" stands there; {_NOT_FURTHER}'
+        else:
+            reason = "cut off: the list has no closing ]"
+        yield Line(text.line, mistake=reason)
         return
-    text.position += 1
+    text.move(text.position + 1)
     if text.next():
-        yield Line(text.line(), mistake="more text after the list")
+        yield Line(text.line, mistake="more text after the list")
 
 
 def _element(decoder: _Decoder, text: _Text) -> Line:
-    """The element at the text's position, which is then behind it. What seems wrong may be cut by the end of
+    """Read the element at the text's position, and go on behind it. What seems wrong may be cut by the end of
     the buffer, so it is believed only when more of the text changes nothing."""
-    number = text.line()
+    number = text.line
     while True:
         try:
             value, end, fault = decoder.decode(text.buffer, text.position)
@@ -237,7 +234,7 @@ def _element(decoder: _Decoder, text: _Text) -> Line:
             return Line(number, mistake=f"nested too deeply to be read; {_NOT_FURTHER}")
         except ValueError as error:
             if text.is_whole:
-                return _broken(error, text, number)
+                return _broken(error, text)
         else:
             after = _skip(text.buffer, end)
             if text.is_whole or text.buffer[after : after + 1] in (",", "]"):
@@ -245,26 +242,17 @@ def _element(decoder: _Decoder, text: _Text) -> Line:
         text.more()
     if end - text.position > MAX_LINE:
         fault = TOO_LONG.format(f"the element has {end - text.position:,} characters")
-    text.position = end
+    text.move(end)
     return _line(number, value, fault)
 
 
-def _broken(error: ValueError, text: _Text, number: int) -> Line:
-    """An element that starts in line `number` and cannot be read."""
-    position = error.pos if isinstance(error, json.JSONDecodeError) else text.position
-    line, column = text.place(position)
-    reason = _syntax(error, text.buffer, column)
+def _broken(error: ValueError, text: _Text) -> Line:
+    """The line for an element at the text's position that cannot be read."""
+    number = text.line
+    text.move(error.pos if isinstance(error, json.JSONDecodeError) else text.position)
+    reason = _syntax(error, text.buffer, text.column)
     if not reason.startswith("cut off"):
-        number = line
+        number = text.line
     elif not text.at_end:
         reason = TOO_LONG.format(f"the element has over {MAX_LINE:,} characters")
     return Line(number, mistake=f"{reason}; {_NOT_FURTHER}")
-
-
-def _between(character: str) -> str:
-    """What is wrong between two elements of a list."""
-    if not character:
-        return "cut off: the list has no closing ]"
-    if character == "]":
-        return f"a comma before the closing ]; {_NOT_FURTHER}"
-    return f'"," or "]" is expected, "{character}" stands there; {_NOT_FURTHER}'

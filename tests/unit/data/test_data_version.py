@@ -22,7 +22,7 @@ from dsft.data.cache.store import Cache, tokenised
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer, load_tokenizer
-from dsft.spec.chat_templates import CHAT_TEMPLATES
+from dsft.spec.files import CHAT_TEMPLATES
 from tests.versions import check_version
 
 GOLDEN = Path(__file__).parent / "golden" / "tokens.json"
