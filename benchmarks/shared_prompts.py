@@ -172,7 +172,7 @@ def real(rows: Path, tokenizer: Path, max_length: int) -> Dataset:
             "output_dir": folder,
         }
         spec = Spec.model_validate(keys)
-        return Dataset.of(list(load_data(spec, tokenizer_of(spec.model), share_prompts=True).train))
+        return load_data(spec, tokenizer_of(spec.model), share_prompts=True).train
 
 
 if __name__ == "__main__":

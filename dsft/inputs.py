@@ -15,7 +15,7 @@ from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import HeldOut, Loaded, load_data
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.longest import longest_micro_batch
+from dsft.data.steps.steps import longest_micro_batch
 from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts

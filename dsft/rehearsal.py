@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.cut import first_part
+from dsft.data.steps.batch import MicroBatch, first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB

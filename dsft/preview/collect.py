@@ -1,27 +1,22 @@
-"""What a run would train on, read as a run reads it. Takes a spec; gives its rows, or why there are none."""
+"""What a run would train on, read as a run reads it. Takes a spec; gives its rows and their account."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dsft.data.cache.store import Cache, Pace, cache_folder
-from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
-from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.load import Loaded, load_data, rows_of
-from dsft.data.sets.pairs import PairRows
+from dsft.data.sets.load import Loaded, measure
 from dsft.data.tokenizer.load import notes, open_tokenizer
-from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
 from dsft.preview.problems import Source, parts_of
 from dsft.spec.preferences import shares_prompts
-from dsft.spec.schema import Data, Spec
-from dsft.spec.schema import Source as SpecSource
+from dsft.spec.schema import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,25 +24,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collected:
-    """loaded: None where no example is left; sources: the rows of data.train, then of data.eval; told: what a
-    run says of its tokens and rows; refusal: why it would not start with them."""
+    """told: what a run says of its tokens and rows."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
-    loaded: Loaded | None
-    sources: tuple[Source, ...]
+    loaded: Loaded
     told: tuple[str, ...]
-    refusal: DataError | None
 
     @property
     def train(self) -> Dataset:
-        return self.loaded.train if self.loaded else Dataset(())
+        return self.loaded.train
 
     @property
     def ledgers(self) -> Mapping[str, Mapping[str, Any]]:
         """By source, as data.json has it."""
-        return self.loaded.account["train"]["sources"] if self.loaded else {}
+        sources: Mapping[str, Mapping[str, Any]] = self.loaded.account["train"]["sources"]
+        return sources
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The rows of data.train, then of data.eval."""
+        selections = self.loaded.selections
+        parts = [[one.part for one in selections if one.rows is read.rows] for read in selections]
+        return tuple(
+            Source(read.rows, read.count, parts_of(mine))
+            for read, mine in zip(selections, parts, strict=True)
+            if not read.is_split
+        )
 
 
 def collect(
@@ -59,58 +63,11 @@ def collect(
     SpecError where the batch sizes fit no ranks."""
     batch = sizes(spec)
     tokenizer, added = open_tokenizer(spec.model)
-    new_tokens = tuple(notes(tokenizer, added))
+    new_tokens = notes(tokenizer, added)
     choose_template(tokenizer, spec.data.chat_template)
     cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the one that the run will read
-    refusal = None
-    for tried in (spec, lenient(spec), lenient(spec, held_out=False)):
-        try:
-            loaded = load_data(tried, tokenizer, cache, share_prompts=shares_prompts(spec))
-        except DataError as error:
-            refusal = refusal or error
-            continue
-        sources, told = tuple(_sources(tried.data, loaded)), (*new_tokens, *loaded.lines)
-        return Collected(spec, tokenizer, batch, loaded, sources, told, refusal)
-    sources = tuple(_rows_alone(spec, tokenizer, cache))
-    return Collected(spec, tokenizer, batch, None, sources, new_tokens, refusal)
-
-
-def _sources(data: Data, loaded: Loaded) -> Iterator[Source]:
-    sets = [loaded.train, *(one.data for one in loaded.held_out)]
-    parts = parts_of([part for one in sets for part in one.parts])
-    # behind the parts of data.train and data.eval stand those that are held out of data.train
-    for part, source in zip(parts, [*data.train, *data.eval], strict=False):
-        yield Source(
-            part.rows, _count(part.rows, source), tuple(one for one in parts if one.rows is part.rows)
-        )
-
-
-def _rows_alone(spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache) -> Iterator[Source]:
-    """Rows that give no example; none where no row can be made tokens of."""
-    renderer = Renderer(tokenizer, train_on=spec.data.train_on, name=spec.data.chat_template)
-    for source in (*spec.data.train, *spec.data.eval):
-        with suppress(DataError):
-            rows = rows_of(source, renderer, spec.task, cache)
-            yield Source(rows, _count(rows, source), ())
-
-
-def _count(rows: TokenRows | PairRows, source: SpecSource) -> int:
-    return min(len(rows.lengths), source.max_rows or len(rows.lengths))
-
-
-def lenient(spec: Spec, *, held_out: bool = True) -> Spec:
-    """The spec with every row left out for which a run would stop, with its held-out rows or without."""
-    data = spec.data
-    changed: dict[str, Any] = {
-        "on_bad_row": "drop",
-        "on_too_long": "drop" if data.on_too_long == "error" else data.on_too_long,
-        "max_dropped_fraction": None,
-        "max_truncated_fraction": None,
-        "max_duplicate_fraction": None,
-    }
-    if not held_out:
-        changed |= {"eval": (), "eval_fraction": None, "eval_count": None}
-    return spec.model_copy(update={"data": data.model_copy(update=changed)})
+    loaded = measure(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
+    return Collected(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
 
 
 def sizes(spec: Spec) -> BatchSizes:

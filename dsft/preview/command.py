@@ -11,13 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsft.errors import DataError
 from dsft.plan.promised import load
 from dsft.preview.collect import collect
-from dsft.preview.mapping import as_mapping
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
-from dsft.preview.view import Wanted, view
+from dsft.preview.view import Wanted, as_mapping, view
 from dsft.report.making import shown
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
@@ -68,8 +66,8 @@ def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
     else:
         figures = not (asked.worst or asked.problems)
         print(as_text(seen, _style(), whole=asked.row is not None, figures=figures), end="")
-    if found.refusal is not None:
-        raise DataError(found.refusal.title, found.refusal.problems)
+    if found.loaded.refusal is not None:
+        raise found.loaded.refusal
 
 
 def _style() -> Style:

@@ -1,21 +1,26 @@
 """Rows of which something is wrong or lost, with the place and the reason.
 
-Takes the rows of sources and the pieces they were cut into. Reads no tokens."""
+Takes the rows of sources and the pieces they were cut into. Reads tokens of the worst examples alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import TokenRows
-from dsft.data.sets.dataset import Part, RowPart
-from dsft.data.sets.held_out import is_duplicate
+from dsft.data.sets.dataset import Dataset, Part
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.pairs import PairPart, PairRows
+from dsft.data.sets.pairs import PairPart
+from dsft.data.sets.pieces import RowPart
+from dsft.data.sets.selection import PairRows, is_duplicate, longest_rows
 from dsft.spec.schema import Data, Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KINDS: Mapping[str, str] = {
     "bad": "cannot be read",
@@ -29,6 +34,8 @@ KINDS: Mapping[str, str] = {
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
+EACH = 3  # of the worst rows, of each kind
+DECODED = 2_000  # examples that are decoded to tell their tokens per character: a second
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
-def parts_of(parts: Sequence[Part]) -> tuple[RowPart | PairPart, ...]:
+def parts_of(parts: Iterable[Part | None]) -> tuple[RowPart | PairPart, ...]:
     """Those that are made of rows."""
     return tuple(part for part in parts if isinstance(part, (RowPart, PairPart)))
 
@@ -97,23 +104,17 @@ def parts_of(parts: Sequence[Part]) -> tuple[RowPart | PairPart, ...]:
 def row_of(part: RowPart | PairPart) -> NDArray[np.int32]:
     """(examples,): the row in which each example of the source begins, or the pair that it is."""
     if isinstance(part, PairPart):
-        return part.pieces.pairs
-    pieces = part.pieces
-    return pieces.rows if pieces.at is None else pieces.rows[pieces.at]
+        return part.pairs
+    return part.ids if part.at is None else part.ids[part.at]
 
 
 def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
     """(examples,): tokens that the row of each has more; of a pair, in both rows."""
     whole: NDArray[np.int64] = part.rows.lengths[row_of(part)]
     if isinstance(part, PairPart):
-        whole = whole - 2 * part.pieces.prompts - part.pieces.answers.sum(axis=1)
+        whole = whole - 2 * part.prompts - part.answers.sum(axis=1)
         return whole
     return whole - part.lengths
-
-
-def longest_of(rows: TokenRows | PairRows) -> NDArray[np.int64]:
-    """(n,) what data.max_length is compared with."""
-    return rows.longest if isinstance(rows, PairRows) else rows.lengths
 
 
 def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
@@ -125,7 +126,7 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
-        masks[kind] = (longest_of(rows)[:count] > spec.data.max_length) & ~no_target
+        masks[kind] = (longest_rows(rows)[:count] > spec.data.max_length) & ~no_target
         if kind == "truncated":
             for part in source.parts:
                 masks["no_end"] |= _stopped_short(part, count)
@@ -137,14 +138,12 @@ def _stopped_short(part: RowPart | PairPart, count: int) -> Mask:
     an answer is cut."""
     found = np.zeros(count, np.bool_)
     if isinstance(part, PairPart):
-        found[part.pieces.pairs] = part.pieces.is_cut(part.rows)
+        found[part.pairs] = part.is_cut
         return found
-    pieces = part.pieces
-    headed = np.zeros(len(pieces.rows), np.int32) if pieces.headed is None else pieces.headed
-    stops = pieces.begin + pieces.lengths - headed
-    for at in np.flatnonzero(pieces.lengths < part.rows.lengths[pieces.rows]).tolist():
-        spans = part.rows.spans(int(pieces.rows[at]))
-        found[pieces.rows[at]] = bool(((spans[:, 0] < stops[at]) & (stops[at] < spans[:, 1])).any())
+    stops = part.begin + part.lengths - (0 if part.headed is None else part.headed.astype(np.int32))
+    for at in np.flatnonzero(part.lengths < part.rows.lengths[part.ids]).tolist():
+        spans = part.rows.spans(int(part.ids[at]))
+        found[part.ids[at]] = bool(((spans[:, 0] < stops[at]) & (stops[at] < spans[:, 1])).any())
     return found
 
 
@@ -163,7 +162,7 @@ def _first_places(
 
 
 def _too_long(source: Source, row: int, data: Data) -> str:
-    return f"{longest_of(source.rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
+    return f"{longest_rows(source.rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 def _truncated(source: Source, row: int, data: Data) -> str:
@@ -173,7 +172,7 @@ def _truncated(source: Source, row: int, data: Data) -> str:
         at = int(np.searchsorted(rows, row))
         if at < len(rows) and rows[at] == row:
             kept = f"{length - lost_of(part)[at]:,} of {length:,} tokens kept"
-            kept += f", from token {part.pieces.begin[at]:,} on"
+            kept += f", from token {part.begin[at]:,} on"
             return f"{kept}; {targets - part.target_counts[at]:,} of {targets:,} trained tokens lost"
     if isinstance(source.rows, PairRows):
         return f"{length:,} tokens, and cut to data.max_length {data.max_length:,} both answers are the same"
@@ -188,3 +187,91 @@ _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
     "no_target": lambda source, row, data: f"none of its {source.rows.lengths[row]:,} tokens is trained on",
     "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
 }
+
+
+# --- the examples to look at first ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worst:
+    """examples: (number in the dataset from 0, why)."""
+
+    title: str
+    examples: tuple[tuple[int, str], ...]
+
+
+def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Worst]:
+    """The worst EACH of each kind, of the kinds that occur."""
+    kinds = (
+        Worst("longest", tuple(_longest(data))),
+        Worst("least share of trained tokens", tuple(_least_trained(data))),
+        Worst("most tokens cut off", tuple(_most_cut(data))),
+        Worst(_efficiency_title(data), tuple(_least_efficient(data, tokenizer))),
+        Worst("said most often", tuple(_repeated(data))),
+    )
+    return [kind for kind in kinds if kind.examples]
+
+
+def _longest(data: Dataset) -> Iterator[tuple[int, str]]:
+    for index in _largest(data.lengths):
+        yield index, ""
+
+
+def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
+    share = data.target_counts / data.lengths
+    for index in _largest(-share):
+        yield index, f"{share[index]:.1%} trained on"
+
+
+def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
+    """Of truncated rows. Where rows are split, nothing is cut off."""
+    parts = parts_of(data.parts)
+    cut = _joined([lost_of(part) for part in parts])
+    rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
+    once = np.bincount(rows)[rows] == 1
+    is_window = all(isinstance(part, PairPart) or part.at is None for part in parts)
+    for index in _largest(np.where(once & is_window, cut, 0)):
+        if cut[index] > 0 and once[index] and is_window:
+            yield index, f"{cut[index]:,} tokens cut off"
+
+
+def _least_efficient(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
+    looked_at = np.unique(np.linspace(0, len(data) - 1, min(DECODED, len(data))).astype(np.int64))
+    texts = tokenizer.batch_decode([data[int(index)].input_ids.tolist() for index in looked_at])
+    characters = np.array([max(1, len(text)) for text in texts])
+    rates = data.lengths[looked_at] / characters
+    for at in _largest(rates):
+        index = int(looked_at[at])
+        yield index, f"{characters[at]:,} characters, {rates[at]:.2f} tokens each"
+
+
+def _efficiency_title(data: Dataset) -> str:
+    of = "" if len(data) <= DECODED else f", of {DECODED:,} that were looked at"
+    return f"most tokens per character{of}"
+
+
+def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
+    content = _joined([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
+    rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
+    _, first_of_row = np.unique(rows, return_index=True)  # a row that was split is one
+    _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
+    for at in _largest(times):
+        if times[at] > 1:
+            yield int(first_of_row[first[at]]), f"{times[at]:,} rows say this"
+
+
+def _offsets(data: Dataset) -> Iterator[tuple[RowPart | PairPart, int]]:
+    """Each source, and how many rows stand in those before it."""
+    offset = 0
+    for part in parts_of(data.parts):
+        yield part, offset
+        offset += len(part.rows.lengths)
+
+
+def _largest(values: NDArray[np.number]) -> list[int]:
+    """Where the EACH largest stand, the earlier of equals first."""
+    return [int(index) for index in np.argsort(-values, kind="stable")[:EACH]]
+
+
+def _joined(arrays: list[NDArray[np.number]]) -> NDArray[np.number]:
+    return np.concatenate(arrays)

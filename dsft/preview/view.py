@@ -6,7 +6,7 @@ Takes what was collected and what is asked for. Decodes the rows that are shown,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import TokenRows
-from dsft.data.sets.dataset import Dataset, RowPart
+from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
-from dsft.data.sets.pairs import PairPart, PairRows
+from dsft.data.sets.pairs import PairPart
+from dsft.data.sets.pieces import RowPart
+from dsft.data.sets.selection import PairRows
 from dsft.data.steps.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, Source, kinds_of, lost_of, problems_of, row_of
+from dsft.preview.problems import Problems, Source, kinds_of, lost_of, problems_of, row_of, worst_of
 from dsft.preview.tokens import Token, tokens_of
-from dsft.preview.worst import worst_of
 from dsft.spec.task import TASKS
 
 
@@ -118,7 +119,7 @@ def view(found: Collected, wanted: Wanted) -> View:
         rows = show.named(wanted.row)
     else:
         rows = [show.row(index) for index in range(min(wanted.rows, len(data)))]
-    refusal = found.refusal
+    refusal = found.loaded.refusal
     return View(
         name=spec.name,
         task=spec.task,
@@ -225,13 +226,13 @@ class Shower:
             return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
         if not isinstance(part, RowPart):
             return ""
-        row, pieces = int(row_of(part)[mine]), part.pieces
-        begin, length, whole = int(pieces.begin[mine]), int(pieces.lengths[mine]), int(part.rows.lengths[row])
-        if pieces.at is not None:
+        row = part.row_of(mine)
+        begin, length, whole = int(part.begin[mine]), int(part.lengths[mine]), int(part.rows.lengths[row])
+        if part.at is not None:
             return f"begins at token {begin:,} of {part.rows.source(row)}" if begin else ""
         if length == whole:
             return ""
-        if pieces.headed is not None and pieces.headed[mine]:
+        if part.headed is not None and part.headed[mine]:
             return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
         return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
 
@@ -250,3 +251,55 @@ def _is_named(source: str, row: str) -> bool:
 def _no_row(row: str, rule: str) -> SpecError:
     message = f"{row!r} is none of the rows that are trained on; {rule}"
     return SpecError("there is no such row:", [Problem("--row", message)])
+
+
+# --- for programs -----------------------------------------------------------------------------------------
+
+
+def as_mapping(view: View) -> dict[str, Any]:
+    """tokens: what each adds to the text, so that all of a row together are its text; segments: of a pair,
+    the tokens of both answers, each with its `prompt`, or where that is `shared` with its last token."""
+    batch = view.micro_batch
+    return {
+        "name": view.name,
+        "task": view.task,
+        "examples": view.examples,
+        "rows": [_row_mapping(row) for row in view.rows],
+        "micro_batch": None
+        if batch is None
+        else {"packed": batch.packed, "width": batch.width, "rows": [_placed(row) for row in batch.rows]},
+        "worst": {kind.title: [_placed(row) | {"why": row.why} for row in kind.rows] for kind in view.worst},
+        "ledger": dict(view.ledgers),
+        "told": list(view.told),
+        "lengths": None if view.lengths is None else asdict(view.lengths),
+        "trained_share": view.trained_share,
+        "batch": view.batch,
+        "steps": None if view.steps is None else asdict(view.steps),
+        "problems": {
+            "counts": dict(view.problems.counts),
+            "rows": [asdict(row) for row in view.problems.rows],
+        },
+        "refusal": None
+        if view.refusal is None
+        else {"title": view.refusal[0], "problems": [str(problem) for problem in view.refusal[1]]},
+    }
+
+
+def _row_mapping(row: ShownRow) -> dict[str, Any]:
+    return {
+        "source": row.source,
+        "input_ids": [token.id for token in row.tokens],
+        "tokens": [token.text for token in row.tokens],
+        "trained": [token.trained for token in row.tokens],
+    } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
+
+
+def _placed(row: ShownRow) -> dict[str, Any]:
+    """A row without its tokens."""
+    return {
+        "row": row.number,
+        "source": row.source,
+        "length": len(row.tokens),
+        "trained": row.trained,
+        "happened": row.happened,
+    }

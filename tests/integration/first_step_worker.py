@@ -24,7 +24,7 @@ from deepspeed.utils import groups
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.dataset import Example
 from dsft.data.sets.load import HeldOut
 from dsft.data.steps.lay import collate
 from dsft.data.steps.steps import TrainSteps, evaluation
@@ -49,6 +49,7 @@ from dsft.reference.check import Start, answers, check_start
 from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.lookup import look_up
 from dsft.spec.schema import Dpo, Model, Spec
+from tests.examples import dataset_of
 
 VOCABULARY, SEED, PAD, PAIRS = 128, 11, 7, 12
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -113,7 +114,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     dtype = DTYPES[case.precision]
     pairs = [pair(number, case.form == "shared") for number in range(PAIRS)]
-    dataset = Dataset.of(pairs, pairs=True)
+    dataset = dataset_of(pairs, pairs=True)
     logps = reference_logps(case, build_model(spec.model, FACTS, SEED, dtype), pairs)
 
     keep, cut = keep_for(config, world), balanced([1] * 4, case.stages)

@@ -79,6 +79,7 @@ from dsft.reference.api import Refer
 from dsft.reference.live import refer_to_engine
 from dsft.reference.lookup import look_up
 from dsft.spec.schema import Spec
+from tests.examples import dataset_of
 from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
 from tests.process_groups import own_groups
@@ -462,7 +463,7 @@ def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
 def proof_rows(steps: list[plain.Step]) -> Dataset:
     rows = [row for step in steps for row in plain.rows_of(step)]
     examples = [Example(np.array(ids, np.int32), np.array(trained), "parity") for ids, trained in rows]
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 BROKEN = {"now": False}

@@ -37,6 +37,7 @@ from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
+from tests.examples import dataset_of
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = {
@@ -85,7 +86,7 @@ def rows(*lengths: int, segments: bool = False) -> Dataset:
     if segments:
         joined = np.concatenate(ids)
         examples = [Example(joined, np.zeros(len(joined), dtype=bool), "a:1", lengths)]
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 def scores(precision: str = "fp32", attention: str = SEGMENTS) -> Scores:
@@ -187,7 +188,7 @@ def pairs(*tokens: tuple[int, int, int]) -> Dataset:
         trained = (np.arange(len(ids)) >= prompt) & (np.arange(len(ids)) != border)
         lengths, starts = (border, 1 + rejected), (0, prompt - 1)
         examples.append(Example(ids, trained, "a:1", lengths, starts))
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))

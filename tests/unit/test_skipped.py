@@ -17,6 +17,7 @@ from dsft.data.steps.steps import TrainSteps
 from dsft.engine.api import Kept, log_probabilities
 from dsft.job.skipped import skipped_rows
 from dsft.plan.batch import BatchSizes
+from tests.examples import dataset_of
 
 PAD, COUNT = 1, 12
 PADDED, PACKED = BatchSizes(COUNT, 2, 3, 2), BatchSizes(COUNT, 2, 3, 2, tokens_per_micro_batch=24)
@@ -30,7 +31,7 @@ def dataset(pairs: bool) -> Dataset:
         trained = np.arange(sum(lengths)) > 0
         ids = np.full(sum(lengths), 100 + i, dtype=np.int32)
         examples.append(Example(ids, trained, f"a.jsonl:{i + 1}", lengths))
-    return Dataset.of(examples, pairs=pairs)
+    return dataset_of(examples, pairs=pairs)
 
 
 class Scorer:

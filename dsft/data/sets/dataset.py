@@ -1,6 +1,6 @@
 """The examples of a run, as an index: which piece of which row each one is. Tokens are read when asked for.
 
-Takes the rows of sources and the pieces that they are cut into. Gives a Dataset.
+Takes the examples of each source as a Part. Gives a Dataset.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from dsft.data.rows import TokenRows
-from dsft.data.sets.pieces import Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,119 +74,12 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class RowPart:
-    """Pieces of a source's rows."""
-
-    name: str | None
-    rows: TokenRows
-    pieces: Pieces
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        return self.pieces.lengths
-
-    @property
-    def widths(self) -> NDArray[np.int32]:
-        return self.lengths
-
-    @property
-    def squares(self) -> NDArray[np.int64]:
-        return self.lengths.astype(np.int64) ** 2
-
-    @property
-    def target_counts(self) -> NDArray[np.int32]:
-        return self.pieces.target_counts
-
-    @property
-    def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        return {"tokens": self.target_counts}
-
-    @cached_property
-    def digest(self) -> str:
-        digest = hashlib.sha256(self.rows.digest.encode())
-        pieces = self.pieces
-        for numbers in (pieces.rows, pieces.begin, pieces.lengths, pieces.headed, pieces.at):
-            digest.update(b"|")
-            if numbers is not None:
-                digest.update(np.ascontiguousarray(numbers).data)
-        return digest.hexdigest()
-
-    def source(self, index: int) -> str:
-        return self.rows.source(self.pieces.row_of(index))
-
-    def example(self, index: int) -> Example:
-        found, row, segments = self.pieces.read(self.rows, index)
-        return Example(found.input_ids, found.trained, self.rows.source(row), segments)
-
-
-@dataclass(frozen=True, eq=False)
-class ExamplePart:
-    """Examples that are there already. pairs: each is a preference pair."""
-
-    examples: tuple[Example, ...]
-    name: str | None = None
-    pairs: bool = False
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int32]:
-        return np.array([len(example.input_ids) for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def widths(self) -> NDArray[np.int32]:
-        if not self.pairs:
-            return self.lengths
-        return np.array([max(example.segment_lengths) for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def squares(self) -> NDArray[np.int64]:
-        if not self.pairs:
-            return self.lengths.astype(np.int64) ** 2
-        segments = [zip(one.segment_lengths, one.segment_starts, strict=True) for one in self.examples]
-        return np.array([sum(n * (n + start) for n, start in one) for one in segments], dtype=np.int64)
-
-    @cached_property
-    def target_counts(self) -> NDArray[np.int32]:
-        return np.array([example.target_count for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        if not self.pairs:
-            return {"tokens": self.target_counts}
-        chosen = [np.count_nonzero(one.trained[1 : one.segment_lengths[0]]) for one in self.examples]
-        return {
-            "pairs": np.ones(len(self.examples), np.int32),
-            "chosen_tokens": np.array(chosen, dtype=np.int32),
-        }
-
-    @cached_property
-    def digest(self) -> str:
-        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
-        for example in self.examples:
-            digest.update(example.input_ids.astype("<i4").tobytes())
-            digest.update(example.trained.tobytes())
-            for numbers in (example.segments, example.starts):
-                if numbers is not None:
-                    digest.update(np.array(numbers, dtype="<i8").tobytes())
-        return digest.hexdigest()
-
-    def source(self, index: int) -> str:
-        return self.examples[index].source
-
-    def example(self, index: int) -> Example:
-        return self.examples[index]
-
-
-@dataclass(frozen=True, eq=False)
 class Dataset:
     """Examples by number: those of the first source, then those of the next. weights: of each source, or
     None, where an epoch has every example once."""
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...] | None = None
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], *, pairs: bool = False) -> Dataset:
-        return cls((ExamplePart(tuple(examples), pairs=pairs),))
 
     def __len__(self) -> int:
         return self.ends[-1]

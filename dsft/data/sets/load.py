@@ -1,38 +1,42 @@
-"""All rows of a run: takes a spec and a tokenizer, gives what is trained on, what is held out, and the
-account of every row. Reads the data files, or the tokens that were made of them before; needs no torch.
+"""All rows of a run: takes a spec and a tokenizer, gives what is trained on, what is held out, the account of
+every row, and why a run would refuse the data. Reads the data files, or the tokens that were made of them
+before; needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenised
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import TokenRows, data_error
-from dsft.data.sets.booking import Booked, Cutting, book, refuse_loss, refuse_too_long
+from dsft.data.rows import MAX_SHOWN, Account, TokenRows, data_error
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.division import Read, divide
-from dsft.data.sets.mixture import shares_text
-from dsft.data.sets.pairs import PairRows
-from dsft.data.sets.pieces import OnTooLong
-from dsft.errors import Problem
-from dsft.spec.held_out import set_names, train_names
-from dsft.spec.schema import Data, Source
+from dsft.data.sets.ledger import Ledger, table, total
+from dsft.data.sets.order import shares_text
+from dsft.data.sets.pairs import cut_pairs
+from dsft.data.sets.pieces import cut
+from dsft.data.sets.selection import (
+    FEW,
+    TRAIN,
+    Cutting,
+    Ids,
+    OnTooLong,
+    PairRows,
+    Selection,
+    divide,
+    longest_rows,
+)
+from dsft.errors import DataError, Problem
+from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.task import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Wanted(Protocol):
-    """What is read of a spec."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def data(self) -> Data: ...
 
 
 @dataclass(frozen=True)
@@ -46,116 +50,291 @@ class HeldOut:
 @dataclass(frozen=True)
 class Loaded:
     """lines: what is to be told of it, each with the section of the spec in front; account: the same for
-    data.json; identity: of each source what a resumed run must find unchanged."""
+    data.json; identity: of each source what a resumed run must find unchanged; selections: of each set of
+    each source; violations: why a run refuses the data. Rows that are refused are left out here."""
 
     train: Dataset
     held_out: tuple[HeldOut, ...]
     lines: tuple[str, ...]
     account: Mapping[str, Any]
     identity: Mapping[str, Mapping[str, Any]]
+    selections: tuple[Selection, ...] = ()
+    violations: tuple[DataError, ...] = ()
 
     @property
     def summary(self) -> dict[str, float]:
         """Figures of data.train, as metrics."""
         return {f"data/{name}": figure for name, figure in self.account["train"]["total"].items()}
 
+    @property
+    def refusal(self) -> DataError | None:
+        """All violations as one error; None where a run takes the data."""
+        if len(self.violations) < 2:
+            return self.violations[0] if self.violations else None
+        title = ", ".join(one.title.removesuffix(":") for one in self.violations)
+        return DataError(f"{title}:", [problem for one in self.violations for problem in one.problems])
+
 
 def load_data(
-    spec: Wanted,
+    spec: Spec,
     tokenizer: PreTrainedTokenizerBase,
     cache: Cache = IN_MEMORY,
     *,
     share_prompts: bool = False,
 ) -> Loaded:
-    """Read, check, render, divide and cut all rows, with the tokenizer's template. Of task dpo each example
-    is a pair; share_prompts: laid so that its prompt is computed once.
+    """What `measure` gives. Raises DataError with all violations, if there are any."""
+    loaded = measure(spec, tokenizer, cache, share_prompts=share_prompts)
+    if loaded.refusal is not None:
+        raise loaded.refusal
+    return loaded
 
-    Raises MissingInputError for a file that is not there; DataError with every bad or too long row, where
-    nothing is left to train on or to evaluate, and where more was lost than the spec allows.
+
+def measure(
+    spec: Spec,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Cache = IN_MEMORY,
+    *,
+    share_prompts: bool = False,
+) -> Loaded:
+    """Read, check, render, divide and cut all rows, with the tokenizer's template. share_prompts: the prompt
+    of a pair is computed once.
+
+    Bad and too long rows, sets without examples and losses over the spec's limits are violations of what is
+    returned. Raises MissingInputError for a file that is not there, and DataError where no row can be read.
     """
     data = spec.data
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
-
-    def read(what: str, name: str, source: Source) -> Read:
-        return Read(what, name, source, rows_of(source, renderer, spec.task, cache))
-
-    names = train_names(data.train)
-    train = [read("data.train", *of) for of in zip(names, data.train, strict=True)]
-    eval_names = set_names(data)
-    held_out = [
-        read(f"data.eval {name}" if name else "data.eval", name or "eval", source)
-        for name, source in zip(eval_names, data.eval, strict=True)
-    ]
-    _refuse_bad([*train, *held_out], data)
     cutting = Cutting(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
-    sets = divide(data, train, held_out, eval_names)
-    refuse_too_long(sets, cutting)
-    booked = [book(one, cutting) for one in sets]
-    for one in booked:
-        one.refuse_nothing(data, booked[0].total)
-    refuse_loss(data, booked[0])
-    return _loaded(data, booked, cutting)
 
+    def rows_of(source: Source) -> TokenRows | PairRows:
+        is_pairs = TASKS[spec.task].unit == "pair"
+        most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
+        rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=most)
+        return PairRows(rows) if is_pairs else rows
 
-def rows_of(source: Source, renderer: Renderer, task: str, cache: Cache) -> TokenRows | PairRows:
-    """A source's rows, or its pairs where the task is trained on pairs, up to its max_rows."""
-    if TASKS[task].unit == "row":
-        return tokenised(source, renderer, task=task, cache=cache, max_rows=source.max_rows)
-    most = None if source.max_rows is None else 2 * source.max_rows
-    return PairRows(tokenised(source, renderer, task=task, cache=cache, max_rows=most))
-
-
-def on_too_long(spec: Wanted) -> OnTooLong:
-    """Packed pretraining has no row that is too long."""
-    return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
-
-
-def _refuse_bad(read: Sequence[Read], data: Data) -> None:
-    """Raises DataError with every bad row, or, where these are dropped, with the files that none is read
-    of."""
-    accounts = [one.rows.account for one in read]
-    if data.on_bad_row == "error":
-        bad, count = (
-            [problem for one in accounts for problem in one.bad],
-            sum(one.bad_rows for one in accounts),
-        )
-    else:
-        bad = [problem for one in accounts for problem in one.unread]
-        count = len(bad)
-    if bad:
-        problems = [Problem(*problem) for problem in bad]
-        raise data_error(problems, "mistake in the data", "mistakes in the data", count)
-
-
-def _loaded(data: Data, booked: Sequence[Booked], cutting: Cutting) -> Loaded:
+    divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
+    sets = [
+        [(cut_pairs if isinstance(one.rows, PairRows) else cut)(one, cutting) for one in some]
+        for some in divided
+    ]
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
-    train = booked[0].dataset(weights)
-    held_out = tuple(HeldOut(one.of.name, one.dataset()) for one in booked[1:])
-    lines = [line for one in booked for line in one.lines()]
-    lines += [f"data.train: {line}" for line in shares_text(booked[0].names, train)]
-    if train.is_pairs and cutting.share_prompts:
+    train, *held_out = (Dataset(tuple(one.examples for one in some)) for some in sets)
+    train = Dataset(train.parts, weights)
+    lines = [line for some in sets for line in _lines(some)]
+    lines += [f"{TRAIN}: {line}" for line in shares_text([one.name for one in sets[0]], train)]
+    if train.is_pairs and share_prompts:
         lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
-    datasets = (train, *(one.data for one in held_out))
-    sets = [one.account(made) for one, made in zip(booked, datasets, strict=True)]
+    accounts = [_account(some, made) for some, made in zip(sets, (train, *held_out), strict=True)]
+    names = [some[0].set_name for some in sets[1:]]
     account = {
-        "train": sets[0],
-        "held_out": {one.of.name or "eval": mine for one, mine in zip(booked[1:], sets[1:], strict=True)},
+        "train": accounts[0],
+        "held_out": {name or "eval": mine for name, mine in zip(names, accounts[1:], strict=True)},
         "settings": {
             "on_too_long": cutting.how,
             "max_length": cutting.max_length,
-            "share_prompts": cutting.share_prompts,
+            "share_prompts": share_prompts,
         }
         | data.model_dump(mode="json", include=_SETTINGS),
     }
     identity = {
-        one.label(name): {key: source[key] for key in ("rows", "tokens", "fingerprint")}
-        for one, mine in zip(booked, sets, strict=True)
-        for name, source in mine["sources"].items()
+        one.label: {key: mine["sources"][one.name][key] for key in ("rows", "tokens", "fingerprint")}
+        for some, mine in zip(sets, accounts, strict=True)
+        for one in some
     }
-    return Loaded(train, held_out, tuple(lines), account, identity)
+    evaluated = tuple(HeldOut(*of) for of in zip(names, held_out, strict=True))
+    selections, violations = (
+        tuple(one for some in sets for one in some),
+        tuple(_violations(data, sets, cutting)),
+    )
+    return Loaded(train, evaluated, tuple(lines), account, identity, selections, violations)
 
 
 _SETTINGS = {
     "on_bad_row", "packing", "train_on", "chat_template", "eval_fraction", "eval_count",
     "max_dropped_fraction", "max_truncated_fraction", "max_duplicate_fraction",
 }  # fmt: skip
+
+
+def on_too_long(spec: Spec) -> OnTooLong:
+    """Packed pretraining has no row that is too long."""
+    return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
+
+
+def _unit(some: Sequence[Selection]) -> str:
+    """What the ledgers of a set count."""
+    return "pair" if isinstance(some[0].rows, PairRows) else "row"
+
+
+def _total(some: Sequence[Selection]) -> Ledger:
+    return total([one.ledger for one in some])
+
+
+# --- the account of a set ---------------------------------------------------------------------------------
+
+
+def _lines(some: Sequence[Selection]) -> Iterator[str]:
+    """What is told of a set."""
+    unit, sums, what = _unit(some), _total(some), some[0].what
+    said = [note for one in some for note in _notes(one.account)]
+    bad = [place for one in some for place in one.account.bad]
+    said += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
+    said += [
+        f"left out {place}: both answers are cut to the same tokens"
+        for place in _first_places(some, [one.of("identical") for one in some])
+    ]
+    if len(some) == 1:
+        said.append(sums.text(unit))
+    else:
+        said += table({one.name: one.ledger for one in some}, unit)
+    for one in some:
+        if one.also_in_train is not None and len(one.also_in_train):
+            rows = f"{len(one.also_in_train):,} of {sums.rows:,} {unit}s"
+            first = ", ".join(one.places(one.also_in_train[:FEW]))
+            said.append(f"{rows} say what a {unit} of data.train says; the first: {first}")
+    yield from (f"{what}: {line}" for line in said)
+
+
+def _notes(account: Account) -> Iterator[str]:
+    """Its notes; of many files that are read alike one for all."""
+    alike = Counter(reason for _, _, reason in account.formats)
+    told = {f"{file}: {reason}" for file, _, reason in account.formats if alike[reason] > FEW}
+    yield from (note for note in account.notes if note not in told)
+    for reason, count in alike.items():
+        if count > FEW:
+            first = next(file for file, _, mine in account.formats if mine == reason)
+            yield f"{first} and {count - 1:,} more files: {reason}"
+
+
+def _first_places(some: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, ...]:
+    """Where the first few of the rows of each selection are."""
+    places: list[str] = []
+    for one, mine in zip(some, rows, strict=True):
+        places += one.places(mine[: FEW - len(places)])
+    return tuple(places)
+
+
+def _account(some: Sequence[Selection], data: Dataset) -> dict[str, Any]:
+    """One set's share of data.json."""
+    account: dict[str, Any] = {
+        "fingerprint": data.fingerprint,
+        "total": _total(some).figures(),
+        "sources": {one.name: _source_account(one) for one in some},
+    }
+    if some[0].also_in_train is not None:
+        account["also_in_train"] = len(some[0].also_in_train)
+    return account
+
+
+def _source_account(one: Selection) -> dict[str, Any]:
+    read = one.rows.account
+    return (
+        one.ledger.figures()
+        | {
+            "fingerprint": one.examples.digest,
+            "path": one.source.path,
+            "weight": one.source.weight,
+            "notes": list(read.notes),  # with a hub's revision among them
+            "files": [{"file": file, "format": name, "reason": why} for file, name, why in read.formats],
+            "bad_rows": [{"source": place, "reason": why} for place, why in read.bad[:MAX_SHOWN]],
+            "identical_pairs": one.places(one.of("identical")[:MAX_SHOWN]),
+        }
+    )
+
+
+# --- why a run refuses the data ---------------------------------------------------------------------------
+
+
+def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: Cutting) -> Iterator[DataError]:
+    """Bad and too long rows. Where there are none, sets without examples and losses over their limits, which
+    such rows would be counted in."""
+    read = [one for some in sets for one in some]
+    rows = [error for error in (_bad(data, read), _too_long(read, cutting)) if error is not None]
+    yield from rows
+    if rows:
+        return
+    train = _total(sets[0])
+    for some in sets:
+        if not _total(some).examples and (train.examples or not some[0].is_split):
+            yield _nothing(data, some, train)
+    problems = list(_over_limits(data, sets[0], train)) if train.examples else []
+    if problems:
+        yield DataError("data.train is over the spec's limits:", problems)
+
+
+def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
+    """Every bad row, or, where these are dropped, the files of which no row is read."""
+    accounts = [one.account for one in read]
+    if data.on_bad_row == "error":
+        bad = [problem for one in accounts for problem in one.bad]
+        count = sum(one.bad_rows for one in accounts)
+    else:
+        bad = [problem for one in accounts for problem in one.unread]
+        count = len(bad)
+    problems = [Problem(*problem) for problem in bad]
+    return data_error(problems, "mistake in the data", "mistakes in the data", count) if bad else None
+
+
+def _too_long(read: Sequence[Selection], cutting: Cutting) -> DataError | None:
+    """Every row that is longer than it may be, of all sets."""
+    if cutting.how != "error":
+        return None
+    problems: list[Problem] = []
+    for one in read:
+        lengths = longest_rows(one.rows)
+        for row in one.of("dropped")[: MAX_SHOWN - len(problems)].tolist():
+            rule = f"data.max_length is {cutting.max_length}; raise it or set data.on_too_long"
+            problems.append(Problem(one.rows.source(row), f"{lengths[row]} tokens, {rule}"))
+    count = sum(len(one.of("dropped")) for one in read)
+    return data_error(problems, "row is too long", "rows are too long", count) if problems else None
+
+
+def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
+    """A set in which no example is left. train: the account of data.train."""
+    sums, first, unit = _total(some), some[0], _unit(some)
+    to_what = "train on" if first.what == TRAIN else "evaluate"
+    if not sums.rows and first.is_split:
+        key = "data.eval_fraction" if data.eval_fraction is not None else "data.eval_count"
+        share = data.eval_fraction if data.eval_fraction is not None else data.eval_count
+        rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or give data.eval a file"
+        return DataError("no rows to evaluate:", [Problem(key, rule)])
+    if not sums.rows:
+        names = ", ".join(one.source.path for one in some)
+        return DataError(f"no rows to {to_what}:", [Problem(names, "holds no row; give a file with rows")])
+    bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
+    return DataError(
+        f"no rows are left to {to_what}:", [Problem(first.what, _nothing_left(sums, data, unit)), *bad]
+    )
+
+
+def _nothing_left(ledger: Ledger, data: Data, what: str) -> str:
+    left_out = (
+        (ledger.held_out, "held out"),
+        (ledger.bad, "dropped as bad"),
+        (ledger.empty, "empty"),
+        (ledger.undesirable, "labelled undesirable"),
+        (ledger.dropped, f"dropped as longer than data.max_length ({data.max_length} tokens)"),
+        (ledger.identical, "left out with two answers cut to the same tokens"),
+        (ledger.without_target, f"left out with nothing to train on ({ledger.truncated} truncated)"),
+    )
+    figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
+    read = f"1 {what} was read" if ledger.rows == 1 else f"{ledger.rows:,} {what}s were read"
+    return f"{read}: {figures}; change what leaves them out, or look at the {what}s"
+
+
+def _over_limits(data: Data, train: Sequence[Selection], sums: Ledger) -> Iterator[Problem]:
+    """Where more of data.train is lost, or is there twice, than the spec allows."""
+    lost = ("dropped", "without_target", "empty", "identical")
+    left_out = [np.sort(np.concatenate([one.of(reason) for reason in lost])) for one in train]
+    truncated, duplicate = ([one.of(name) for one in train] for name in ("truncated", "duplicate"))
+    limits = (
+        ("max_dropped_fraction", data.max_dropped_fraction, sums.left_out, "left out", left_out),
+        ("max_truncated_fraction", data.max_truncated_fraction, sums.truncated, "truncated", truncated),
+        ("max_duplicate_fraction", data.max_duplicate_fraction, sums.duplicate, "duplicates", duplicate),
+    )
+    for key, limit, count, what, rows in limits:
+        if limit is None or count <= limit * sums.rows:
+            continue
+        bad = [place for one in train for place, _ in one.account.bad] if rows is left_out else []
+        places = ", ".join([*bad, *_first_places(train, rows)][:FEW])
+        found = f"{count:,} of {sums.rows:,} {_unit(train)}s ({count / sums.rows:.3g}) are {what}"
+        yield Problem(f"data.{key}", f"{found}, the limit is {limit:g}; the first: {places}")

@@ -7,27 +7,16 @@ own examples, which go round in shuffled epochs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsft.data.sets.dataset import Dataset
+
 Ids = NDArray[np.int64]
-
-
-class Mixed(Protocol):
-    """What is read of a dataset."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Examples of each source."""
-
-    @property
-    def weights(self) -> Sequence[float] | None:
-        """Of each source, not yet shares of one; None: every example once an epoch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +32,7 @@ class Drawn:
 class Order:
     """The examples of every step of a run, of which any may be asked for."""
 
-    def __init__(self, data: Mixed, global_batch_size: int, seed: int) -> None:
+    def __init__(self, data: Dataset, global_batch_size: int, seed: int) -> None:
         self._sizes, self._size, self._seed = np.array(data.sizes, dtype=np.int64), global_batch_size, seed
         self.slots = quotas(data.sizes, data.weights)
         self._mixes = data.weights is not None
@@ -99,6 +88,18 @@ def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, 
     for i in by_remainder[: whole - sum(given)]:
         given[i] += 1
     return tuple(given)
+
+
+def shares_text(names: Sequence[str], data: Dataset) -> Iterator[str]:
+    """A sentence a source of how often an epoch has it; none without weights, or without examples."""
+    if data.weights is None or not sum(data.sizes):
+        return
+    slots = quotas(data.sizes, data.weights)
+    for name, size, weight, taken in zip(names, data.sizes, data.weights, slots, strict=True):
+        share = weight / sum(data.weights)
+        times = taken / size if size else 0
+        said = f"{name}: {size:,} examples, weight {share:.3g}: {taken:,} examples an epoch"
+        yield f"{said}, {times:.3g} times each"
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int32]:

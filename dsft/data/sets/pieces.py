@@ -1,95 +1,107 @@
 """Which tokens of which rows make an example: whole rows, windows of them, or pieces that go over rows.
 
-Takes the lengths and trained spans of a source's rows. Gives an index of a few numbers an example, made
-without reading a token.
+Takes a Selection, and reads the lengths and trained spans of its rows. Gives it with its examples: an index
+of a few numbers each, made without reading a token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered, TokenRows
+from dsft.data.sets.dataset import Example
+from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
 from dsft.data.sets.windows import Stream, windows
-
-OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
-"""What becomes of rows over max_length. fill, for packed pretraining: no row is too long, all are laid one
-after the other into examples of exactly max_length tokens."""
-
-Ids = NDArray[np.int32]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """m examples cut from rows.
+class RowPart:
+    """The m examples that are cut from a source's rows.
 
-    rows           which of the source's rows; (m,) the row of each example, or, where they go on over the
-                   ends of rows, (k,) all rows in order
+    name           of the source, in metrics
+    rows           the source's
+    ids            which of its rows; (m,) the row of each example, or, where examples go on over the ends of
+                   rows, (k,) all rows in order
     begin          (m,) the token of the row with which an example begins
     lengths        (m,) tokens
     target_counts  (m,) targets
-    headed         (m,) the row's first token stands before `begin`; None: nowhere
-    at             (m,) the position in `rows` of the row where an example begins, where they go on over ends
+    headed         (m,) the row's first token comes before `begin`; None: of no example
+    at             (m,) the position in `ids` of the row where an example begins, where they go on over ends
     """
 
-    rows: Ids
+    name: str | None
+    rows: TokenRows
+    ids: Ids
     begin: Ids
     lengths: Ids
     target_counts: Ids
     headed: NDArray[np.bool_] | None = None
     at: Ids | None = None
 
-    def take(self, kept: NDArray[np.bool_]) -> Pieces:
-        """The examples of a mask (m,)."""
-        if kept.all():
-            return self
-        return Pieces(
-            self.rows[kept] if self.at is None else self.rows,
-            self.begin[kept],
-            self.lengths[kept],
-            self.target_counts[kept],
-            None if self.headed is None else self.headed[kept],
-            None if self.at is None else self.at[kept],
-        )
+    @property
+    def widths(self) -> Ids:
+        return self.lengths
 
-    def row_of(self, example: int) -> int:
-        """The source's row in which it begins."""
-        return int(self.rows[example if self.at is None else self.at[example]])
+    @property
+    def squares(self) -> NDArray[np.int64]:
+        return self.lengths.astype(np.int64) ** 2
 
-    def read(self, source: TokenRows, example: int) -> tuple[Rendered, int, tuple[int, ...] | None]:
-        """Its tokens, the row in which it begins, and the tokens of each row's part where they go over ends.
-        No part's first token is trained."""
-        begin, length = int(self.begin[example]), int(self.lengths[example])
+    @property
+    def counts(self) -> Mapping[str, Ids]:
+        return {"tokens": self.target_counts}
+
+    @cached_property
+    def digest(self) -> str:
+        digest = hashlib.sha256(self.rows.digest.encode())
+        for numbers in (self.ids, self.begin, self.lengths, self.headed, self.at):
+            digest.update(b"|")
+            if numbers is not None:
+                digest.update(np.ascontiguousarray(numbers).data)
+        return digest.hexdigest()
+
+    def row_of(self, index: int) -> int:
+        """The source's row in which an example begins."""
+        return int(self.ids[index if self.at is None else self.at[index]])
+
+    def source(self, index: int) -> str:
+        return self.rows.source(self.row_of(index))
+
+    def example(self, index: int) -> Example:
+        """Reads its tokens. Where it goes over ends its segments are the rows' parts. The first token of each
+        part is not trained."""
+        row, begin, length = self.row_of(index), int(self.begin[index]), int(self.lengths[index])
+        segments = None
         if self.at is not None:
-            return self._over_ends(source, int(self.at[example]), begin, length)
-        which = int(self.rows[example])
-        if self.headed is not None and self.headed[example]:
-            row, body = source.read(which), slice(begin, begin + length - 1)
-            ids = np.concatenate([row.input_ids[:1], row.input_ids[body]])
-            trained = np.concatenate([[False], row.trained[body]])  # a best window begins with none trained
+            ids, trained, segments = self._over_ends(int(self.at[index]), begin, length)
+        elif self.headed is not None and self.headed[index]:
+            read, body = self.rows.read(row), slice(begin, begin + length - 1)
+            ids = np.concatenate([read.input_ids[:1], read.input_ids[body]])
+            trained = np.concatenate([[False], read.trained[body]])  # a best window begins with none trained
         else:
-            row = _part(source, which, begin, length)
-            ids, trained = row.input_ids, row.trained
-        return Rendered(ids, trained, row.ended), which, None
+            found = _read(self.rows, row, begin, length)
+            ids, trained = found.input_ids, found.trained
+        return Example(ids, trained, self.rows.source(row), segments)
 
     def _over_ends(
-        self, source: TokenRows, at: int, begin: int, length: int
-    ) -> tuple[Rendered, int, tuple[int, ...]]:
-        parts, which, left = [], int(self.rows[at]), length
+        self, at: int, begin: int, length: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], tuple[int, ...]]:
+        parts, left = [], length
         while left:
-            row = _part(source, int(self.rows[at]), begin, left)
+            row = _read(self.rows, int(self.ids[at]), begin, left)
             parts.append((row.input_ids, row.trained))
             at, begin, left = at + 1, 0, left - len(row.input_ids)
         ids, trained = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return Rendered(ids, trained), which, tuple(len(part) for part, _ in parts)
+        return ids, trained, tuple(len(part) for part, _ in parts)
 
 
-def _part(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
-    """Up to `length` tokens of the row; the first one is not trained."""
+def _read(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
+    """Up to `length` tokens of a row from `begin` on. The first is not trained."""
     stop = min(begin + length, int(source.lengths[row]))
     part = source.read_part(row, begin, stop) if stop - begin < source.lengths[row] else source.read(row)
     trained = part.trained.copy()
@@ -97,115 +109,124 @@ def _part(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
     return Rendered(part.input_ids, trained, part.ended)
 
 
-@dataclass(frozen=True, eq=False)
-class Cut(Generic[T]):
-    """The pieces (Pieces, or of pairs PairPieces), and what became of rows, which are told by their numbers.
-
-    dropped         longer than max_length, left out
-    truncated       of which a window is kept, or would be if it had a target
-    unended         kept, without the end of the turn (or text) that they end with
-    without_target  left out, because nothing of what is kept is trained on
-    num_split       rows of which several examples have a part
-    truncated_tokens  cut off, and those of pieces in which nothing is trained on
-    identical       pairs left out, because both answers are cut to the same tokens
-    """
-
-    pieces: T
-    dropped: Ids
-    truncated: Ids
-    unended: Ids
-    without_target: Ids
-    num_split: int = 0
-    truncated_tokens: int = 0
-    identical: Ids = field(default_factory=lambda: NONE)
-
-
-NONE: Ids = np.zeros(0, dtype=np.int32)
 _AT_ONCE = 100_000  # rows whose windows are looked for together: about 50 MB
 
 
-def cut(source: TokenRows, rows: Ids, max_length: int, how: OnTooLong, bos: int | None) -> Cut[Pieces]:
-    """`rows` (k,) of the source, each with a target, as examples of at most `max_length` tokens. `bos`: the
-    token that a window keeps in front where its row begins with it. With `error` all rows stay whole."""
-    if how == "fill":
-        return _filled(source, rows, max_length)
+def cut(chosen: Selection, cutting: Cutting) -> Selection:
+    """The selection with its chosen rows, each of which has a target, as examples of at most `max_length`
+    tokens."""
+    source, rows, size = chosen.rows, chosen.chosen, cutting.max_length
+    assert not isinstance(source, PairRows)
     lengths = source.lengths[rows]
-    too_long = lengths > max_length
-    if how == "split":
-        return _split(source, rows, lengths, max_length)
-    if how == "truncate" and too_long.any():
-        return _truncated(source, rows, too_long, max_length, bos)
+    too_long = lengths > size
+    if cutting.how == "fill":
+        return _filled(chosen, source, size)
+    if cutting.how == "split":
+        return _split(chosen, source, lengths, size)
+    if cutting.how == "truncate" and too_long.any():
+        return _truncated(chosen, source, too_long, cutting)
     dropped = NONE
-    if how == "drop":
+    if cutting.how in ("drop", "error"):
         dropped, rows = rows[too_long], rows[~too_long]
-    return Cut(whole(source, rows), dropped, NONE, rows[~source.ended[rows]], NONE)
+    return replace(
+        chosen,
+        part=_whole(chosen.name, source, rows),
+        left_out={**chosen.left_out, "dropped": dropped},
+        noted={**chosen.noted, "without_end": rows[~source.ended[rows]]},
+    )
 
 
-def whole(source: TokenRows, rows: Ids) -> Pieces:
-    return Pieces(rows, _zeros(len(rows)), _small(source.lengths[rows]), _small(source.trained[rows]))
+def _whole(name: str, source: TokenRows, rows: Ids) -> RowPart:
+    begin = np.broadcast_to(np.int32(0), (len(rows),))  # takes no memory
+    return RowPart(name, source, rows, begin, _small(source.lengths[rows]), _small(source.trained[rows]))
 
 
 def _truncated(
-    source: TokenRows, rows: Ids, too_long: NDArray[np.bool_], max_length: int, bos: int | None
-) -> Cut[Pieces]:
-    pieces = whole(source, rows)
+    chosen: Selection, source: TokenRows, too_long: NDArray[np.bool_], cutting: Cutting
+) -> Selection:
+    rows, size = chosen.chosen, cutting.max_length
+    whole = _whole(chosen.name, source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
-    lost = int(pieces.lengths[too_long].sum(dtype=np.int64)) - max_length * int(np.count_nonzero(too_long))
-    texts = too_long & (pieces.target_counts == pieces.lengths - 1)  # no window has more than the first
-    targets = np.where(texts, np.int32(max_length - 1), pieces.target_counts)
+    lost = int(whole.lengths[too_long].sum(dtype=np.int64)) - size * int(np.count_nonzero(too_long))
+    texts = too_long & (whole.target_counts == whole.lengths - 1)  # no window has more than the first
+    targets = np.where(texts, np.int32(size - 1), whole.target_counts)
     ended[texts] = False
     others = np.flatnonzero(too_long & ~texts)
     for some in np.split(others, range(_AT_ONCE, len(others), _AT_ONCE)):
-        found = windows(source, rows[some], max_length, bos)
+        found = windows(source, rows[some], size, cutting.bos)
         begin[some], headed[some], targets[some] = found.begin, found.headed, found.num_targets
         ended[some] &= found.ended
-    lengths = np.minimum(pieces.lengths, np.int32(max_length))
+    lengths = np.minimum(whole.lengths, np.int32(size))
     kept = targets > 0
-    made = Pieces(rows, begin, lengths, targets, headed if headed.any() else None)
-    return Cut(made.take(kept), NONE, rows[too_long], rows[~ended & kept], rows[~kept], 0, lost)
+    part = RowPart(chosen.name, source, rows, begin, lengths, targets, headed if headed.any() else None)
+    without = np.concatenate([chosen.of("without_target"), rows[~kept]])
+    return replace(
+        chosen,
+        part=_take(part, kept),
+        left_out={**chosen.left_out, "without_target": without},
+        noted={**chosen.noted, "truncated": rows[too_long], "without_end": rows[~ended & kept]},
+        truncated_tokens=lost,
+    )
 
 
-def _split(source: TokenRows, rows: Ids, lengths: NDArray[np.int64], max_length: int) -> Cut[Pieces]:
+def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], size: int) -> Selection:
     """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
-    numbers = _small(np.maximum(1, -((1 - lengths) // (max_length - 1))))
+    rows = chosen.chosen
+    numbers = _small(np.maximum(1, -((1 - lengths) // (size - 1))))
     of_row = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
     number = _small(np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
-    begin = number * np.int32(max_length - 1)
-    pieces = np.minimum(max_length, _small(lengths)[of_row] - begin)
+    begin = number * np.int32(size - 1)
+    pieces = np.minimum(size, _small(lengths)[of_row] - begin)
     targets = pieces - 1
     if (source.trained[rows] != lengths - 1).any():  # else all but the first token are targets
         stream = Stream(source, rows)
         starts = stream.firsts[of_row] + begin
         targets = _small(stream.between(starts, starts + pieces))
-    made = Pieces(rows[of_row], begin, pieces, targets)
-    return _with_targets(made, source, rows, int(np.count_nonzero(numbers > 1)))
+    part = RowPart(chosen.name, source, rows[of_row], begin, pieces, targets)
+    return _with_targets(chosen, part, int(np.count_nonzero(numbers > 1)))
 
 
-def _filled(source: TokenRows, rows: Ids, size: int) -> Cut[Pieces]:
+def _filled(chosen: Selection, source: TokenRows, size: int) -> Selection:
     """Examples of `size` tokens, the last one of what is left, every token once."""
-    stream = Stream(source, rows)
+    stream = Stream(source, chosen.chosen)
     lengths, ends = stream.lengths, stream.firsts + stream.lengths
     total = int(ends[-1]) if len(ends) else 0
     starts = np.arange(0, total, size)
     stops = np.minimum(starts + size, total)
     at = np.searchsorted(ends, starts, side="right")
-    begin = starts - (ends - lengths)[at]
-    targets = stream.between(starts, stops)
-    made = Pieces(rows, _small(begin), _small(stops - starts), _small(targets), at=_small(at))
-    num_split = np.count_nonzero((ends - lengths) // size != (ends - 1) // size)
-    return _with_targets(made, source, rows, int(num_split))
+    begin = _small(starts - (ends - lengths)[at])
+    targets = _small(stream.between(starts, stops))
+    part = RowPart(chosen.name, source, chosen.chosen, begin, _small(stops - starts), targets, at=_small(at))
+    return _with_targets(chosen, part, int(np.count_nonzero((ends - lengths) // size != (ends - 1) // size)))
 
 
-def _with_targets(pieces: Pieces, source: TokenRows, rows: Ids, num_split: int) -> Cut[Pieces]:
-    kept = pieces.target_counts > 0
-    lost = int(pieces.lengths[~kept].sum(dtype=np.int64))
-    return Cut(pieces.take(kept), NONE, NONE, rows[~source.ended[rows]], NONE, num_split, lost)
+def _with_targets(chosen: Selection, part: RowPart, num_split: int) -> Selection:
+    """Leave out the pieces without a target."""
+    kept = part.target_counts > 0
+    rows = chosen.chosen
+    return replace(
+        chosen,
+        part=_take(part, kept),
+        noted={**chosen.noted, "without_end": rows[~part.rows.ended[rows]]},
+        split=num_split,
+        truncated_tokens=int(part.lengths[~kept].sum(dtype=np.int64)),
+    )
+
+
+def _take(part: RowPart, kept: NDArray[np.bool_]) -> RowPart:
+    """The examples of a mask (m,)."""
+    if kept.all():
+        return part
+    return replace(
+        part,
+        ids=part.ids[kept] if part.at is None else part.ids,
+        begin=part.begin[kept],
+        lengths=part.lengths[kept],
+        target_counts=part.target_counts[kept],
+        headed=None if part.headed is None else part.headed[kept],
+        at=None if part.at is None else part.at[kept],
+    )
 
 
 def _small(numbers: NDArray[np.int64]) -> Ids:
     return numbers.astype(np.int32)
-
-
-def _zeros(count: int) -> Ids:
-    """(count,) without memory."""
-    return np.broadcast_to(np.int32(0), (count,))

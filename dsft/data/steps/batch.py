@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -88,6 +89,36 @@ def _pairs_to(pairs: Pairs, lengths: tuple[int, ...] | None, device: torch.devic
         reference=None if pairs.reference is None else to_device(pairs.reference, device),
         segments=None if segments is None else to_device(segments, device),
     )
+
+
+def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
+    """Its first `length` positions. Packed, with the pairs of which both answers have some."""
+    lengths, starts, pairs = micro_batch.lengths, micro_batch.starts, micro_batch.pairs
+    if lengths is not None:
+        lengths = _first_lengths(lengths, length)
+        starts = starts and starts[: len(lengths)]
+        pairs = pairs and _first_pairs(pairs, len(lengths) // 2)
+    return replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, :length],
+        position_ids=micro_batch.position_ids[:, :length],
+        targets=micro_batch.targets[:, :length],
+        lengths=lengths,
+        noise_scale=None if micro_batch.noise_scale is None else micro_batch.noise_scale[:, :length],
+        starts=starts,
+        pairs=pairs,
+    )
+
+
+def _first_lengths(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """The first segments, the last of them shortened, that make `total` tokens."""
+    starts = accumulate(lengths, initial=0)
+    return tuple(min(n, total - start) for n, start in zip(lengths, starts, strict=False) if start < total)
+
+
+def _first_pairs(pairs: Pairs, number: int) -> Pairs:
+    reference = pairs.reference if pairs.reference is None else pairs.reference[:number]
+    return Pairs(pairs.ids[:number], pairs.num_tokens[:number], reference)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:

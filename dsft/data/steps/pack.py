@@ -8,24 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class BatchSizes(Protocol):
-    """What is read of the plan's batch sizes."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def data_parallel(self) -> int: ...
-    @property
-    def tokens_per_micro_batch(self) -> int | None:
-        """The budget of a packed micro-batch; None: rows are padded."""
+from dsft.plan.batch import BatchSizes
 
 
 def micro_batches_of(

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.read.builtin import builtin_rows
-from dsft.data.sets.dataset import Dataset, Example, ExamplePart
+from dsft.data.sets.dataset import Example
 from dsft.data.sets.ledger import Ledger
 from dsft.data.sets.load import Loaded, load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
+from tests.examples import ExamplePart, dataset_of
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -185,7 +186,7 @@ def test_the_fingerprint_sees_tokens_masks_borders_and_order(tmp_path: Path) -> 
     assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("ab", "d"), of("ab")}) == 5
     examples = list(load(tmp_path, texts("ab")).train)
     masked = [Example(e.input_ids, np.zeros_like(e.trained), e.source) for e in examples]
-    assert Dataset.of(masked).fingerprint != Dataset.of(examples).fingerprint
+    assert dataset_of(masked).fingerprint != dataset_of(examples).fingerprint
 
 
 # --- dsft's own rows --------------------------------------------------------------------------------------

@@ -19,13 +19,21 @@ from dsft.checkpoint.compare import other_rows
 from dsft.data.cache import build, store
 from dsft.data.cache.store import IN_MEMORY, Cache
 from dsft.data.rows import Account
-from dsft.data.sets.booking import Booked, Cutting, book
-from dsft.data.sets.division import Read, divide
-from dsft.data.sets.held_out import also_in, held_out_below, is_below, is_duplicate
+from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.load import Loaded, load_data
 from dsft.data.sets.order import Order
-from dsft.data.sets.pieces import OnTooLong
+from dsft.data.sets.pieces import cut
+from dsft.data.sets.selection import (
+    Cutting,
+    OnTooLong,
+    Selection,
+    also_in,
+    divide,
+    held_out_below,
+    is_below,
+    is_duplicate,
+)
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
@@ -93,43 +101,44 @@ def a_source(draw: st.DrawFn) -> FakeRows:
 def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnTooLong) -> None:
     sources = tuple(Source(path=f"{i}.jsonl", max_rows=10) for i in range(len(given)))
     data = Data(train=sources, eval_fraction=0.3)
-    reads = [Read("data.train", str(i), sources[i], rows) for i, rows in enumerate(given)]
-    sets = divide(data, reads, [], ())
-    booked = [book(one, Cutting(8, how, None)) for one in sets]
-    for one in booked:
-        for ledger, chosen in zip(one.ledgers, one.of.chosen, strict=True):
+    sets = [[cut(one, Cutting(8, how, None)) for one in some] for some in divide(data, given, [])]
+    for some in sets:
+        for one in some:
+            ledger = one.ledger
             left_out = ledger.bad + ledger.empty + ledger.undesirable + ledger.held_out + ledger.dropped
             assert ledger.rows == ledger.used + left_out + ledger.without_target
             assert ledger.used >= ledger.split and ledger.used >= ledger.without_end
-            check_tokens(ledger, one, chosen.read, how)
-        check_examples(one)
-    train = booked[0].total
+            assert (
+                ledger.used == len({example.source for example in Dataset((one.examples,))}) or how == "fill"
+            )
+            check_tokens(one, how)
+        check_examples(some)
+    train, *others = (total([one.ledger for one in some]) for some in sets)
     assert train.rows == sum(min(10, len(rows.given)) + rows.account.bad_rows for rows in given)
-    assert train.held_out == sum(one.total.rows for one in booked[1:])
+    assert train.held_out == sum(one.rows for one in others)
     said = [value for rows in given for value in (rows.said or [])[:10]]
     assert train.duplicate == len(said) - len(set(said))
-    is_held = {
-        chosen.read.rows.content[row] for one in booked[1:] for chosen in one.of.chosen for row in chosen.rows
-    }
-    is_trained = {chosen.read.rows.content[row] for chosen in booked[0].of.chosen for row in chosen.rows}
+    is_held = {said for some in sets[1:] for one in some for said in one.content.tolist()}
+    is_trained = {said for one in sets[0] for said in one.content.tolist()}
     assert not is_held & is_trained
 
 
-def check_tokens(ledger: Ledger, one: Booked, read: Read, how: OnTooLong) -> None:
+def check_tokens(one: Selection, how: OnTooLong) -> None:
     """All tokens that were read stand in examples, or were lost, or are of rows that were left out whole."""
-    of = [i for i, chosen in enumerate(one.of.chosen) if chosen.read is read][0]
-    whole = int(read.rows.lengths[one.of.chosen[of].rows].sum())
-    unused = int(np.minimum(read.rows.lengths[one.cuts[of].without_target], 8).sum())
+    ledger, lengths = one.ledger, one.rows.lengths
+    whole = int(lengths[one.chosen].sum())
+    by_cutting = np.intersect1d(one.of("without_target"), one.chosen)
+    unused = int(np.minimum(lengths[by_cutting], 8).sum())
     overlap = 0
     if how == "split":
-        pieces = [max(1, -((1 - int(n)) // 7)) for n in read.rows.lengths[one.of.chosen[of].rows]]
+        pieces = [max(1, -((1 - int(n)) // 7)) for n in lengths[one.chosen]]
         overlap = sum(pieces) - len(pieces)
     assert whole + overlap == ledger.example_tokens + ledger.lost_tokens + unused
     assert ledger.trained_tokens + ledger.masked_tokens == ledger.example_tokens
 
 
-def check_examples(one: Booked) -> None:
-    data, sums = one.dataset(), one.total
+def check_examples(some: list[Selection]) -> None:
+    data, sums = Dataset(tuple(one.examples for one in some)), total([one.ledger for one in some])
     examples = list(data)
     assert sums.examples == len(examples)
     assert sums.example_tokens == sum(len(example.input_ids) for example in examples)

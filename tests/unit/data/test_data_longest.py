@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.steps import longest as module
-from dsft.data.steps.longest import longest_micro_batch
+from dsft.data.steps import steps as module
 from dsft.data.steps.pack import deal
-from dsft.data.steps.steps import TrainSteps
+from dsft.data.steps.steps import TrainSteps, longest_micro_batch
 from dsft.plan.batch import BatchSizes
+from tests.examples import dataset_of
 
 
 def dataset(*lengths: int) -> Dataset:
     examples = [Example(np.arange(n, dtype=np.int32), np.ones(n, dtype=bool), f"f:{n}") for n in lengths]
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 def test_it_is_as_large_as_the_largest_of_any_step() -> None:

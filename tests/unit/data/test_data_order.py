@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.sets.dataset import Dataset, Example, ExamplePart, RowPart
-from dsft.data.sets.mixture import shares_text
-from dsft.data.sets.order import Order, quotas
+from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.order import Order, quotas, shares_text
 from dsft.data.sets.pieces import cut
+from dsft.data.sets.selection import Cutting
 from dsft.data.steps.batch import GlobalStep
-from dsft.data.steps.longest import longest_micro_batch
-from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.plan.batch import BatchSizes
-from tests.unit.data.token_rows import FakeRows
+from tests.examples import ExamplePart
+from tests.unit.data.token_rows import FakeRows, all_of
 
 PAD = 0
 
@@ -178,8 +178,7 @@ def test_shares_are_said_in_rows_and_epochs() -> None:
 
 def rows_of(count: int) -> tuple[FakeRows, Dataset]:
     source = FakeRows([([i + 1] * (3 + i % 5), [True] * (3 + i % 5)) for i in range(count)])
-    pieces = cut(source, np.arange(count, dtype=np.int32), 8, "error", None).pieces
-    return source, Dataset((RowPart("a", source, pieces),))
+    return source, Dataset((cut(all_of(source), Cutting(8, "error", None)).examples,))
 
 
 @pytest.mark.parametrize("budget", [None, 64])

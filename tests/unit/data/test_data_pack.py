@@ -14,10 +14,10 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps import pack as packing
 from dsft.data.steps.batch import NO_TARGET
 from dsft.data.steps.lay import lay
-from dsft.data.steps.longest import LAID, longest_micro_batch
 from dsft.data.steps.pack import pack
-from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.data.steps.steps import LAID, TrainSteps, evaluation, longest_micro_batch
 from dsft.plan.batch import BatchSizes
+from tests.examples import dataset_of
 
 PAD = 7
 lengths_of_a_step = st.lists(st.integers(1, 50), min_size=1, max_size=80)
@@ -32,7 +32,7 @@ def example(first: int, length: int) -> Example:
 def dataset(lengths: list[int]) -> Dataset:
     firsts = np.cumsum([100, *lengths])
     examples = tuple(example(int(f), n) for f, n in zip(firsts, lengths, strict=False))
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 @given(lengths_of_a_step, st.integers(50, 200), st.integers(1, 5))
@@ -157,7 +157,7 @@ def test_evaluation_is_packed_too() -> None:
 def test_rows_that_are_cut_otherwise_are_other_data() -> None:
     ids, trained = np.arange(8, dtype=np.int32), np.ones(8, dtype=bool)
     cuts = (None, (8,), (3, 5), (5, 3))
-    prints = {Dataset.of([Example(ids, trained, "a", cut)]).fingerprint for cut in cuts}
+    prints = {dataset_of([Example(ids, trained, "a", cut)]).fingerprint for cut in cuts}
     assert len(prints) == 4
 
 

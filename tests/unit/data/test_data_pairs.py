@@ -24,18 +24,17 @@ from dsft.data.render.template import choose_template
 from dsft.data.rows import Rendered, Text
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.load import Loaded, load_data
-from dsft.data.sets.pairs import PairPart, PairRows, cut_pairs
-from dsft.data.sets.pieces import OnTooLong
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
-from dsft.data.steps.cut import first_part
-from dsft.data.steps.longest import longest_micro_batch
-from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.data.sets.pairs import PairPart, cut_pairs
+from dsft.data.sets.selection import Cutting, OnTooLong, PairRows, Selection
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, first_part
+from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Source, Train
-from tests.unit.data.token_rows import FakeRows
+from tests.examples import dataset_of
+from tests.unit.data.token_rows import FakeRows, all_of
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token
@@ -303,10 +302,12 @@ def pairs(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], frozenset[i
     return prompt, *answers, skipped
 
 
-def part_of(rows: PairRows, max_length: int, how: OnTooLong, share: bool = False) -> tuple[Any, PairPart]:
-    which = np.arange(len(rows.lengths), dtype=np.int32)
-    made = cut_pairs(rows, which, max_length, how, BOS)
-    return made, PairPart(None, rows, made.pieces, share)
+def part_of(
+    rows: PairRows, max_length: int, how: OnTooLong, share: bool = False
+) -> tuple[Selection, PairPart]:
+    made = cut_pairs(all_of(rows), Cutting(max_length, how, BOS, share))
+    assert isinstance(made.part, PairPart)
+    return made, made.part
 
 
 @settings(max_examples=100, deadline=None)
@@ -319,19 +320,19 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
     ]
     source = PairRows(FakeRows(rows))
     made, part = part_of(source, max_length, "truncate")
-    kept = dict(zip(made.pieces.pairs.tolist(), range(len(part.lengths)), strict=True))
+    kept = dict(zip(part.pairs.tolist(), range(len(part.lengths)), strict=True))
     for number, (prompt, *answers, skipped) in enumerate(given_pairs):
         whole = [row_of([*prompt, *answer], len(prompt), skipped) for answer in answers]
         fits = all(len(ids) <= max_length for ids, _ in whole)
-        assert (number in made.truncated) == (not fits)
+        assert (number in made.of("truncated")) == (not fits)
         if number not in kept:
-            assert number in made.identical and not fits
+            assert number in made.of("identical") and not fits
             continue
         example = part.example(kept[number])
         border = example.segment_lengths[0]
         ids = example.input_ids[:border].tolist(), example.input_ids[border:].tolist()
         trained = example.trained[:border].tolist(), example.trained[border:].tolist()
-        size = int(made.pieces.prompts[kept[number]])
+        size = int(part.prompts[kept[number]])
         assert ids[0][:size] == ids[1][:size] and max(map(len, ids)) <= max_length
         assert ids[0] != ids[1] or answers[0] == answers[1]
         begins = [BOS, *prompt[len(prompt) - size + 1 :]] if prompt[0] == BOS and size > 1 else prompt[-size:]
@@ -346,18 +347,17 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
             fits or size == len(prompt) or limit >= max(map(len, answers)) or size == max(1, max_length // 4)
         )
         targets = [sum(mask[1:]) for mask in trained]
-        assert made.pieces.targets[kept[number]].tolist() == targets
-    unended = set(made.unended.tolist())
+        assert part.targets[kept[number]].tolist() == targets
+    unended = set(made.of("without_end").tolist())
     for number, at in kept.items():
         prompt, *answers, _ = given_pairs[number]
-        is_cut = made.pieces.answers[at].tolist() != list(map(len, answers))
+        is_cut = part.answers[at].tolist() != list(map(len, answers))
         assert (number in unended) == is_cut
     lost = sum(
         2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected, _ in given_pairs
     ) - int(part.lengths.sum())
-    equal = sum(
-        2 * len(given_pairs[number][0]) + sum(map(len, given_pairs[number][1:3])) for number in made.identical
-    )
+    identical = [given_pairs[number] for number in made.of("identical")]
+    equal = sum(2 * len(prompt) + len(one) + len(other) for prompt, one, other, _ in identical)
     assert made.truncated_tokens <= lost <= made.truncated_tokens + equal
 
 
@@ -370,11 +370,12 @@ def test_a_shared_prompt_stands_once(given_pairs: list[Any], max_length: int, tr
         for answer in (chosen, rejected)
     ]
     how: OnTooLong = "truncate" if truncates else "error"
+    max_length = max_length if truncates else 10**6  # no pair is dropped
     source = PairRows(FakeRows(rows))
-    made, whole = part_of(source, max_length, how)
+    _, whole = part_of(source, max_length, how)
     _, shared = part_of(source, max_length, how, share=True)
     assert whole.digest == shared.digest and whole.target_counts.tolist() == shared.target_counts.tolist()
-    for index, size in enumerate(made.pieces.prompts.tolist()):
+    for index, size in enumerate(whole.prompts.tolist()):
         one, other = whole.example(index), shared.example(index)
         border = one.segment_lengths[0]
         assert other.starts == (0, size - 1)
@@ -385,14 +386,14 @@ def test_a_shared_prompt_stands_once(given_pairs: list[Any], max_length: int, tr
         for part, example in ((whole, one), (shared, other)):
             assert part.lengths[index] == len(example.input_ids)
             assert part.target_counts[index] == example.target_count
-            assert Dataset.of([example], pairs=True).squares[0] == part.squares[index]
+            assert dataset_of([example], pairs=True).squares[0] == part.squares[index]
         assert whole.widths[index] == max(one.segment_lengths)
 
 
 def test_a_pair_is_dropped_whole(tmp_path: Path) -> None:
     rows = PairRows(FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)]))
     made, part = part_of(rows, 5, "drop")
-    assert made.dropped.tolist() == [0, 2]
+    assert made.of("dropped").tolist() == [0, 2]
     assert part.lengths.tolist() == [4 + 5]
 
 
@@ -601,7 +602,7 @@ def test_the_longest_micro_batch_of_very_many_pairs(share: bool, monkeypatch: py
     data = dataset([(9, 1, 9), (9, 9, 2), (1, 2, 8), (2, 2, 2), (5, 5, 5)], share)
     batch = BatchSizes(4, 2, 1, 2, 64)
     exact = longest_micro_batch(data, batch, 0, 0, 20)
-    monkeypatch.setattr("dsft.data.steps.longest.LAID", 0)
+    monkeypatch.setattr("dsft.data.steps.steps.LAID", 0)
     at_most = longest_micro_batch(data, batch, 0, 0, 20)
     assert at_most.input_ids.numel() >= exact.input_ids.numel()
     assert at_most.pairs is not None and at_most.pairs.reference is not None and at_most.lengths is not None

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.sets.dataset import Dataset, RowPart
-from dsft.data.sets.pieces import Cut, OnTooLong, cut
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.pieces import cut
+from dsft.data.sets.selection import Cutting, OnTooLong, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
-from tests.unit.data.token_rows import FakeRows, Given
+from tests.unit.data.token_rows import FakeRows, Given, all_of
 
 BOS, PAD = 1, 0
 
@@ -94,8 +95,8 @@ def naive_fill(given: list[Given], size: int) -> list[Piece]:
     return pieces
 
 
-def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
-    return cut(source, np.arange(len(source.given), dtype=np.int32), size, how, BOS)
+def cut_of(source: FakeRows, size: int, how: OnTooLong, name: str = "a") -> Selection:
+    return cut(all_of(source, name), Cutting(size, how, BOS))
 
 
 @pytest.mark.parametrize("how", NAIVE)
@@ -104,7 +105,7 @@ def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
 def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[Given], size: int) -> None:
     source = FakeRows(given)
     made = cut_of(source, size, how)
-    data = Dataset((RowPart(None, source, made.pieces),))
+    data = Dataset((made.examples,))
     wanted = naive(given, size, how)
     found = [
         (example.input_ids.tolist(), example.trained.tolist(), int(example.source[2:]), example.segments)
@@ -122,13 +123,13 @@ def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[G
 def test_tokens_add_up(how: OnTooLong, given: list[Given], size: int) -> None:
     source = FakeRows(given)
     made = cut_of(source, size, how)
-    rows, pieces = source.lengths, made.pieces
+    rows, pieces = source.lengths, made.examples
     overlap = len(pieces.lengths) - len(given) if how == "split" else 0
     if how == "split":  # a piece without a target takes its overlap with it
         overlap = sum(max(0, -((1 - n) // (size - 1)) - 1) for n in rows.tolist())
-    left_out = rows[made.without_target]
+    left_out = rows[made.of("without_target")]
     kept = int(pieces.lengths.sum()) + int(np.minimum(left_out, size).sum())
-    assert rows.sum() + overlap == kept + rows[made.dropped].sum() + made.truncated_tokens
+    assert rows.sum() + overlap == kept + rows[made.of("dropped")].sum() + made.truncated_tokens
 
 
 @pytest.mark.parametrize("how", NAIVE)
@@ -139,7 +140,7 @@ def test_pieces_survive_packing_and_unpacking(
 ) -> None:
     """Every token and every target of an epoch, taken apart again from the tensors of all ranks."""
     source = FakeRows(given)
-    data = Dataset((RowPart(None, source, cut_of(source, size, how).pieces),))
+    data = Dataset((cut_of(source, size, how).examples,))
     wanted = sorted(part for piece in naive(given, size, how) for part in parts_of(piece))
     sizes = BatchSizes(ranks, 1, 1, ranks, size + 3 if is_packed else None)
     found = []
@@ -188,7 +189,7 @@ def test_nothing_is_read_to_cut_rows_of_which_all_is_trained_on() -> None:
     source = FakeRows([(range(n), [True] * n) for n in (3, 50, 7, 12)])
     for how in NAIVE:
         made = cut_of(source, 6, how)
-        assert len(made.pieces.lengths)
+        assert len(made.examples.lengths)
     assert source.reads == []
 
 
@@ -197,10 +198,14 @@ def test_a_window_keeps_the_answer_and_the_beginning_of_text() -> None:
     question, answer = list(range(10, 20)), list(range(50, 54))
     row = ([BOS, *question, *answer], [False] * 11 + [True] * 4)
     made = cut_of(FakeRows([row]), 8, "truncate")
-    example = Dataset((RowPart(None, FakeRows([row]), made.pieces),))[0]
+    example = Dataset((made.examples,))[0]
     assert example.input_ids.tolist() == [BOS, *question[-3:], *answer]
     assert example.trained.tolist() == [False] * 4 + [True] * 4
-    assert made.truncated.tolist() == [0] and made.unended.tolist() == [] and made.truncated_tokens == 7
+    assert (
+        made.of("truncated").tolist() == [0]
+        and made.of("without_end").tolist() == []
+        and made.truncated_tokens == 7
+    )
 
 
 @given(given=rows_of_a_source, size=st.integers(2, 20), unended=st.frozensets(st.integers(0, 11)))
@@ -217,7 +222,7 @@ def test_windows_that_end_inside_a_turn_are_told(
         last = ids.index(tokens[-1])
         is_cut = last + 1 < len(ids) and trained[last] and trained[last + 1] and last > 0
         wanted += [row] if is_cut or row in unended else []
-    assert cut_of(FakeRows(given, unended), size, "truncate").unended.tolist() == wanted
+    assert cut_of(FakeRows(given, unended), size, "truncate").of("without_end").tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -227,7 +232,7 @@ def test_windows_that_end_inside_a_turn_are_told(
 def test_no_answer_is_kept_without_its_question(question: int, answer: int, begin: int, targets: int) -> None:
     """Of 512 tokens, 128 are of the question, or all of a shorter one."""
     row = (list(range(100, 100 + question + answer)), [False] * question + [True] * answer)
-    made = cut_of(FakeRows([row]), 512, "truncate").pieces
+    made = cut_of(FakeRows([row]), 512, "truncate").examples
     assert (int(made.begin[0]), int(made.target_counts[0])) == (begin, targets)
 
 
@@ -238,7 +243,7 @@ def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
     cut_between = [1 <= i < 4 or 10 <= i < 13 for i in range(20)]
     rows = [(ids, answered), (ids, two_turns), (ids[:5], answered[:5]), (ids, cut_between)]
     made = cut_of(FakeRows(rows, unended=frozenset({2})), 10, "truncate")
-    assert made.unended.tolist() == [0, 2]  # of the others a whole turn is kept, or both
+    assert made.of("without_end").tolist() == [0, 2]  # of the others a whole turn is kept, or both
 
 
 def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
@@ -251,14 +256,11 @@ def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
         (rows[::-1], "fill", 5),
     ):
         source = FakeRows(rows_given)
-        prints.append(Dataset((RowPart(None, source, cut_of(source, size, how).pieces),)).fingerprint)
+        prints.append(Dataset((cut_of(source, size, how).examples,)).fingerprint)
         again = FakeRows(rows_given)
-        made = cut_of(again, size, how).pieces
-        assert Dataset((RowPart("other name", again, made),)).fingerprint == prints[-1]
+        assert Dataset((cut_of(again, size, how, "other name").examples,)).fingerprint == prints[-1]
         assert source.reads == []
     assert len(set(prints)) == len(prints)
     source = FakeRows(rows)  # no row is cut by either
-    short = {
-        Dataset((RowPart(None, source, cut_of(source, 9, how).pieces),)).fingerprint for how in NAIVE[:3]
-    }
+    short = {Dataset((cut_of(source, 9, how).examples,)).fingerprint for how in NAIVE[:3]}
     assert len(short) == 1

@@ -17,6 +17,7 @@ from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.steps.lay import collate, lay
 from dsft.data.steps.pack import deal
 from dsft.data.steps.steps import TrainSteps, evaluation
+from tests.examples import dataset_of
 
 PAD = 7
 
@@ -36,7 +37,7 @@ def dataset(count: int) -> Dataset:
         length = 2 + (i * 7) % 5
         trained = np.arange(length) >= (i % 3) * length // 3
         examples.append(Example(np.full(length, i + 100, dtype=np.int32), trained, f"a:{i}"))
-    return Dataset.of(examples)
+    return dataset_of(examples)
 
 
 def members(micro_batch: MicroBatch) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dsft.data.cache.store import Cache
 from dsft.data.sets.load import load_data
-from dsft.data.sets.pieces import OnTooLong
+from dsft.data.sets.selection import OnTooLong
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import byte_level_tokenizer

@@ -1,4 +1,5 @@
-"""Rows of a source without a file: takes tokens and masks, gives TokenRows that count what is read."""
+"""Rows of a source without a file: takes tokens and masks, gives TokenRows that count what is read, and a
+Selection of all of them."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import Account, Rendered
+from dsft.data.rows import Account, Rendered, TokenRows
+from dsft.data.sets.selection import PairRows, Selection
+from dsft.spec.schema import Source
 
 Given = tuple[Sequence[int], Sequence[bool]]
+
+
+def all_of(rows: TokenRows | PairRows, name: str = "a") -> Selection:
+    """Every row of a source, to train on; each has a target."""
+    which = np.arange(len(rows.lengths), dtype=np.int32)
+    return Selection("data.train", None, name, Source(path="a.jsonl"), rows, len(which), which)
 
 
 @dataclass(eq=False)

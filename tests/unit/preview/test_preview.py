@@ -145,7 +145,8 @@ def test_problems_where_a_run_would_stop(preview: Preview) -> None:
     assert "1 row cannot be read\n  rows.jsonl:2: " in out
     assert "1 row saying what an earlier one says\n  rows.jsonl:3: says what rows.jsonl:1 says\n" in out
     assert "2 rows too long: a run stops\n  rows.jsonl:4: 83 tokens, data.max_length is 64\n" in out
-    assert err.startswith("error: 1 mistake in the data:\n  rows.jsonl:2: ")
+    assert err.startswith("error: 1 mistake in the data, 2 rows are too long:\n  rows.jsonl:2: ")
+    assert "\n  rows.jsonl:4: 83 tokens, data.max_length is 64; raise it" in err
 
 
 def test_problems_that_stop_no_run(preview: Preview) -> None:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.preview.collect import Collected, collect
-from dsft.preview.mapping import as_mapping
 from dsft.preview.page import page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
-from dsft.preview.view import View, Wanted, view
+from dsft.preview.view import View, Wanted, as_mapping, view
 from dsft.spec.schema import Spec
 from tests.unit.preview.conftest import Preview, talk
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.lay import collate
 from dsft.engine.api import Kept, log_probabilities
@@ -23,6 +23,7 @@ from dsft.objective.answers import answer_logps
 from dsft.reference import check
 from dsft.reference.check import Start, answers, check_start
 from dsft.spec.schema import Dpo
+from tests.examples import dataset_of
 
 PAIRS, VOCABULARY = 6, 32
 
@@ -88,7 +89,7 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> 
         (logps,) = reference.score([scored], answer_logps)
         assert batch.pairs is not None
         batches.append(replace(batch, pairs=replace(batch.pairs, reference=logps)))
-    return Start(Dpo(), Dataset.of(own), batches, 0)
+    return Start(Dpo(), dataset_of(own), batches, 0)
 
 
 def said(start: Start, engine: Engine, world: Any = None) -> str:

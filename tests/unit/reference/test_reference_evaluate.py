@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.dataset import Example
 from dsft.data.sets.load import HeldOut
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.objective.preference import preference
@@ -21,6 +21,7 @@ from dsft.reference import evaluate
 from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.report.margins import cut_margins
 from dsft.spec.schema import Dpo
+from tests.examples import dataset_of
 
 POLICY = torch.tensor([[-10.0, -12.0], [-20.0, -18.0], [-3.5, -3.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-11.0, -11.5], [-19.0, -18.5], [-3.5, -3.0]], dtype=torch.float64)
@@ -69,7 +70,7 @@ def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 
 def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> PairSet:
     ids = np.arange(3, dtype=np.int32)
-    rows = Dataset.of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
+    rows = dataset_of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
     return PairSet(HeldOut(name, rows), micro_batches, {"pairs": 3, "chosen_tokens": 16}, refer)
 
 

@@ -1,0 +1,294 @@
+"""Which rows of a source go into which set (trained on, evaluated, held out), and why others go into none.
+
+Takes the rows of sources. Gives a Selection for each source of each set, as row numbers; reads no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsft.data.rows import Account, TokenRows
+from dsft.data.sets.dataset import Part
+from dsft.data.sets.ledger import Ledger
+from dsft.spec.held_out import set_names, split_sets, train_names
+from dsft.spec.schema import Data, Source
+
+TRAIN = "data.train"
+FEW = 5  # places named after a figure
+OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
+"""What becomes of rows over max_length. error: they are dropped, and a run refuses the data; fill, for packed
+pretraining: no row is too long, all are joined end to end and cut into examples of max_length tokens."""
+
+Ids = NDArray[np.int32]
+Hashes = NDArray[np.uint64]
+NONE: Ids = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How rows become examples. bos: the tokenizer's beginning of text, which a truncated row keeps in front;
+    None where it has none; share_prompts: the prompt of a pair is computed once for both answers."""
+
+    max_length: int
+    how: OnTooLong
+    bos: int | None
+    share_prompts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows:
+    """The rows of a source as n pairs: pair i is its rows 2i, chosen, and 2i + 1, rejected."""
+
+    answers: TokenRows
+
+    @property
+    def account(self) -> Account:
+        return self.answers.account
+
+    @property
+    def digest(self) -> str:
+        return self.answers.digest
+
+    @cached_property
+    def row_lengths(self) -> NDArray[np.int64]:
+        """(n, 2) tokens of each row: the prompt and an answer."""
+        return self.answers.lengths.reshape(-1, 2)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) tokens of both rows."""
+        lengths: NDArray[np.int64] = self.row_lengths.sum(axis=1)
+        return lengths
+
+    @cached_property
+    def longest(self) -> NDArray[np.int64]:
+        """(n,) tokens of the longer row."""
+        longest: NDArray[np.int64] = self.row_lengths.max(axis=1)
+        return longest
+
+    @cached_property
+    def trained(self) -> NDArray[np.int64]:
+        """(n,) targets of both answers; 0 where one has none: then there is nothing to compare."""
+        targets = self.answers.trained.reshape(-1, 2)
+        return np.where(targets.all(axis=1), targets.sum(axis=1), 0)
+
+    @cached_property
+    def ended(self) -> NDArray[np.bool_]:
+        ended = self.answers.ended
+        return ended[::2] & ended[1::2]
+
+    @property
+    def content(self) -> Hashes:
+        """(n,) a hash of what the pair says."""
+        return self.answers.content[::2]
+
+    @property
+    def desirable(self) -> NDArray[np.bool_]:
+        return self.answers.desirable[::2]
+
+    def source(self, pair: int) -> str:
+        """Where the pair is: "file:line"."""
+        return self.answers.source(2 * pair)
+
+
+def longest_rows(rows: TokenRows | PairRows) -> NDArray[np.int64]:
+    """(n,) tokens of each row, of a pair those of the longer one: what data.max_length is compared with."""
+    return rows.longest if isinstance(rows, PairRows) else rows.lengths
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The rows of one source in one set: which make examples, and what became of all others. Of task dpo a
+    row is a pair. Rows are given by their numbers in the source, ascending.
+
+    what        what messages call the set
+    set_name    its name in metrics; None where it has none of its own
+    name        the source's name
+    source      the source's entry in the spec
+    rows        all rows of the source
+    count       rows of the source that belong to the set, also those that are left out
+    chosen      (k,) rows that the examples are cut from
+    left_out    reason, a name in Ledger -> rows that make no example
+    noted       "truncated", "without_end", "duplicate" -> rows of which this is so
+    is_split    whether the set is held out of data.train
+    also_in_train  rows of the set whose content is in data.train too; None: not looked for
+    part        the examples, once they are cut
+    split       rows of which several examples have a part
+    truncated_tokens  tokens that were cut off, and those of pieces without a target
+    """
+
+    what: str
+    set_name: str | None
+    name: str
+    source: Source
+    rows: TokenRows | PairRows
+    count: int = 0
+    chosen: Ids = field(default_factory=lambda: NONE)
+    left_out: Mapping[str, Ids] = field(default_factory=dict)
+    noted: Mapping[str, Ids] = field(default_factory=dict)
+    is_split: bool = False
+    also_in_train: Ids | None = None
+    part: Part | None = None
+    split: int = 0
+    truncated_tokens: int = 0
+
+    @property
+    def examples(self) -> Part:
+        assert self.part is not None, "the rows are not cut yet"
+        return self.part
+
+    @property
+    def account(self) -> Account:
+        """What was read of the source; nothing for rows that are held out of it."""
+        return Account() if self.is_split else self.rows.account
+
+    @property
+    def label(self) -> str:
+        """What messages call the set's rows of this source."""
+        if self.is_split:
+            return f"what is held out of {self.name}"
+        return f"{TRAIN} {self.name}" if self.what == TRAIN else self.what
+
+    @property
+    def content(self) -> Hashes:
+        """(k,) a hash of what each chosen row says."""
+        return self.rows.content[self.chosen]
+
+    def places(self, rows: Ids) -> tuple[str, ...]:
+        """Where rows are, "file:line"."""
+        return tuple(self.rows.source(int(row)) for row in rows)
+
+    def of(self, name: str) -> Ids:
+        """The rows that `left_out` or `noted` has under the name."""
+        return self.left_out.get(name, self.noted.get(name, NONE))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        lengths, part = self.rows.lengths, self.examples
+        tokens = lengths[self.chosen] if self.is_split else lengths[: self.count]
+        counts = {name: len(rows) for name, rows in {**self.left_out, **self.noted}.items()}
+        return Ledger(
+            rows=self.count + self.account.bad_rows,
+            used=self.count - sum(map(len, self.left_out.values())),
+            bad=self.account.bad_rows,
+            split=self.split,
+            tokens=int(tokens.sum()),
+            examples=len(part.lengths),
+            example_tokens=int(part.lengths.sum(dtype=np.int64)),
+            trained_tokens=int(part.target_counts.sum(dtype=np.int64)),
+            dropped_tokens=int(lengths[self.of("dropped")].sum()),
+            truncated_tokens=self.truncated_tokens,
+            blank_lines=self.account.blank_lines,
+            **counts,
+        )
+
+
+def divide(
+    data: Data, train: Sequence[TokenRows | PairRows], evaluated: Sequence[TokenRows | PairRows]
+) -> list[list[Selection]]:
+    """The set to train on first, then the sets of data.eval, then those held out of data.train that have
+    rows, or one that has none. train, evaluated: the rows of each source of data.train and of data.eval."""
+    sources = zip(train_names(data.train), data.train, train, strict=True)
+    kept = held = _select([Selection(TRAIN, None, *of) for of in sources])
+    splits = split_sets(data)
+    if splits:
+        pool = np.concatenate([one.content for one in kept])
+        border = held_out_below(pool, data.eval_fraction, data.eval_count)
+        divided = [_divided(one, border) for one in kept]
+        kept, held = [one for one, _ in divided], [one for _, one in divided]
+    sets = [kept]
+    for name, source, rows in zip(set_names(data), data.eval, evaluated, strict=True):
+        what = f"data.eval {name}" if name else "data.eval"
+        (one,) = _select([Selection(what, name, name or "eval", source, rows)])
+        found = one.chosen[also_in(one.content, [trained.content for trained in kept])]
+        sets.append([replace(one, also_in_train=found)])
+    split = [
+        [replace(held[i], what=f"held out {name}" if name else "held out", set_name=name) for i in members]
+        for name, members in splits
+    ]
+    with_rows = [one for one in split if any(part.count for part in one)]
+    return [*sets, *(with_rows or split[:1])]
+
+
+def _select(sources: Sequence[Selection]) -> list[Selection]:
+    """Choose the rows that teach something. Duplicates are counted over all of the sources."""
+    counts = [min(len(one.rows.lengths), one.source.max_rows or len(one.rows.lengths)) for one in sources]
+    content = [one.rows.content[:count] for one, count in zip(sources, counts, strict=True)]
+    duplicate = np.split(is_duplicate(np.concatenate(content)), np.cumsum(counts)[:-1])
+    return [_selected(*of) for of in zip(sources, counts, duplicate, strict=True)]
+
+
+def _selected(one: Selection, count: int, duplicate: NDArray[np.bool_]) -> Selection:
+    rows = one.rows
+    empty = rows.lengths[:count] <= 1
+    undesirable = ~rows.desirable[:count] & ~empty
+    without = (rows.trained[:count] == 0) & ~empty & ~undesirable
+    left_out = {"empty": _ids(empty), "undesirable": _ids(undesirable), "without_target": _ids(without)}
+    chosen = _ids(~(empty | undesirable | without))
+    return replace(one, count=count, chosen=chosen, left_out=left_out, noted={"duplicate": _ids(duplicate)})
+
+
+def _divided(one: Selection, border: int) -> tuple[Selection, Selection]:
+    """The rows that are trained on, and those that are held out."""
+    is_held = is_below(one.content, border)
+    held = one.chosen[is_held]
+    kept = replace(one, chosen=one.chosen[~is_held], left_out={**one.left_out, "held_out": held})
+    return kept, replace(one, chosen=held, count=len(held), left_out={}, noted={}, is_split=True)
+
+
+def _ids(mask: NDArray[np.bool_]) -> Ids:
+    return np.flatnonzero(mask).astype(np.int32)
+
+
+# --- by content: a row's set depends on its own hash, so that duplicates are never on both sides, and rows
+# that are added move none of the others ---------------------------------------------------------------------
+
+
+def held_out_below(pool: Hashes, fraction: float | None, count: int | None) -> int:
+    """The hash, up to 2^64, below which a row of the `pool` (n,) is held out: so that `fraction` of all that
+    rows can say is, or `count` rows are, with those that say the same as the last of them."""
+    if fraction is not None:
+        return int(fraction * 2**64)
+    if count is None or not len(pool):
+        return 0
+    last = min(count, len(pool)) - 1
+    return int(np.partition(pool, last)[last]) + 1
+
+
+def is_below(content: Hashes, border: int) -> NDArray[np.bool_]:
+    if border >= 2**64:
+        return np.ones(len(content), np.bool_)
+    return content < np.uint64(border)
+
+
+def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
+    """(n,): an earlier row says the same."""
+    found = np.zeros(len(content), np.bool_)
+    ordered = np.sort(content)
+    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    rows = np.flatnonzero(_is_one_of(content, twice))
+    _, first = np.unique(content[rows], return_index=True)
+    found[np.delete(rows, first)] = True
+    return found
+
+
+def also_in(content: Hashes, others: Sequence[Hashes]) -> NDArray[np.bool_]:
+    """(n,): a row of the `others` says the same. Those may be many more than `content`."""
+    known = np.unique(content)
+    found = [other[_is_one_of(other, known)] for other in others]
+    return _is_one_of(content, np.unique(np.concatenate([*found, np.zeros(0, np.uint64)])))
+
+
+def _is_one_of(content: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
+    """(n,): whether each hash is in `ordered` (m,), sorted; quick where that is short."""
+    if not len(ordered):
+        return np.zeros(len(content), np.bool_)
+    at = np.minimum(np.searchsorted(ordered, content), len(ordered) - 1)
+    found: NDArray[np.bool_] = ordered[at] == content
+    return found
