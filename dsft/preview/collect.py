@@ -14,7 +14,7 @@ from dsft.data.sets.load import Loaded, measure
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
-from dsft.preview.problems import Source, parts_of
+from dsft.preview.problems import Source
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec
 
@@ -45,12 +45,10 @@ class Collected:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The rows of data.train, then of data.eval."""
-        selections = self.loaded.selections
-        parts = [[one.part for one in selections if one.rows is read.rows] for read in selections]
+        every = self.loaded.selections
+        whole = [one for one in every if not one.is_split]
         return tuple(
-            Source(read.rows, read.count, parts_of(mine))
-            for read, mine in zip(selections, parts, strict=True)
-            if not read.is_split
+            (read, *(one for one in every if one.is_split and one.rows is read.rows)) for read in whole
         )
 
 

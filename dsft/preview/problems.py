@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset, Part
 from dsft.data.sets.load import on_too_long
 from dsft.data.sets.pairs import PairPart
 from dsft.data.sets.pieces import RowPart
-from dsft.data.sets.selection import PairRows, is_duplicate, longest_rows
+from dsft.data.sets.selection import PairRows, Selection, is_duplicate, longest_rows
 from dsft.spec.schema import Data, Spec
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ KINDS: Mapping[str, str] = {
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
+Source = Sequence[Selection]
+"""The rows of one source: those that are trained on or evaluated, and those that are held out of them."""
 EACH = 3  # of the worst rows, of each kind
 DECODED = 2_000  # examples that are decoded to tell their tokens per character: a second
 
@@ -56,37 +57,29 @@ class Problems:
     limit: int
 
 
-@dataclass(frozen=True)
-class Source:
-    """count: of its rows, or pairs, those that are looked at; parts: the sets that have pieces of them."""
-
-    rows: TokenRows | PairRows
-    count: int
-    parts: tuple[RowPart | PairPart, ...]
-
-
 def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
     """By kind, and of each kind in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
-    content = np.concatenate([np.zeros(0, np.uint64), *(one.rows.content[: one.count] for one in sources)])
+    content = np.concatenate([read.rows.content[: read.count] for read, *_ in sources])
     duplicate, start = is_duplicate(content), 0
     for source in sources:
-        account = source.rows.account
+        read, account = source[0], source[0].account
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
-        says = content[start : start + source.count]
-        masks = _masks(source, spec) | {"duplicate": duplicate[start : start + source.count]}
-        start += source.count
+        says = content[start : start + read.count]
+        masks = _masks(source, spec) | {"duplicate": duplicate[start : start + read.count]}
+        start += read.count
         for kind, mask in masks.items():
             counts[kind] += int(np.count_nonzero(mask))
-            rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))]
+            rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].astype(np.int32)
             if kind == "duplicate":
                 reasons = [f"says what {place} says" for place in _first_places(sources, content, says[rows])]
             else:
                 reasons = [_REASONS[kind](source, row, spec.data) for row in rows.tolist()]
-            places = [source.rows.source(row) for row in rows.tolist()]
-            found[kind] += [RowProblem(at, kind, why) for at, why in zip(places, reasons, strict=True)]
+            found[kind] += [
+                RowProblem(at, kind, why) for at, why in zip(read.places(rows), reasons, strict=True)
+            ]
     happened = {kind: count for kind, count in counts.items() if count}
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
 
@@ -96,7 +89,7 @@ def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
-def parts_of(parts: Iterable[Part | None]) -> tuple[RowPart | PairPart, ...]:
+def parts_of(parts: Iterable[Part]) -> tuple[RowPart | PairPart, ...]:
     """Those that are made of rows."""
     return tuple(part for part in parts if isinstance(part, (RowPart, PairPart)))
 
@@ -119,7 +112,7 @@ def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
 
 def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     """Of each kind, (count,): the rows that are of it."""
-    rows, count = source.rows, source.count
+    rows, count = source[0].rows, source[0].count
     lengths, targets = rows.lengths[:count], rows.trained[:count]
     empty = lengths <= 1
     no_target = (targets == 0) & ~empty
@@ -127,24 +120,9 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
         masks[kind] = (longest_rows(rows)[:count] > spec.data.max_length) & ~no_target
-        if kind == "truncated":
-            for part in source.parts:
-                masks["no_end"] |= _stopped_short(part, count)
+    for one in source:
+        masks["no_end"][one.of("without_end")] = True
     return masks
-
-
-def _stopped_short(part: RowPart | PairPart, count: int) -> Mask:
-    """(count,): the rows of which the window ends in the middle of what is trained on, or the pairs of which
-    an answer is cut."""
-    found = np.zeros(count, np.bool_)
-    if isinstance(part, PairPart):
-        found[part.pairs] = part.is_cut
-        return found
-    stops = part.begin + part.lengths - (0 if part.headed is None else part.headed.astype(np.int32))
-    for at in np.flatnonzero(part.lengths < part.rows.lengths[part.ids]).tolist():
-        spans = part.rows.spans(int(part.ids[at]))
-        found[part.ids[at]] = bool(((spans[:, 0] < stops[at]) & (stops[at] < spans[:, 1])).any())
-    return found
 
 
 def _first_places(
@@ -155,36 +133,41 @@ def _first_places(
     values, first = np.unique(content[rows], return_index=True)
     for row in rows[first[np.searchsorted(values, says)]].tolist():
         for source in sources:
-            if row < source.count:
-                yield source.rows.source(row)
+            if row < source[0].count:
+                yield source[0].rows.source(row)
                 break
-            row -= source.count
+            row -= source[0].count
 
 
 def _too_long(source: Source, row: int, data: Data) -> str:
-    return f"{longest_rows(source.rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
+    return f"{longest_rows(source[0].rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 def _truncated(source: Source, row: int, data: Data) -> str:
-    length, targets = int(source.rows.lengths[row]), int(source.rows.trained[row])
-    for part in source.parts:
-        rows = row_of(part)
-        at = int(np.searchsorted(rows, row))
-        if at < len(rows) and rows[at] == row:
+    rows = source[0].rows
+    length, targets = int(rows.lengths[row]), int(rows.trained[row])
+    for part in parts_of([one.examples for one in source]):
+        which = row_of(part)
+        at = int(np.searchsorted(which, row))
+        if at < len(which) and which[at] == row:
             kept = f"{length - lost_of(part)[at]:,} of {length:,} tokens kept"
             kept += f", from token {part.begin[at]:,} on"
             return f"{kept}; {targets - part.target_counts[at]:,} of {targets:,} trained tokens lost"
-    if isinstance(source.rows, PairRows):
+    if isinstance(rows, PairRows):
         return f"{length:,} tokens, and cut to data.max_length {data.max_length:,} both answers are the same"
     return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
+
+
+def _tokens(source: Source, row: int) -> int:
+    return int(source[0].rows.lengths[row])
 
 
 _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
     "too_long": _too_long,
     "dropped": _too_long,
     "truncated": _truncated,
-    "empty": lambda source, row, data: f"{source.rows.lengths[row]} tokens, too few to learn from",
-    "no_target": lambda source, row, data: f"none of its {source.rows.lengths[row]:,} tokens is trained on",
+    "empty": lambda source, row, data: f"{_tokens(source, row)} tokens, too few to learn from",
+    "no_target": lambda source, row, data: f"none of its {_tokens(source, row):,} tokens is trained on",
     "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
 }
 

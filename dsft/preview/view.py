@@ -23,7 +23,7 @@ from dsft.data.steps.pack import micro_batches_of
 from dsft.errors import Problem, SpecError
 from dsft.preview.collect import Collected
 from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, Source, kinds_of, lost_of, problems_of, row_of, worst_of
+from dsft.preview.problems import Problems, Source, kinds_of, lost_of, parts_of, problems_of, row_of, worst_of
 from dsft.preview.tokens import Token, tokens_of
 from dsft.spec.task import TASKS
 
@@ -196,14 +196,14 @@ class Shower:
 
     def _left_out(self, name: str) -> Iterator[ShownRow]:
         for source in self.found.sources:
-            for place, reason in source.rows.account.bad:
+            read = source[0]
+            for place, reason in read.account.bad:
                 if _is_named(place, name):
                     raise _no_row(name, f"it cannot be read: {reason}")
-            for row in range(source.count):
-                place = source.rows.source(row)
-                if _is_named(place, name):
+            for row in range(read.count):
+                if _is_named(read.rows.source(row), name):
                     why = ", ".join([_fate(source, row), *kinds_of(source, row, self.found.spec)])
-                    yield self._whole(source.rows, row, why)
+                    yield self._whole(read.rows, row, why)
 
     def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> ShownRow:
         """A row, or the two of a pair."""
@@ -239,9 +239,9 @@ class Shower:
 
 def _fate(source: Source, row: int) -> str:
     """Of a row that is in no example of the run."""
-    if any(row in row_of(part) for part in source.parts):
+    if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
         return "held out"
-    return "left out" if source.rows.desirable[row] else "labelled undesirable, left out"
+    return "left out" if source[0].rows.desirable[row] else "labelled undesirable, left out"
 
 
 def _is_named(source: str, row: str) -> bool:

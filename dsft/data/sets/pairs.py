@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered
 from dsft.data.sets.dataset import Example
+from dsft.data.sets.pieces import Stream
 from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
-from dsft.data.sets.windows import Stream
 
 CHOSEN, REJECTED = 0, 1
 QUARTER = 4  # of a window is the prompt's, or as much as there is of it, however long the answers are
@@ -101,13 +101,6 @@ class PairPart:
         columns: Mapping[str, Any] = {name: column[kept] for name, column in self._columns.items()}
         return replace(self, **columns)
 
-    @cached_property
-    def is_cut(self) -> NDArray[np.bool_]:
-        """(m,): an answer is not there to its end."""
-        whole = self.rows.row_lengths[self.pairs] - (self.begin + self.prompts - self.headed)[:, None]
-        shorter: NDArray[np.bool_] = self.answers < whole
-        return shorter[:, CHOSEN] | shorter[:, REJECTED]
-
     def read(self, index: int, answer: int) -> Rendered:
         """The prompt and one of the answers."""
         row = self.rows.answers.read(2 * int(self.pairs[index]) + answer)
@@ -161,8 +154,10 @@ def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
     targets = stream.between(stream.firsts, stream.firsts + stops).reshape(-1, 2)
     numbers = (_small(prompts - kept + headed), _small(kept), headed, _small(short), _small(targets))
     part = PairPart(chosen.name, rows, pairs, *numbers, cutting.share_prompts)
-    equal = _become_equal(part)
-    unended = part.is_cut | ~rows.ended[pairs]
+    shorter: NDArray[np.bool_] = short < answers
+    is_cut = shorter[:, CHOSEN] | shorter[:, REJECTED]
+    equal = _become_equal(part, is_cut)
+    unended = is_cut | ~rows.ended[pairs]
     lost = rows.lengths[pairs] - 2 * kept - short.sum(axis=1)
     return replace(
         chosen,
@@ -173,9 +168,9 @@ def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
     )
 
 
-def _become_equal(part: PairPart) -> NDArray[np.bool_]:
+def _become_equal(part: PairPart, is_cut: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """(m,): pairs of which an answer was cut and that are now the same tokens."""
-    equal: NDArray[np.bool_] = part.is_cut & (part.answers[:, CHOSEN] == part.answers[:, REJECTED])
+    equal: NDArray[np.bool_] = is_cut & (part.answers[:, CHOSEN] == part.answers[:, REJECTED])
     for index in np.flatnonzero(equal).tolist():
         chosen, rejected = (part.read(index, answer).input_ids for answer in (CHOSEN, REJECTED))
         equal[index] = np.array_equal(chosen, rejected)

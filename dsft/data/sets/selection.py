@@ -104,8 +104,8 @@ def longest_rows(rows: TokenRows | PairRows) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows of one source in one set: which make examples, and what became of all others. Of task dpo a
-    row is a pair. Rows are given by their numbers in the source, ascending.
+    """The rows of one source in one set: which make examples, and what became of all others. Where the
+    task is trained on pairs, a row is a pair. Rows are given by their numbers in the source, ascending.
 
     what        what messages call the set
     set_name    its name in metrics; None where it has none of its own

@@ -96,9 +96,8 @@ class Laid(Sequence[MicroBatch]):
         alpha: float | None = None,
     ) -> None:
         self._dataset, self._ids, self._pad_id, self._alpha = dataset, ids, pad_id, alpha
-        packed = batch.tokens_per_micro_batch is not None
-        self._lay = lay if packed else collate
-        lengths = dataset.lengths if packed else dataset.widths
+        self._packed = batch.tokens_per_micro_batch is not None
+        lengths = dataset.lengths if self._packed else dataset.widths
         self._hands = micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank)
         self.dealt = tuple(tuple(ids[hand].tolist()) for hand in self._hands)
 
@@ -113,8 +112,14 @@ class Laid(Sequence[MicroBatch]):
         if isinstance(which, slice):
             return tuple(self[i] for i in range(*which.indices(len(self))))
         members = self._ids[self._hands[which]]
-        examples = [self._dataset[int(i)] for i in members]
-        return self._lay(examples, self._pad_id, self._alpha, members if self._dataset.is_pairs else None)
+        return _read(self._dataset, members, self._pad_id, self._alpha, packed=self._packed)
+
+
+def _read(
+    dataset: Dataset, ids: NDArray[np.int64], pad_id: int, alpha: float | None = None, *, packed: bool = True
+) -> MicroBatch:
+    examples = [dataset[which] for which in ids.tolist()]
+    return (lay if packed else collate)(examples, pad_id, alpha, ids if dataset.is_pairs else None)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
@@ -142,16 +147,12 @@ def longest_micro_batch(
         order = Order(dataset, size, seed)
         packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
-        return _as_micro_batch(dataset, largest, pad_id)
+        return _with_reference(_read(dataset, largest, pad_id))
     widest = np.full(min(batch.micro_batch_size, len(dataset)), np.argmax(dataset.widths))
-    return _as_micro_batch(dataset, widest, pad_id, packed=False)
+    return _with_reference(_read(dataset, widest, pad_id, packed=False))
 
 
-def _as_micro_batch(
-    dataset: Dataset, ids: NDArray[np.int64], pad_id: int, *, packed: bool = True
-) -> MicroBatch:
-    examples = [dataset[which] for which in ids.tolist()]
-    laid = (lay if packed else collate)(examples, pad_id, None, ids if dataset.is_pairs else None)
+def _with_reference(laid: MicroBatch) -> MicroBatch:
     if laid.pairs is None:
         return laid
     reference = torch.zeros(laid.pairs.num_tokens.shape, dtype=torch.float64)
@@ -176,4 +177,4 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    return first_part(_as_micro_batch(dataset, taken, pad_id), tokens)
+    return first_part(_with_reference(_read(dataset, taken, pad_id)), tokens)

@@ -21,7 +21,7 @@ from dsft.data.cache.store import IN_MEMORY, Cache
 from dsft.data.rows import Account
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
-from dsft.data.sets.load import Loaded, load_data
+from dsft.data.sets.load import Loaded, load_data, measure
 from dsft.data.sets.order import Order
 from dsft.data.sets.pieces import cut
 from dsft.data.sets.selection import (
@@ -254,6 +254,30 @@ def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> Non
     with pytest.raises(DataError, match="2 rows are too long") as error:
         loaded(long, ("b.jsonl",))
     assert [problem.where for problem in error.value.problems] == ["a.jsonl:1", "b.jsonl:2"]
+
+
+def test_all_that_a_run_refuses_is_told_at_once() -> None:
+    with pytest.raises(DataError) as error:
+        loaded({"a.jsonl": text("x" * 70, "y") + "{\n", "b.jsonl": ""}, ("b.jsonl",))
+    assert error.value.title == "1 mistake in the data, 1 row is too long:"
+    assert [problem.where for problem in error.value.problems] == ["a.jsonl:3", "a.jsonl:1"]
+    empty = {"a.jsonl": text("x", "x"), "b.jsonl": "", "c.jsonl": text("", "")}
+    with pytest.raises(DataError) as error:
+        loaded(empty, ("b.jsonl", "c.jsonl"), max_duplicate_fraction=0.1)
+    assert error.value.title == (
+        "no rows to evaluate, no rows are left to evaluate, data.train is over the spec's limits:"
+    )
+    assert [problem.where for problem in error.value.problems] == [
+        "b.jsonl", "data.eval c", "data.max_duplicate_fraction"
+    ]  # fmt: skip
+
+
+def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> None:
+    Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
+    found = measure(Wanted("sft", Data(train=(Source(path="a.jsonl"),), max_length=64)), TOKENIZER)
+    assert said(found.train) == ["y"] and len(found.violations) == 2
+    sums = found.account["train"]["total"]
+    assert (sums["rows"], sums["used"], sums["bad"], sums["dropped"]) == (3, 1, 1, 1)
 
 
 def test_bad_rows_can_be_dropped_counted_and_listed() -> None:

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from dsft.data.sets import load
 from tests.unit.preview.conftest import ROWS, Preview, talk
 
 DOCS = Path(__file__).parents[3] / "docs" / "preview.md"
@@ -190,6 +193,23 @@ def test_nothing_left(preview: Preview) -> None:
     Path("bad.jsonl").write_text("1\n", encoding="utf-8")
     code, out, err = preview("--rows", "1", "data.eval=[{path: bad.jsonl}]")
     assert code == 65 and "3 examples" in out and "row 1, rows.jsonl:1" in out and "bad.jsonl:1" in err
+
+
+@pytest.mark.parametrize("rows", [ROWS, MIXED, ["no row"]])
+def test_the_data_is_loaded_once(preview: Preview, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(side_effect=load.tokenised)
+    monkeypatch.setattr(load, "tokenised", read)
+    preview("data.train=[{path: rows.jsonl}]", "data.eval=[{path: rows.jsonl}]", rows=rows)
+    assert read.call_count == 2  # of each source
+
+
+def test_what_is_left_out_of_a_set_without_rows_is_told(preview: Preview) -> None:
+    code, out, err = preview("--problems", "data.eval_count=3")
+    assert (
+        code == 65
+        and "3 rows gave 0 examples of 0 tokens, 0 of them trained on. 3 rows were held out." in out
+    )
+    assert err.startswith("error: no rows are left to train on:\n  data.train: 3 rows were read: 3 held out;")
 
 
 def test_worst_rows(preview: Preview) -> None:
