@@ -272,7 +272,8 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
 
         def forward(self, inputs: Any) -> Any:
             batch = next(to_come[self.number])
-            return self.policy(inputs, batch.position_ids, batch.targets, num_targets=batch.num_targets)
+            found = self.policy(inputs, batch.position_ids, batch.targets, num_targets=batch.num_targets)
+            return getattr(found, "logps", found)
 
     def loss(logps: Any, micro_batch: Any) -> Any:
         (total,) = objective.sums(logps, micro_batch)

@@ -124,7 +124,7 @@ def seconds(policy: Policy, batch: MicroBatch) -> float:
         None,
         batch.num_targets,
         batch.starts,
-    )
+    ).logps
     answers = answer_logps(logps, batch)
     answers.backward(torch.arange(1.0, 1.0 + answers.numel()).view_as(answers).to(answers.dtype))
     return time.process_time() - began

@@ -1,8 +1,6 @@
 """The training loop: takes an engine, planned steps and plain numbers, gives records to a report.
 
-It knows no rank, no ZeRO stage, no pipeline and no file: what differs stands behind `Engine`, `Steps`
-and the functions of `Run`.
-"""
+It knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`, `Steps` and `Run`."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -21,8 +19,9 @@ from torch import Tensor
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.data.steps.copies import to_host
 from dsft.engine.api import Engine, StepResult
+from dsft.engine.world import World
 from dsft.errors import NonFiniteError, StoppedError
-from dsft.objective.api import Objective
+from dsft.objective.api import Objective, means
 
 Record = dict[str, float]
 Doing = Literal["data", "step", "evaluate", "save"]
@@ -31,7 +30,6 @@ Doing = Literal["data", "step", "evaluate", "save"]
 class Steps(Protocol):
     def step(self, index: int) -> GlobalStep:
         """The optimizer step `index` (from 0), whatever was asked before."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,9 @@ class Watch(Protocol):
 
     def counted(self) -> AbstractContextManager[None]:
         """Around a step and its data."""
-        ...
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
         """(n,) float64 of this rank's window, 0 where other ranks have theirs: summed with the losses."""
-        ...
 
     def record(self, everyones: Tensor) -> Record: ...
 
@@ -103,42 +99,54 @@ class Alike(Protocol):
 
     def mine(self, step: int, *, saves: bool) -> Tensor:
         """(n,) float64 of this rank, summed with the losses; empty where nothing is to be compared."""
-        ...
 
     def check(self, everyones: Tensor, step: int) -> None:
         """Raise WorldError where the sum over all ranks, on the host, says that they differ. Before the next
         step, which may change what they hold."""
-        ...
 
 
-@dataclass(frozen=True)
 class Run:
-    """What the loop may ask for. sum: (n,) this rank's -> (n,) over all ranks, a collective; evaluate: step
-    -> held-out metrics, or None; report: takes one record; save: commits a checkpoint with its step's
-    eval/loss (None: not evaluated), a collective; mfu: from Σ lengths and Σ lengths² of the examples and from
-    seconds, where the devices' peak is known; trace: step -> a context around it; refer: gives micro-batches
-    of pairs what an engine of the reference says of them, a collective; watch: adds to each record what the
-    ranks' steps cost; ask: begins a collective on whether the run is to stop, and gives what waits for the
-    answer, the reason or None; replicas: compares replicated weights; mark: is told what begins now, and
-    how many steps are done; skipped: names the rows of a step that was not applied, from its micro-batches
-    and its window's loss, a collective."""
+    """What the loop asks for beside the engine. By default nothing is evaluated, watched or saved; a real
+    run's methods are in `dsft.job.hooks`. evaluates: whether rows are held out."""
 
-    sum: Callable[[Tensor], Tensor]
-    evaluate: Callable[[int], Record] | None
-    report: Callable[[Record], None]
-    save: Callable[[Progress, float | None], None]
-    world_size: int
-    rank: int
-    mfu: Callable[[int, int, float], float] | None = None
-    trace: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
-    refer: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda micro_batches: micro_batches
+    evaluates = False
     watch: Watch | None = None
     replicas: Alike | None = None
-    ask: Callable[[], Callable[[], str | None]] = lambda: lambda: None
-    mark: Callable[[Doing, int], None] = lambda doing, step: None
-    skipped: Callable[[int, GlobalStep, Sequence[MicroBatch], float], str] = (
-        lambda step, batch, micro_batches, loss: f"examples {list(batch.example_ids)[:8]}"
-    )
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def evaluate(self, step: int) -> Record:
+        """The metrics of the held-out rows, with eval/loss."""
+        raise NotImplementedError
+
+    def report(self, record: Record) -> None: ...
+
+    def save(self, progress: Progress, held_out_loss: float | None) -> None:
+        """Commit a checkpoint with its step's eval/loss (None: not evaluated); a collective."""
+
+    def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:
+        """From Σ lengths and Σ lengths² of the examples and from seconds; None: the peak is not known."""
+        return None
+
+    def trace(self, step: int) -> AbstractContextManager[object]:
+        """Around a step and its data."""
+        return nullcontext()
+
+    def refer(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Micro-batches with what an engine of the reference says of their pairs; a collective."""
+        return micro_batches
+
+    def ask(self) -> Callable[[], str | None]:
+        """Begin a collective on whether the run is to stop; what it returns waits for the reason, or None."""
+        return lambda: None
+
+    def mark(self, doing: Doing, step: int) -> None:
+        """Called with what begins now, and how many steps are done."""
+
+    def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+        """Name the rows of a step that was not applied, from its window's loss; a collective."""
+        return f"examples {list(batch.example_ids)[:8]}"
 
 
 @dataclass
@@ -209,7 +217,7 @@ def fit(
     Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite; StoppedError once
     a checkpoint of the step at which the run was asked to stop is saved.
     """
-    if run.evaluate and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
+    if run.evaluates and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
         evaluate(run, progress)
     late = Late(run.report)
     try:
@@ -239,7 +247,7 @@ def _fit(
 
             run.mark("step", progress.step)
             micro_batches = run.refer(batch.micro_batches)
-            seed_step(schedule.seed, progress.step, run.rank)
+            seed_step(schedule.seed, progress.step, run.world.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
             stop = asked()
         late.read()  # of the step before
@@ -296,7 +304,7 @@ def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> s
     was to be evaluated is when the run goes on, but for the end. A save takes long, so it is followed by the
     question whether to stop. The reason; None: the run goes on."""
     held_out_loss = None
-    owes = run.evaluate is not None and planned.evaluates
+    owes = run.evaluates and planned.evaluates
     if owes and (planned.last or not stop):
         held_out_loss, owes = evaluate(run, progress), False
     if planned.saves or stop:
@@ -308,7 +316,6 @@ def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> s
 
 def evaluate(run: Run, progress: Progress) -> float:
     """eval/loss, after it is reported with the others."""
-    assert run.evaluate is not None, "something is held out"
     run.mark("evaluate", progress.step)
     record = run.evaluate(progress.step)
     run.report(record | position(progress))
@@ -344,7 +351,7 @@ def training_record(
         watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
         replicas.mine(progress.step, saves=saves) if replicas else none,
     )
-    summed = to_host(run.sum(torch.cat(parts)))
+    summed = to_host(run.world.sum(torch.cat(parts)))
     result, learning_rate = window.last
     norm = to_host(torch.as_tensor(result.grad_norm, dtype=torch.float64))
     can_wait = on_gpu(window.sums) and not pauses and not len(parts[2])
@@ -357,16 +364,16 @@ def training_record(
         figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
         seconds = (launched or time.perf_counter()) - window.began
         tokens_per_second = window.num_tokens / seconds
-        mfu = run.mfu and {"perf/mfu": run.mfu(window.num_tokens, window.squared, seconds)}
+        mfu = run.mfu(window.num_tokens, window.squared, seconds)
         return (
             position(progress)
-            | (mfu or {})
+            | ({} if mfu is None else {"perf/mfu": mfu})
             | window.sources
             | figures
             | {
                 "perf/step_time": seconds / window.steps,
                 "perf/tokens_per_second": tokens_per_second,
-                "perf/tokens_per_second_per_gpu": tokens_per_second / run.world_size,
+                "perf/tokens_per_second_per_gpu": tokens_per_second / run.world.world_size,
                 "perf/data_wait_fraction": window.data_wait / seconds,
                 "train/grad_norm": float(norm()),
                 "train/learning_rate": learning_rate,
@@ -380,39 +387,6 @@ def training_record(
 def on_gpu(sums: Tensor) -> bool:
     """Whether the host is ahead of them."""
     return sums.is_cuda
-
-
-def evaluation_record(
-    objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
-) -> Record:
-    """Loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens or
-    pairs; the exponential of a loss per token beside it.
-
-    sums: (sets, n_terms) over all ranks; counts and names: of each set.
-    """
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    record = means(objective, sums.sum(0), total, "eval")
-    for name, mine, count in zip(names, sums, counts, strict=True):
-        if name is not None:
-            record |= means(objective, mine, count, f"eval/{name}")
-    if objective.of_answers is None:
-        losses = {name: loss for name, loss in record.items() if name.endswith("/loss")}
-        record |= {name.removesuffix("loss") + "perplexity": perplexity(losses[name]) for name in losses}
-    return record
-
-
-def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix: str) -> Record:
-    """PREFIX/loss, and PREFIX/NAME of each term that has a name. sums: (n_terms,) over all ranks."""
-    values = sums.tolist()
-    loss = math.fsum(s * total for s, total in zip(objective.scales(counts), values, strict=True))
-    named = {f"{prefix}/{name}": mean for name, mean in objective.metrics(values, counts).items()}
-    return {f"{prefix}/loss": loss} | named
-
-
-def perplexity(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)  # of NaN NaN
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -159,12 +159,12 @@ def train(
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()
-    kept: frozenset[str] = frozenset()
+    decided: frozenset[str] = frozenset()
     if options.deepspeed_config is None:
         config = deepspeed_config(spec, batch)
     else:
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
-        spec, config, notes, kept = merged.spec, merged.config, merged.notes, merged.decided
+        spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
 
     share = share_of(spec, launched, os.environ)
     os.environ.update(environment(spec.cluster))  # whoever started this process
@@ -184,8 +184,23 @@ def train(
             raise WorldError(str(error)) from None
         raise
 
-    known = (spec, batch, config, notes, launched, places, promise, command, kept, options.profile, share)
-    run(Job(*known, stopping=stopping, pulse=pulse))
+    run(
+        Job(
+            spec=spec,
+            batch=batch,
+            config=config,
+            decided=decided,
+            notes=notes,
+            launched=launched,
+            layout=places,
+            promise=promise,
+            command=command,
+            profile=options.profile,
+            cores=share,
+            stopping=stopping,
+            pulse=pulse,
+        )
+    )
 
 
 if __name__ == "__main__":

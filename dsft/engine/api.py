@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.engine.remembered import Remembered
+from dsft.engine.partition import Remembered
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 

@@ -11,6 +11,7 @@ from dsft.engine.optimizer import check_groups
 from dsft.engine.pipeline import PipelineEngine
 from dsft.engine.world import World
 from dsft.engine.zero import ZeroEngine
+from dsft.errors import Problem, SpecError
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
@@ -19,9 +20,15 @@ from dsft.spec.schema import Spec
 def build_engine(
     policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
 ) -> Engine:
-    """A collective; SpecError where its groups cannot be stepped. `policy` is the stage `world.stage`
-    of `world.layout.pipeline_stages`."""
+    """A collective; SpecError where its groups cannot be stepped, and in a pipeline where the objective reads
+    an extra. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`."""
+    if objective.extras and world.layout.pipeline_stages > 1:
+        message = (
+            f"the objective reads {', '.join(objective.extras)} of the model, which the stages of a pipeline "
+            "do not pass on; set it to 1"
+        )
+        raise SpecError("The objective cannot be computed.", [Problem("parallel.pipeline_stages", message)])
     check_groups(policy.named_trained(), spec, world)
-    policy.set_loss(objective.uniform, spec.train.label_smoothing)
+    policy.set_loss(objective.uniform, objective.label_smoothing)
     kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine
     return kind(policy, spec, config, world, objective)

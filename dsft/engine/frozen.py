@@ -22,10 +22,9 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Kept, log_probabilities
-from dsft.engine.partition import place_buffers
-from dsft.engine.remembered import home_of
+from dsft.engine.partition import home_of, place_buffers
 from dsft.engine.world import World
-from dsft.model.policy import Policy, behind_inputs
+from dsft.model.policy import Policy, Scored, behind_inputs
 
 
 class Frozen:
@@ -64,11 +63,10 @@ class Frozen:
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """(B, T) log-probabilities; None where this rank does not have the last stage."""
-        first, last = self._policy.is_first, self._policy.is_last
-        inputs = batch.input_ids if first else self._received(batch)
-        output: Tensor = self._module(inputs, *behind_inputs(batch, noisy=False))
-        if last:
-            return output
+        inputs = batch.input_ids if self._policy.is_first else self._received(batch)
+        output: Tensor | Scored = self._module(inputs, *behind_inputs(batch, noisy=False))
+        if isinstance(output, Scored):
+            return output.logps
         dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)
         return None
 

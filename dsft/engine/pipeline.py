@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.copies import to_device
-from dsft.engine import state
-from dsft.engine.api import Fragment, Kept, LossScale, ReadRange, StepResult, log_probabilities
-from dsft.engine.partition import full_shape
-from dsft.engine.rehearsal import rehearse
-from dsft.engine.remembered import Remembered
-from dsft.engine.replicas import replicated
-from dsft.engine.start import start
-from dsft.engine.ties import find_ties, tie
+from dsft.engine.api import Kept, StepResult, log_probabilities
+from dsft.engine.start import TrainingEngine
 from dsft.engine.world import World
-from dsft.model.policy import Policy, behind_inputs
+from dsft.model.policy import Policy, Scored, behind_inputs
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
 
-class PipelineEngine:
+class PipelineEngine(TrainingEngine):
     def __init__(
         self, policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
     ) -> None:
-        self._world = world
-        self._objective = objective
-        self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
-        self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
+        super().__init__(policy, world, objective)
         self._scales, self._total = self._zeros(), self._zeros()
         self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # while scoring alone
         self._stage = _Stage(policy)
         module = _pipeline(self._stage, world, self._loss)
         ties = find_ties(self._trained, world)  # after it: a PipelineModule takes every mark off
-        self._started = start(module, self._trained, spec, config)
-        self._engine = self._started.engine
+        self._start(module, spec, config)
         tie(self._engine, ties, world.shard_rank)
 
     def step(
@@ -62,8 +55,7 @@ class PipelineEngine:
         """As many micro-batches as the first stage holds at once, where steps have so many."""
         size = self._engine.train_batch_size()
         number = min(self._world.layout.pipeline_stages, self._engine.gradient_accumulation_steps())
-        nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
-        rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
+        self._rehearse(micro_batch, number)
         self._engine.set_train_batch_size(size)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -97,33 +89,13 @@ class PipelineEngine:
             self._keep = None
         return tuple(scored)
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
-        return Remembered(self._engine, parameters)
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    def owned(self) -> Iterator[Fragment]:
-        layout = self._world.layout
-        return state.owned(self._engine, self._trained, self._world.data_rank, layout.data_parallel)
-
-    def replicated(self) -> Mapping[str, Tensor]:
-        return replicated(self._causal_lm, state.masters(self._engine, self._trained))
-
-    def set_loss_scale(self, loss_scale: LossScale) -> None:
-        if self._started.scaler is not None:
-            self._started.scaler.state = loss_scale
-
-    def load(self, read: ReadRange, applied_steps: int) -> None:
-        state.load(self._engine, self._trained, read, applied_steps)
-
-    def _loss(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def _loss(self, scored: Scored, micro_batch: MicroBatch) -> Tensor:
         """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to
         float32."""
         if self._keep is not None:
-            self._keep(logps.detach(), micro_batch)
-            return logps.new_zeros(())
-        sums = torch.stack(self._objective.sums(logps, micro_batch))
+            self._keep(scored.logps.detach(), micro_batch)
+            return scored.logps.new_zeros(())
+        sums = self._objective.term_sums(*scored, micro_batch)
         self._total += sums.detach()
         return sums.dot(self._scales)
 
@@ -133,9 +105,6 @@ class PipelineEngine:
         here = [micro_batch.to(self._world.device) for micro_batch in micro_batches]
         self._stage.micro_batches = iter(here)
         return ((micro_batch.input_ids, micro_batch) for micro_batch in here)
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
 
 
 class _Stage(nn.Module):
@@ -148,12 +117,12 @@ class _Stage(nn.Module):
         self.as_in_training = False  # with dropout, though DeepSpeed evaluates
         self.micro_batches: Iterator[MicroBatch] = iter(())
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor | Scored:
         """inputs: (B, T) tokens on the first stage, else (B, T, hidden), which all but the last give too."""
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
-        output: Tensor = self.policy(inputs, *behind_inputs(batch))
+        output: Tensor | Scored = self.policy(inputs, *behind_inputs(batch))
         return output
 
 
@@ -166,3 +135,60 @@ def _pipeline(own: _Stage, world: World, loss: Any) -> nn.Module:
             layers, num_stages=stages, loss_fn=loss, partition_method="uniform", dynamic_shape=True
         )
     return module
+
+
+# --- tied parameters --------------------------------------------------------------------------------------
+#
+# An embedding that the head shares is on the first stage and on the last. Each copy has its own moments and
+# takes the same step, since each gets the same gradient to the last bit. The norm, the checkpoint and the
+# export count the first stage's copy alone (`state.is_copy`).
+
+Ties = list[tuple[nn.Parameter, dist.ProcessGroup]]
+"""This stage's tied parameters, each with all ranks that hold it: of some stages, all ranks."""
+
+
+def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
+    """A collective. Whatever name two stages train is tied; copies but the first stage's are marked."""
+    shards, found = world.layout.shards, []
+    told = world.gather(list(trained))
+    for name in dict.fromkeys(name for names in told for name in names):
+        ranks = [rank for rank, names in enumerate(told) if name in names]
+        if len(ranks) > shards:
+            group = dist.new_group(ranks)  # of all ranks: a collective
+            if world.rank in ranks:
+                found.append((trained[name], group))
+                trained[name].ds_pipe_replicated = world.rank >= ranks[shards]  # type: ignore[attr-defined]
+    return found
+
+
+def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
+    """Have a PipelineEngine add up the gradients of all copies where it asks for tied layers of its own
+    (pipe/engine.py:281 get_tied_weights_and_groups): after the last backward, before any reduction over the
+    ranks of a stage."""
+
+    def add_up() -> list[Any]:
+        for parameter, group in ties:
+            _add_up(_gradient(engine.optimizer, parameter), group, shard_rank)
+        return []  # which leaves nothing for DeepSpeed to do
+
+    engine.module.get_tied_weights_and_groups = add_up
+
+
+def _gradient(optimizer: Any, parameter: Any) -> Tensor:
+    """Where micro-batches have been added up. DeepSpeed looks at `.grad` alone, and so at nothing where ZeRO
+    1 adds them up in another type (stage_1_and_2.py:1247 get_gradient_for_reduction): copies would drift
+    apart in silence."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return parameter._hp_grad
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return optimizer.get_gradient_for_reduction(parameter)
+    return parameter.grad
+
+
+def _add_up(gradient: Tensor, group: dist.ProcessGroup, shard_rank: int) -> None:
+    """Over stages and their ranks at once, in float32. The sum then stands on the first rank
+    of each stage, and zeros on the others: so the stage's own reduction, which adds each element in an
+    order that depends on its place, changes no bit of it."""
+    total = gradient.float()
+    dist.all_reduce(total, group=group)
+    gradient.copy_(total if shard_rank == 0 else total.zero_())

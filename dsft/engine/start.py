@@ -1,4 +1,5 @@
-"""Starts DeepSpeed on a module: what the ZeRO engine and the pipeline have in common.
+"""What the ZeRO engine and the pipeline have in common: how DeepSpeed is started on a module, and what does
+not depend on how a step is made.
 
 Takes the module, the trained parameters and the DeepSpeed configuration, which decides how; the spec
 decides what.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +22,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from dsft.engine import norm, state
-from dsft.engine.api import LossScale
-from dsft.engine.clip import StepClip
+from dsft.data.steps.batch import MicroBatch
+from dsft.engine import state
+from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
+from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
 from dsft.engine.optimizer import RATE, build_optimizer
-from dsft.engine.scaler import Scaler, install_scaler
+from dsft.engine.partition import Remembered, full_shape
+from dsft.engine.replicas import replicated
+from dsft.engine.world import World
 from dsft.errors import WorldError
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
 
@@ -55,11 +63,60 @@ class Started:
         return self.engine.get_global_grad_norm(), applied, loss_scale
 
 
+class TrainingEngine(ABC):
+    """The half of `dsft.engine.api.Engine` that both engines have."""
+
+    _started: Started
+    _engine: Any  # DeepSpeed's
+
+    def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
+        """Without DeepSpeed, which a subclass starts with `_start`."""
+        self._world, self._objective = world, objective
+        self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
+        self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
+
+    def _start(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:
+        self._started = start(module, self._trained, spec, config)
+        self._engine = self._started.engine
+
+    @abstractmethod
+    def step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult: ...
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
+        return Remembered(self._engine, parameters)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def owned(self) -> Iterator[Fragment]:
+        return state.owned(self._engine, self._trained, self._world.shard_rank, self._world.layout.shards)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        return replicated(self._causal_lm, state.masters(self._engine, self._trained))
+
+    def set_loss_scale(self, loss_scale: LossScale) -> None:
+        if self._started.scaler is not None:
+            self._started.scaler.state = loss_scale
+
+    def load(self, read: ReadRange, applied_steps: int) -> None:
+        state.load(self._engine, self._trained, read, applied_steps)
+
+    def _rehearse(self, micro_batch: MicroBatch, number: int) -> None:
+        """One step on so many copies of `micro_batch`, which leaves the engine as it was."""
+        nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
+        rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
+
+
 def start(
     module: nn.Module, trained: Mapping[str, nn.Parameter], spec: Spec, config: Mapping[str, Any]
 ) -> Started:
     """A collective: every rank calls it with its own stage. `config` is not changed."""
-    norm.install()
+    install_norms()
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
     if clips_here:
@@ -77,6 +134,41 @@ def start(
         optimizer.register_step_pre_hook(clip)
     scaler = install_scaler(engine.optimizer) if spec.train.precision == "fp16" else None
     return Started(engine, optimizer, clip, scaler)
+
+
+COUNTERS = (
+    "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm"
+)  # fmt: skip
+"""Of DeepSpeed's engine, all that a step advances (deepspeed/runtime/engine.py:536 global_steps and the lines
+after it)."""
+
+
+def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> None:
+    """Call `step`, which must give the optimizer a rate and a gradient of 0, then take it back: moments,
+    Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since
+    Adam and SGD move and decay them by a multiple of the rate. The moments are made before it, so that the
+    backward has them beside its activations, as every step but a run's first does."""
+    cpu = device.type == "cpu"
+    state.make_moments(engine)
+    with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
+        with _counters_kept(engine):
+            step()
+    state.forget_steps(engine)
+
+
+@contextmanager
+def _counters_kept(engine: Any) -> Iterator[None]:
+    owners = (engine, engine.optimizer)
+    kept = [(owner, {k: v for k, v in vars(owner).items() if k in COUNTERS}) for owner in owners]
+    for name in ("loss_scaler", "loss_scale_config"):  # of fp16, at ZeRO 1 to 3 and at 0
+        scale = getattr(engine.optimizer, name, None)
+        if hasattr(scale, "__dict__"):
+            kept.append((scale, dict(vars(scale))))
+    try:
+        yield
+    finally:
+        for owner, numbers in kept:
+            vars(owner).update(numbers)
 
 
 def check_precision(precision: str) -> None:

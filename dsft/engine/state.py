@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from dsft.engine.api import Fragment, Kind, ReadRange
 from dsft.engine.swapped import forget_moments, in_memory, is_swapped, mapped, put_in_place
-from dsft.engine.ties import is_copy
 from dsft.errors import CheckpointError
 
 
@@ -152,6 +151,11 @@ def make_moments(engine: Any) -> None:
 def forget_steps(engine: Any) -> None:
     """No moments and no step count, as before a first step, where no step has changed a weight."""
     _empty_state(engine.optimizer, 0)
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Whether an earlier stage holds it too; the word is DeepSpeed's, whose norms leave such out."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def _once(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:

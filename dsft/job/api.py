@@ -13,33 +13,40 @@ from dsft.launch.promise import Promise
 from dsft.launch.pulse import Pulse
 from dsft.launch.stopping import Stopping
 from dsft.plan.batch import BatchSizes
-from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
 
 Say = Callable[[str], None]
+Config = Mapping[str, Any]
+"""A DeepSpeed configuration."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is known before torch is imported. notes: how the configuration came about, a line each;
-    promise: of hosts and slots, and the launcher's hostfile; command: argv; kept: the keys of
-    zero_optimization that a DeepSpeed JSON of the user's decides; profile: the step to trace, 0 for one of
-    dsft's choice; cut: of the layers into stages, once the model is counted; cores: what this rank keeps to
-    once its rows are read; stopping and pulse: what this process is asked, and tells, by default nothing."""
+    """What one process of a run is told at its start.
+
+    config    DeepSpeed's, as the spec or a JSON of the user's gives it; `resolve` completes it
+    decided   the keys of zero_optimization that such a JSON decides
+    notes     how the configuration came about, a line each
+    promise   of hosts and slots, and the launcher's hostfile
+    command   argv
+    profile   the step to trace, 0 for one of dsft's choice, None for none
+    cores     what this rank keeps to once its rows are read
+    stopping  what this process is asked
+    pulse     what it reports of itself
+    """
 
     spec: Spec
     batch: BatchSizes
-    config: Mapping[str, Any]
-    notes: Sequence[str]
+    config: Config
     launched: Launched
     layout: Layout
-    promise: Promise | None
-    command: Sequence[str]
-    kept: frozenset[str] = frozenset()
+    decided: frozenset[str] = frozenset()
+    notes: Sequence[str] = ()
+    promise: Promise | None = None
+    command: Sequence[str] = ()
     profile: int | None = None
     cores: Share | None = None
-    cut: Cut | None = None
     stopping: Stopping = field(default_factory=Stopping)
     pulse: Pulse = field(default_factory=lambda: Pulse(0, 0, None))
 

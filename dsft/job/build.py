@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,14 +20,15 @@ from dsft.engine.proof import prove_head, prove_kernels, prove_packing
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
-from dsft.loop import Progress, Record, evaluation_record
+from dsft.job.resolve import Resolved
+from dsft.loop import Progress, Record
 from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable
 from dsft.model.dropout import switch_off_dropout
 from dsft.model.dtypes import DTYPES
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
-from dsft.objective.api import Objective
+from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.reference import dpo_of
@@ -41,7 +43,7 @@ from dsft.spec.schema import Spec
 
 def objective_of(spec: Spec) -> Objective:
     """sft and pretraining differ in their data alone."""
-    return preference(dpo_of(spec)) if spec.task_kind.preference else next_token()
+    return preference(dpo_of(spec)) if spec.task_kind.preference else next_token(spec.train.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,16 @@ class Built:
 
     policy: Policy
     engine: Engine
+    objective: Objective
     model_files: Mapping[str, bytes]
     reference: Source | None = None
 
 
-def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: Start) -> Built:
+def build(job: Job, resolved: Resolved, inputs: Inputs, world: World, start: Start) -> Built:
     """From fresh or pretrained values. A reference's stored values are there before the model is."""
-    spec = job.spec
+    spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
-    keep = keep_for(job.config, world)
+    keep = keep_for(config, world)
     has_store = objective.needs_reference and dpo_of(spec).reference == "precomputed"
     size = job.batch.micro_batch_size
     stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None
@@ -69,7 +72,9 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
     attention: list[str] = []
 
     def part() -> Policy:
-        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, world.stage, job.cut, keep)
+        policy = build_model(
+            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep
+        )
         check_trainable(policy.causal_lm)
         if spec.task_kind.preference:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
@@ -93,14 +98,18 @@ def build(job: Job, inputs: Inputs, world: World, objective: Objective, start: S
         files.update(read_model_files(job.model_folder))
 
     world.first(write)
-    engine = build_engine(policy, spec, job.config, world, objective)
+    engine = build_engine(policy, spec, config, world, objective)
     if not objective.needs_reference:
-        return Built(policy, engine, files)
-    return Built(policy, engine, files, source_of(spec, inputs, world, policy, engine, stored, start))
+        return Built(policy, engine, objective, files)
+    return Built(
+        policy, engine, objective, files, source_of(spec, inputs, world, policy, engine, stored, start)
+    )
 
 
-def bring_to(engine: Engine, start: Checkpoint, progress: Progress, world: World) -> str:
-    """Give the engine the checkpoint's state; a line that says so."""
+def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world: World, folder: Path) -> str:
+    """Give the engine the checkpoint's state, where there is one; a line that says so. folder: the run's."""
+    if start is None:
+        return f"starting at step 0: {folder} has no checkpoint"
     world.each(lambda: engine.load(start.read, progress.applied_steps))
     if progress.loss_scale is not None:
         engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
@@ -142,9 +151,10 @@ def train_steps(job: Job, inputs: Inputs, world: World) -> TrainSteps:
 
 
 def held_out_evaluation(
-    job: Job, inputs: Inputs, world: World, engine: Engine, objective: Objective, reference: Source | None
+    job: Job, inputs: Inputs, world: World, built: Built
 ) -> Callable[[int], Record] | None:
     """step -> metrics; None where nothing is held out."""
+    engine, objective, reference = built.engine, built.objective, built.reference
     if not inputs.held_out:
         return None
     if objective.of_answers is not None:

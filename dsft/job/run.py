@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from contextlib import ExitStack
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,21 +21,25 @@ from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
 from dsft.engine.ops import prepare_ops
 from dsft.engine.start import check_precision, set_tf32
-from dsft.engine.world import World, join
-from dsft.errors import StorageError, WorldError
+from dsft.engine.world import Ring, World, join
+from dsft.errors import DsftError, StoppedError, StorageError, WorldError
 from dsft.identity import of_process
 from dsft.job.api import Job, Say
-from dsft.job.swap import swap_folders
-from dsft.job.together import together
+from dsft.job.resolve import swap_folders
 from dsft.job.train import train
 from dsft.launch.launched import counted
 from dsft.launch.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.launch.software import versions_line
+from dsft.launch.stopping import Stopping
 from dsft.loop import Progress
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.system.files import write_error
 from dsft.system.lock import Held, hold
+
+GRACE = 2.0
+"""Seconds in which a process may still end by itself, and say why, after another one has ended."""
+_MOMENT = 0.5  # seconds, by which a failed collective may be ahead of the ring
 
 
 def run(job: Job) -> None:
@@ -43,7 +49,7 @@ def run(job: Job) -> None:
     job.pulse.mark("load")
     world = join(job.launched, job.layout, say, of_process(spec, job.config), spec.accelerator)
     tell_places(job, world, say)
-    with together(job, world) as ranks, ExitStack() as held:
+    with together(job.stopping, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
@@ -59,9 +65,9 @@ def run(job: Job) -> None:
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
         if not done:
-            with swap_folders(job, world, say) as swapping:
-                ready = replace(swapping, config=prepare_ops(spec, swapping.config, world, say))
-                saved = train(ready, world, start, progress, say, lock)
+            with swap_folders(job, world, say) as config:
+                config = prepare_ops(spec, config, world, say)
+                saved = train(job, config, world, start, progress, say, lock)
         job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"
@@ -152,3 +158,45 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
 
     path = world.first(choose)
     return world.each(lambda: Checkpoint.open(path)) if path else None
+
+
+@dataclass
+class _Lost:
+    """rank: that has ended before its time; noticed: by this process."""
+
+    rank: int | None = None
+    noticed: bool = False
+
+
+@contextmanager
+def together(stopping: Stopping, world: World) -> Iterator[Ring]:
+    """A collective. While it lasts, this process ends soon after another rank's process has, with 69; one of
+    them says so. A stop is waited for by all, so that a launcher ends none of them that still writes.
+    """
+    lost, over = _Lost(), False
+
+    def end() -> None:
+        message = f"rank {world.rank}: rank {lost.rank} has ended before its time, and so does this one"
+        stopping.now(WorldError.exit_code, message, speaks=lost.noticed)
+
+    def gone(rank: int, noticed: bool) -> None:
+        lost.rank, lost.noticed = rank, noticed
+        time.sleep(GRACE)
+        if not over:
+            end()
+
+    ring = Ring(world, gone)
+    try:
+        yield ring
+    except StoppedError:
+        world.gather(None)
+        over = True
+        raise
+    except DsftError:
+        over = True
+        raise
+    except Exception:
+        time.sleep(_MOMENT)
+        if lost.rank is not None:  # the cause of what failed here
+            end()
+        raise

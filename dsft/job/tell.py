@@ -16,20 +16,25 @@ from dsft.data.sets.load import Loaded
 from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
-from dsft.job.api import Job
+from dsft.job.api import Config, Job
+from dsft.job.build import Built
 from dsft.loop import Progress
 from dsft.model.build import has_frozen
+from dsft.plan.census import Census
+from dsft.plan.memory.ranks import memory as memory_plan
+from dsft.plan.memory.reference import with_reference
 from dsft.plan.reference import has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.reference.model import config_of
-from dsft.reference.source import Source
 from dsft.report.folder import Origin, versions, write_folder
+from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
+from dsft.report.memory_file import MemoryFile
 from dsft.report.run import Report
 from dsft.spec.load import dump_spec
 
 
-def open_report(job: Job, loaded: Loaded, world: World, last_step: int, step: int) -> Report:
-    is_first, shown = world.rank == 0, shown_config(job, loaded)
+def open_report(job: Job, config: Config, loaded: Loaded, world: World, last_step: int, step: int) -> Report:
+    is_first, shown = world.rank == 0, shown_config(job, config, loaded)
     report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
     scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
     if scaling is not None:
@@ -43,12 +48,13 @@ def facts_of(
     compared: Mapping[str, Identity],
     progress: Progress,
     held_out_loss: float | None,
-    reference: Source | None,
+    built: Built,
     *,
     unchanged: bool | None,
 ) -> Facts:
     """compared: `built_from` and `software`, for the Facts of these names; unchanged: whether the reference
     was found to be what it was at the start, None: not looked at."""
+    reference = built.reference
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
         progress=asdict(progress),
@@ -67,7 +73,7 @@ def facts_of(
     )
 
 
-def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
+def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None) -> list[str]:
     """Write what the run's folder says of how it was made, and what an export needs beside the weights. Gives
     the lines to be printed: a token that was added to those that end an answer, and a warning for each key of
     generation_config.json that is not as in `start`, since only the export has it."""
@@ -75,7 +81,7 @@ def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
     hostfile = job.promise.hostfile if job.promise else None
-    origin = Origin(dump_spec(spec), job.config, hostfile, job.command, account, reference)
+    origin = Origin(dump_spec(spec), config, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     tokenizer = inputs.tokenizer
     stops = write_model_folder(
@@ -92,13 +98,34 @@ def describe(job: Job, inputs: Inputs, start: Checkpoint | None) -> list[str]:
     return lines
 
 
-def shown_config(job: Job, loaded: Loaded) -> dict[str, Any]:
+def shown_config(job: Job, config: Config, loaded: Loaded) -> dict[str, Any]:
     """What Weights & Biases shows of the run; `data` has the account of the rows beside the spec's keys."""
     spec = job.spec.model_dump(mode="json")
     return spec | {
         "data": spec["data"] | {"ledger": loaded.account},
-        "deepspeed": dict(job.config),
+        "deepspeed": dict(config),
         "versions": versions(),
         "batch": asdict(job.batch),
         "batch_scale": batch_scale(job.spec.optim, job.batch.global_batch_size),
     }
+
+
+def open_memory(job: Job, counted: Census, tokens: int, world: World) -> MemoryFile:
+    """With the plan's bytes of the fullest rank beside what is measured, for micro-batches of so many
+    tokens."""
+    spec, on_gpu = job.spec, world.device.type != "cpu"
+    alone = memory_plan(counted, spec, job.layout, {}, tokens)
+    ranks = with_reference(alone, counted, spec, job.layout, {}, tokens)[0].stages
+    figures: dict[Phase, Peaks] = {}
+    for phase in PHASES:
+        if on_gpu:
+            figures[phase] = {
+                "device_allocated": max(rank.phase(phase) for rank in ranks),
+                "host_rss": max(rank.offloaded for rank in ranks),
+            }
+        else:
+            figures[phase] = {
+                "host_rss": max(rank.phase(phase) + rank.offloaded + rank.retained for rank in ranks)
+            }
+    folder = job.folder if world.rank == 0 else None
+    return MemoryFile(folder, MemoryMeter(world.device), world.gather, figures)

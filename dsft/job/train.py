@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from dsft.checkpoint.compare import (
     changed_since,
@@ -16,120 +14,100 @@ from dsft.checkpoint.compare import (
     check_same_run,
 )
 from dsft.checkpoint.read import Checkpoint, step_folder
-from dsft.checkpoint.retain import Retention
-from dsft.checkpoint.save import save
 from dsft.data.steps.ahead import ahead
 from dsft.engine.replicas import Replicas
-from dsft.engine.world import World
-from dsft.errors import DsftError
+from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, built_from, of_inputs, software
 from dsft.inputs import Inputs, longest, read_inputs
-from dsft.job.api import Job, Say
-from dsft.job.build import bring_to, build, held_out_evaluation, objective_of, prove, train_steps
-from dsft.job.host import on_hosts
-from dsft.job.measure import counted_model, mfu_of, planned, sized_job
-from dsft.job.skipped import skipped_rows
-from dsft.job.tell import describe, facts_of, open_report
-from dsft.job.together import ask_all
-from dsft.job.watch import watch_hosts
-from dsft.loop import Progress, Record, Run, Schedule, fit
+from dsft.job.api import Config, Job, Say
+from dsft.job.build import bring_to, build, held_out_evaluation, prove, train_steps
+from dsft.job.hooks import Hooks, mfu_of, watch_hosts
+from dsft.job.resolve import resolve
+from dsft.job.tell import describe, open_memory, open_report
+from dsft.loop import Progress, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.source import Start, as_it_is, of_zeros
 from dsft.rehearsal import rehearse, told_when_full
-from dsft.report.memory import MemoryMeter, Phase
-from dsft.report.memory_file import MemoryFile
 from dsft.report.profile import StepTrace, traced_step
 from dsft.spec.schema import Spec
 from dsft.system.lock import Held
 
-Trace = Callable[[int], AbstractContextManager[object]]
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 def train(
-    job: Job, world: World, start: Checkpoint | None, progress: Progress, say: Say, lock: Held
+    job: Job,
+    config: Config,
+    world: World,
+    start: Checkpoint | None,
+    progress: Progress,
+    say: Say,
+    lock: Held,
 ) -> Path | None:
-    """Build the engine, bring it to `progress`, and go on to the last step. The checkpoint of its end; None
-    where no step is left. Raises what `lock.check` does where another job may write into the run's folder."""
+    """Read the data, build the engine, bring it to `progress`, and go on to the last step. The checkpoint of
+    its end; None where no step is left. Raises what `lock.check` does where another job may write into the
+    run's folder."""
     spec, folder = job.spec, job.folder
-    inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
-    compared = {"built_from": built_from(inputs), "software": software() | {"device": world.device.type}}
-    world.prove_same(world.each(lambda: of_inputs(spec, inputs, compared["built_from"])))
+    inputs, compared = read(job, world, start, say)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
-    if start is not None:
-        for line in compare_with(start, job, inputs, compared):
-            say(line)
     if progress.step >= last_step:
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
-    counted = counted_model(job, inputs, world, say)
-    largest = longest(inputs, job.batch, spec.train, last_step)
-    job = on_hosts(sized_job(job, counted, say), counted, world, say)
-    for line in world.first(lambda: describe(job, inputs, start)):
+
+    resolved = resolve(job, config, inputs, world, say)
+    for line in world.first(lambda: describe(job, resolved.config, inputs, start)):
         say(line)
-    figures = planned(job, counted, largest[0].input_ids.numel(), on_gpu=world.device.type != "cpu")
-    memory = MemoryFile(folder if world.rank == 0 else None, MemoryMeter(world.device), world.gather, figures)
+    largest = longest(inputs, job.batch, spec.train, last_step)
+    memory = open_memory(job, resolved.counted, largest[0].input_ids.numel(), world)
     memory.enter("load")
-    objective = objective_of(spec)
     with told_when_full(memory.meter):
-        built = build(job, inputs, world, objective, Start(folder, start, say))
+        built = build(job, resolved, inputs, world, Start(folder, start, say))
     engine, reference = built.engine, built.reference
     rehearse(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
     memory.enter("load")
-    say(
-        bring_to(engine, start, progress, world)
-        if start
-        else f"starting at step 0: {folder} has no checkpoint"
-    )
+    say(bring_to(built.engine, start, progress, world, folder))
     for line in prove(job, inputs, world, built, fresh=start is None):
         say(line)
-    report = open_report(job, inputs.loaded, world, last_step, progress.step)
-    latest: Record = {}
 
-    def tell(record: Record) -> None:
-        latest.update(record)
-        report.metrics(record | memory.record())
-
-    retention = Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_best)
-
-    def keep(progress: Progress, held_out_loss: float | None) -> None:
-        proof = reference.unchanged.proof(world) if reference and progress.step == last_step else None
-        unchanged = None if proof is None else isinstance(proof, str)
-        facts = facts_of(job, inputs, compared, progress, held_out_loss, reference, unchanged=unchanged)
-        fragments, shapes = engine.owned(), engine.shapes()
-        report.line(
-            save(folder, fragments, shapes, facts, world, model_files=built.model_files, retention=retention)
-        )
-        tell_proof(proof, report.line)
-
-    steps = train_steps(job, inputs, world)
-    evaluate = held_out_evaluation(job, inputs, world, engine, objective, reference)
-    hooks = Run(
-        world.sum,
-        during("evaluation", evaluate, memory) if evaluate else None,
-        tell,
-        if_held(lock, world, during("save", keep, memory)),
-        world.world_size,
-        world.rank,
-        mfu_of(job, inputs, counted, world),
-        trace_of(job, traced, world, report.line),
-        reference.now if reference else as_it_is,
-        watch_hosts(world, report.line),
-        Replicas(engine.replicated, world, spec.train.compare_ranks_every),
-        ask_all(job, world),
-        job.pulse.mark,
-        skipped_rows(engine, inputs.train, world, report.line),
+    report = open_report(job, resolved.config, inputs.loaded, world, last_step, progress.step)
+    hooks = Hooks(
+        job=job,
+        inputs=inputs,
+        world=world,
+        built=built,
+        last_step=last_step,
+        compared=compared,
+        lock=lock,
+        memory=memory,
+        log=report,
+        evaluation=held_out_evaluation(job, inputs, world, built),
+        flops=mfu_of(job, inputs, resolved.counted, world),
+        profile=StepTrace(folder, traced, report.line) if traced is not None and world.rank == 0 else None,
+        watch=watch_hosts(world, report.line),
+        replicas=Replicas(engine.replicated, world, spec.train.compare_ranks_every),
+        agreement=Agreement(world),
     )
+    job.stopping.stage = "train"  # from here on a stop waits for the loop, which saves
     memory.enter("steady")
+    steps = train_steps(job, inputs, world)
     try:
         coming = ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is)
         with told_when_full(memory.meter), coming as soon:
-            end = fit(engine, objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
+            end = fit(engine, built.objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
     finally:
-        report.close(latest | memory.record() | inputs.loaded.summary)
+        report.close(hooks.latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
+
+
+def read(job: Job, world: World, start: Checkpoint | None, say: Say) -> tuple[Inputs, Mapping[str, Identity]]:
+    """A collective: what is trained, and on what, the same on every rank and as it was when `start` was
+    saved; and what a later start compares."""
+    inputs = world.each(lambda: read_inputs(job.spec, say, first=world.rank == 0))
+    compared = {"built_from": built_from(inputs), "software": software() | {"device": world.device.type}}
+    world.prove_same(world.each(lambda: of_inputs(job.spec, inputs, compared["built_from"])))
+    if start is not None:
+        for line in compare_with(start, job, inputs, compared):
+            say(line)
+    return inputs, compared
 
 
 def compare_with(
@@ -142,37 +120,6 @@ def compare_with(
     check_same_base(start, inputs.files)
     check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
     yield from changed_since(start, compared["software"])
-
-
-def tell_proof(proof: str | DsftError | None, say: Say) -> None:
-    """Raises it where it is an error."""
-    if isinstance(proof, DsftError):
-        raise proof
-    if proof is not None:
-        say(proof)
-
-
-def if_held(lock: Held, world: World, work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, which writes into the run's folder, once rank 0 has seen that the lock is still held; a
-    collective. Raises on all ranks what `lock.check` does."""
-
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        world.first(lock.check)
-        return work(*args, **kwargs)
-
-    return checked
-
-
-def during(phase: Phase, work: Callable[P, T], memory: MemoryFile) -> Callable[P, T]:
-    """`work`, whose memory counts under `phase`."""
-
-    def measured(*args: P.args, **kwargs: P.kwargs) -> T:
-        memory.enter(phase)
-        result = work(*args, **kwargs)
-        memory.enter("steady")
-        return result
-
-    return measured
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
@@ -188,10 +135,3 @@ def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
         evaluate_saved=spec.checkpoint.keep_best is not None,
         evaluate_first=spec.train.eval_on_start,
     )
-
-
-def trace_of(job: Job, traced: int | None, world: World, say: Say) -> Trace:
-    """Of the step that `--profile` asks for, on rank 0."""
-    if traced is None or world.rank != 0:
-        return lambda step: nullcontext()
-    return StepTrace(job.folder, traced, say)

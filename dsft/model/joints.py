@@ -227,9 +227,10 @@ def _prove(model: PreTrainedModel, joints: Joints) -> None:
 def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Targets' log-probabilities; the gradients of their sum are added to the parameters."""
     ids, positions = _inputs(rows).values()
-    logps = ids
+    carried = ids
     for stage in stages:
-        logps = stage(logps, positions, ids.roll(-1, 1))
+        carried = stage(carried, positions, ids.roll(-1, 1))
+    logps, _ = carried
     weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a sum of all could hide an exchange
     (logps * weights).sum().backward()
     return logps.detach()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,19 @@ from dsft.model.adapter_names import plain_name
 from dsft.model.attention import LONGEST, packed_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.stage import Entry, Exit
+
+
+class Scored(NamedTuple):
+    """What a policy returns for a micro-batch. A named tuple with a dictionary, since DeepSpeed's ZeRO 3
+    looks for tensors in these.
+
+    logps   (B, T) float32: the log-probability of each target, 0 where there is none
+    extras  what else the model computes and a `Term` of the objective may name, such as a router's loss;
+            empty for all models so far
+    """
+
+    logps: Tensor
+    extras: dict[str, Tensor]
 
 
 class Policy(nn.Module):
@@ -59,12 +72,12 @@ class Policy(nn.Module):
         num_targets: int | None = None,
         starts: tuple[int, ...] | None = None,
         borders: Borders | None = None,
-    ) -> Tensor:
+    ) -> Scored | Tensor:
         """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
-        (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale
-        (B, T): of the first stage's embeddings in training; num_targets: how many, where that is known. Gives
-        (B, T) float32 log-probabilities, 0 where there is no target; or, before the last stage, hidden states
-        (B, T, hidden), which the next one takes."""
+        (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale (B,
+        T): of the first stage's embeddings in training; num_targets: how many, where that is known. Gives the
+        targets' log-probabilities; or, before the last stage, hidden states (B, T, hidden), which the next
+        one takes."""
         given: dict[str, Any] = {"input_ids": inputs}
         if self._entry:
             self._entry[0].received = inputs
@@ -75,12 +88,12 @@ class Policy(nn.Module):
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
-            return target_logps(output.logits, targets, self._label_smoothing if self.training else 0.0)
+            smoothing = self._label_smoothing if self.training else 0.0
+            return Scored(target_logps(output.logits, targets, smoothing), {})
         if self._exit:
             return self._exit[0].taken()
         hidden: Tensor = output.last_hidden_state
-        logps: Tensor = self.causal_lm.get_output_embeddings()(hidden, targets, num_targets)
-        return logps
+        return Scored(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;

@@ -9,9 +9,11 @@ cut into micro-batches, accumulation steps, ranks and pipeline stages.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch, Pairs
@@ -20,26 +22,51 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 @dataclass(frozen=True)
 class Term:
     """`count` names the global count that the sum is divided by, e.g. "tokens". metric: the name under which
-    sum ÷ count is reported; with the weight 0 the term is that alone."""
+    sum ÷ count is reported; with the weight 0 the term is that alone. extra: the name of what the policy
+    returns beside the log-probabilities, whose elements are added up; None: the sum is one of
+    `Objective.sums`."""
 
     count: str
     weight: float = 1.0
     metric: str | None = None
+    extra: str | None = None
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`sums(logps, micro_batch)` maps target log-probabilities (B, T) to one differentiable float64
-    scalar per term, in the order of `terms` (detached where the weight is 0); uniform: their gradient by the
-    log-probability of a target is one number for all targets of a micro-batch, which spares the head a
-    computation; of_answers: of preference pairs, the same from the sums (n, 2) of each answer's
-    log-probabilities, None for other objectives; needs_reference: micro_batch.pairs.reference is used."""
+    """What is minimised, and what is reported beside it.
+
+    sums              maps target log-probabilities (B, T) and their micro-batch to one differentiable float64
+                      scalar per term without an extra, in the order of `terms`; detached where the weight
+                      is 0
+    uniform           their gradient by the log-probability of a target is one number for all targets of a
+                      micro-batch, which spares the head a computation
+    label_smoothing   probability mass that the head moves from each target to all tokens alike, in training:
+                      `sums` then gets log-probabilities of the smoothed targets
+    of_answers        of preference pairs, the same as `sums` from the sums (n, 2) of each answer's
+                      log-probabilities; None for other objectives
+    needs_reference   micro_batch.pairs.reference is used
+    """
 
     terms: tuple[Term, ...]
     sums: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
     uniform: bool = False
+    label_smoothing: float = 0.0
     of_answers: Callable[[Tensor, Pairs], tuple[Tensor, ...]] | None = None
     needs_reference: bool = False
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What the terms name."""
+        return tuple(term.extra for term in self.terms if term.extra is not None)
+
+    def term_sums(self, logps: Tensor, extras: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
+        """(n_terms,) float64, differentiable, of what the policy returns for a micro-batch. Raises ValueError
+        for an extra that it does not return."""
+        of_logps = iter(self.sums(logps, micro_batch))
+        return torch.stack(
+            [next(of_logps) if term.extra is None else _extra_sum(term.extra, extras) for term in self.terms]
+        )
 
     def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
         """weight ÷ global count, per term. A count of 0 has only zero sums: the scale is then 0."""
@@ -52,3 +79,43 @@ class Objective:
             for t, total in zip(self.terms, sums, strict=True)
             if t.metric is not None
         }
+
+
+def _extra_sum(name: str, extras: Mapping[str, Tensor]) -> Tensor:
+    if name not in extras:
+        found = ", ".join(extras) or "none"
+        raise ValueError(f"a term reads the policy's extra {name!r}, and the policy returns {found}")
+    return extras[name].double().sum()
+
+
+def evaluation_record(
+    objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
+) -> dict[str, float]:
+    """Loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens or
+    pairs; the exponential of a loss per token beside it.
+
+    sums: (sets, n_terms) over all ranks; counts and names: of each set.
+    """
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    record = means(objective, sums.sum(0), total, "eval")
+    for name, mine, count in zip(names, sums, counts, strict=True):
+        if name is not None:
+            record |= means(objective, mine, count, f"eval/{name}")
+    if objective.of_answers is None:
+        losses = {name: loss for name, loss in record.items() if name.endswith("/loss")}
+        record |= {name.removesuffix("loss") + "perplexity": perplexity(losses[name]) for name in losses}
+    return record
+
+
+def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix: str) -> dict[str, float]:
+    """PREFIX/loss, and PREFIX/NAME of each term that has a name. sums: (n_terms,) over all ranks."""
+    values = sums.tolist()
+    loss = math.fsum(s * total for s, total in zip(objective.scales(counts), values, strict=True))
+    named = {f"{prefix}/{name}": mean for name, mean in objective.metrics(values, counts).items()}
+    return {f"{prefix}/loss": loss} | named
+
+
+def perplexity(loss: float) -> float:
+    return math.inf if loss >= 700 else math.exp(loss)  # of NaN NaN

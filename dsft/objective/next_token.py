@@ -9,9 +9,11 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.objective.api import Objective, Term
 
 
-def next_token() -> Objective:
-    """One term, counted in `tokens`: the targets of the step, over all ranks and micro-batches."""
-    return Objective(terms=(Term("tokens"),), sums=_sums, uniform=True)
+def next_token(label_smoothing: float = 0.0) -> Objective:
+    """One term, counted in `tokens`: the targets of the step, over all ranks and micro-batches. With label
+    smoothing ε it is (1 - ε) times that plus ε times the mean over the vocabulary, as torch's cross_entropy
+    has it."""
+    return Objective(terms=(Term("tokens"),), sums=_sums, uniform=True, label_smoothing=label_smoothing)
 
 
 def _sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:

@@ -225,7 +225,7 @@ def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> 
     """Key, and the rest of the sentence, for each value of the file that is not used."""
     for key in SPEC_DECIDES:
         yield from _differing(key, file.get(key), base.get(key), spec)
-    if spec.train.precision == "fp16":  # the loss scale is dsft's own (engine/scaler.py)
+    if spec.train.precision == "fp16":  # the loss scale is dsft's own (engine/gradients.py)
         yield from _differing("fp16", file.get("fp16"), base["fp16"], spec)
     for key, reason in WITHOUT_EFFECT.items():
         value = file.get(key)

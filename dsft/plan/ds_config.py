@@ -386,7 +386,7 @@ def _offload_parameters(spec: Spec) -> Iterator[Row]:
 
 
 def _offloaded(key: str, offload: Offload, held: str) -> Iterator[Row]:
-    """pin_memory: a run leaves it out where the hosts have no room for it (job/measure.py), in its own file
+    """pin_memory: a run leaves it out where the hosts have no room for it (job/resolve.py), in its own file
     alone."""
     yield "device", offload.device, held
     if offload.nvme_path is not None:

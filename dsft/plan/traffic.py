@@ -189,7 +189,7 @@ def _reference(step: _Step) -> Iterator[Flow]:
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
     """Hidden states to the next stage, their gradient to the one before; and the gradient of an embedding
-    that is the head too, all-reduced over all ranks of the first stage and the last (engine/ties.py)."""
+    that is the head too, all-reduced over all ranks of the first stage and the last (engine/pipeline.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
         yield Flow("hidden states", _neighbours(step, step.stage + 1), times, step.hidden_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Engine
-from dsft.engine.remembered import home_of
+from dsft.engine.partition import home_of
 from dsft.model.adapter_names import is_adapter
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps

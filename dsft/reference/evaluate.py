@@ -18,9 +18,9 @@ from dsft.data.sets.load import HeldOut
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.world import World
-from dsft.loop import Record, evaluation_record
+from dsft.loop import Record
 from dsft.objective.answers import answer_logps
-from dsft.objective.api import Objective
+from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards
 from dsft.reference.api import Refer
 from dsft.reference.recheck import ANSWERS

@@ -54,11 +54,12 @@ def outcome(stages: list[Policy], batch: MicroBatch) -> tuple[Tensor, list[dict[
     carried = batch.input_ids
     for stage in stages:
         carried = stage(carried, batch.position_ids, batch.targets, batch.lengths)
-    (carried * torch.linspace(1, 2, carried.numel()).view_as(carried)).sum().backward()
+    logps, _ = carried
+    (logps * torch.linspace(1, 2, logps.numel()).view_as(logps)).sum().backward()
     gradients = [{n: p.grad for n, p in s.named_trained().items() if p.grad is not None} for s in stages]
     for stage in stages:
         stage.zero_grad()
-    return carried.detach(), gradients
+    return logps.detach(), gradients
 
 
 def summed(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

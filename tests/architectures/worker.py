@@ -146,7 +146,7 @@ def try_packed(spec: Spec) -> None:
 
 
 def score(policy: Policy, batch: MicroBatch) -> Tensor:
-    logps: Tensor = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths)
+    logps: Tensor = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths).logps
     return logps
 
 
@@ -284,7 +284,9 @@ def shared_prompts(folder: Path) -> dict[str, float]:
 
 def answers_of(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensors]:
     batch = batch.to(torch.device("cpu"))
-    logps = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths, starts=batch.starts)
+    logps = policy(
+        batch.input_ids, batch.position_ids, batch.targets, batch.lengths, starts=batch.starts
+    ).logps
     answers = answer_logps(logps, batch)
     weights = torch.arange(1.0, 1.0 + answers.numel(), dtype=answers.dtype).view_as(answers)
     trained = policy.named_trained()

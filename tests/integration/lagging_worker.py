@@ -27,7 +27,7 @@ from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
-from dsft.job.watch import watch_hosts
+from dsft.job.hooks import watch_hosts
 from dsft.launch.environment import detect
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.build import build_model
@@ -154,15 +154,8 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
     watch._lag._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
     hosts.JUDGED_EVERY = 0.0
-    run = Run(
-        world.sum,
-        None,
-        records.append,
-        lambda progress, loss: None,
-        world.world_size,
-        world.rank,
-        watch=watch,
-    )
+    run = Run(world)
+    run.report, run.watch = records.append, watch  # type: ignore[method-assign]
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:
         fit(engine, objective, steps, schedule, run, Progress())

@@ -41,7 +41,7 @@ def trained(compile: bool, checkpointing: bool) -> tuple[list[Tensor], dict[str,
         ids = torch.arange(rows * length).view(rows, length) % 96
         targets = ids.roll(-1, dims=1)
         targets[:, -1] = NO_TARGET
-        found.append(policy(ids, torch.arange(length).repeat(rows, 1), targets))
+        found.append(policy(ids, torch.arange(length).repeat(rows, 1), targets).logps)
         found[-1].sum().backward()
     gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
     return [logps.detach() for logps in found], gradients
@@ -78,7 +78,7 @@ def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         ids = torch.arange(tokens)[None] % 96
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         batch = MicroBatch(ids, positions, ids.roll(-1, dims=1), lengths).to(torch.device("cpu"))
-        found.append(policy(batch.input_ids, *behind_inputs(batch)))
+        found.append(policy(batch.input_ids, *behind_inputs(batch)).logps)
         found[-1].sum().backward()
     gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
     return [logps.detach() for logps in found], gradients

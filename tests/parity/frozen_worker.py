@@ -126,7 +126,7 @@ def whole_scores(spec: Spec, found: list[MicroBatch]) -> list[Tensor]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.train.precision]
     policy = build_model(reference_model(spec), FACTS, SEED, dtype).eval()
     with torch.no_grad():
-        return [policy(b.input_ids, b.position_ids, b.targets) for b in found]
+        return [policy(b.input_ids, b.position_ids, b.targets).logps for b in found]
 
 
 def apart(found: tuple[Tensor, ...], wanted: list[Tensor]) -> float:

@@ -23,7 +23,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dsft.engine.partition import keep_for
-from dsft.engine.ties import find_ties, tie
+from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.plan.layout import Layout

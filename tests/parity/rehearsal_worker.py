@@ -23,7 +23,7 @@ from deepspeed.utils import groups
 
 from dsft.engine import state
 from dsft.engine.build import build_engine
-from dsft.engine.rehearsal import COUNTERS
+from dsft.engine.start import COUNTERS
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.model.build import build_model

@@ -36,7 +36,7 @@ from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine import state
 from dsft.engine.op import load_op
-from dsft.engine.ties import find_ties, tie
+from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.plan.layout import Layout

@@ -24,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_deepspeed_alone_lets_the_copies_drift_apart(found: dict[str, Any]) -> None:
-    """Were this no longer so, the row of spec/rules.py and the reason in engine/ties.py would have to go."""
+    """Were this no longer so, the row of spec/rules.py and the reason in engine/pipeline.py would go."""
     assert found["apart"]["offload"] > 1e-2
 
 

@@ -57,7 +57,7 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
-from dsft.loop import Record, means
+from dsft.loop import Record
 from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -65,7 +65,7 @@ from dsft.model.config import TokenFacts
 from dsft.model.head import Head
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
-from dsft.objective.api import Objective
+from dsft.objective.api import Objective, means
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
@@ -279,7 +279,7 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     """`model`: the plain loop's, at the start."""
     if spec.dpo is None:
         return Task(
-            next_token(),
+            next_token(case.label_smoothing),
             plain.next_token(case.label_smoothing),
             plain.next_token(),
             plain.make_steps,

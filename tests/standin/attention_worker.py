@@ -69,7 +69,7 @@ def packed(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Micro
 
 def run(policy: Policy, batch: MicroBatch) -> None:
     """Forward and backward."""
-    policy(batch.input_ids, *behind_inputs(batch)).sum().backward()
+    policy(batch.input_ids, *behind_inputs(batch)).logps.sum().backward()
     policy.zero_grad(set_to_none=True)
 
 

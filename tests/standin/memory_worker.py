@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
-from dsft.engine.clip import StepClip
+from dsft.engine.gradients import StepClip
 from dsft.engine.partition import keep_for
 from dsft.engine.world import join
 from dsft.launch.environment import detect

@@ -21,7 +21,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World, join
-from dsft.job.watch import watch_hosts
+from dsft.job.hooks import watch_hosts
 from dsft.launch.environment import detect
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.attention import attend_per_segment
@@ -122,17 +122,10 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     engine = build_engine(policy, spec, config, world, objective)
     counting = Counting()
     records: list[Record] = []
-    run = Run(
-        world.sum,
-        None,
-        records.append,
-        lambda progress, loss: None,
-        1,
-        0,
-        watch=watch_hosts(world, lambda line: None),
-        replicas=Replicas(engine.replicated, world, NEVER),
-        mark=counting.mark,
-    )
+    run = Run(world)
+    run.report, run.mark = records.append, counting.mark  # type: ignore[method-assign]
+    run.watch = watch_hosts(world, lambda line: None)
+    run.replicas = Replicas(engine.replicated, world, NEVER)
     schedule = Schedule(LAST, log_every, None, None, lambda step: 1e-3, 3, seed=1)
     steps = Steps(world.device, task == "dpo")
     with inside.waits() as places:

@@ -62,9 +62,15 @@ def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], A
     (base.parent / "rows.jsonl").write_text(json.dumps(rows) + "\n")
     made = spec("sft", {"name_or_path": str(base)}).model_copy(update={"output_dir": str(out)})
     launched = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)
-    job = Job(made, batch_sizes(made.train, 1, made.data, made.task), {}, (), launched,
-              layout(made.parallel, 1), None, ["train.py"])  # fmt: skip
-    lines = describe(job, read_inputs(made, lambda text: None), None)
+    job = Job(
+        spec=made,
+        batch=batch_sizes(made.train, 1, made.data, made.task),
+        config={},
+        launched=launched,
+        layout=layout(made.parallel, 1),
+        command=["train.py"],
+    )
+    lines = describe(job, job.config, read_inputs(made, lambda text: None), None)
     return lines, GenerationConfig.from_pretrained(job.model_folder).eos_token_id
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsft.job import host
+from dsft.job import resolve
 from dsft.job.api import Job
-from dsft.job.host import on_hosts
+from dsft.job.resolve import with_pinned_memory
 from dsft.launch.environment import Launched
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -22,7 +22,7 @@ from dsft.spec.schema import Spec
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1
 
 
-def job(offload: dict[str, Any], kept: frozenset[str] = frozenset()) -> Job:
+def job(offload: dict[str, Any], decided: frozenset[str] = frozenset()) -> Job:
     spec = Spec.model_validate(
         {
             "name": "small",
@@ -37,14 +37,17 @@ def job(offload: dict[str, Any], kept: frozenset[str] = frozenset()) -> Job:
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
     config = deepspeed_config(spec, batch)
-    return Job(spec, batch, config, (), launched, Layout(1, 1, 1), None, (), kept, cut=Cut((1,)))
+    return Job(
+        spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1, 1), decided=decided
+    )
 
 
 def decide(before: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    monkeypatch.setattr(host, "host_memory", lambda: memory)
+    monkeypatch.setattr(resolve, "host_memory", lambda: memory)
     world: Any = SimpleNamespace(stage=0, device=torch.device(device), gather=lambda mine: [mine])
     said: list[str] = []
-    section = on_hosts(before, COUNTED, world, said.append).config["zero_optimization"]
+    config = with_pinned_memory(before, before.config, COUNTED, Cut((1,)), world, said.append)
+    section = config["zero_optimization"]
     return section.get("offload_optimizer", {}).get("pin_memory"), said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from dsft import loop
 from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
 from dsft.engine.api import Fragment, ReadRange, StepResult
 from dsft.errors import NonFiniteError, StoppedError
-from dsft.loop import Progress, Record, Run, Schedule, evaluation_record, fit, seed_step
-from dsft.objective.api import Objective, Term
+from dsft.loop import Progress, Record, Run, Schedule, fit, seed_step
+from dsft.objective.api import Objective, Term, evaluation_record
 
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
 
@@ -56,9 +57,16 @@ class Log:
     saved: list[Progress] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
 
-    def run(self, evaluate: bool = True) -> Run:
-        held_out = (lambda step: {"eval/loss": 1.0}) if evaluate else None
-        return Run(lambda sums: sums, held_out, self.records.append, self.save, world_size=2, rank=0)
+    def run(self, evaluate: bool = True, **methods: Any) -> Run:
+        """methods: in place of the run's own."""
+        run = Logged(self, evaluate)
+        for name, method in methods.items():
+            assert hasattr(run, name), name
+            setattr(run, name, method)
+        return run
+
+    def report(self, record: Record) -> None:
+        self.records.append(record)
 
     def save(self, progress: Progress, held_out_loss: float | None) -> None:
         self.saved.append(progress)
@@ -66,6 +74,17 @@ class Log:
 
     def of(self, key: str) -> list[tuple[float, float]]:
         return [(record["train/global_step"], record[key]) for record in self.records if key in record]
+
+
+class Logged(Run):
+    """On the first of two ranks, of which the other one has nothing."""
+
+    def __init__(self, log: Log, evaluates: bool) -> None:
+        super().__init__(SimpleNamespace(rank=0, world_size=2, sum=lambda sums: sums))
+        self.evaluates, self.report, self.save = evaluates, log.report, log.save  # type: ignore[method-assign]
+
+    def evaluate(self, step: int) -> Record:
+        return {"eval/loss": 1.0}
 
 
 def schedule(**changes: object) -> Schedule:
@@ -86,7 +105,7 @@ def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
 
 def test_a_step_is_trained_on_what_the_reference_said_of_it() -> None:
     said: list[Sequence[MicroBatch]] = []
-    run = replace(Log().run(), refer=lambda micro_batches: said.append(micro_batches) or ())
+    run = Log().run(refer=lambda micro_batches: said.append(micro_batches) or ())
     fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), run, Progress())
     assert said == [()] * 5
 
@@ -191,7 +210,7 @@ def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> No
         return f"a.jsonl:{batch.example_ids[0]} (rank 1)"
 
     log = Log()
-    engine, run = FakeEngine(nonfinite={1, 3}), replace(log.run(), skipped=named)
+    engine, run = FakeEngine(nonfinite={1, 3}), log.run(skipped=named)
     fit(engine, OBJECTIVE, Steps(), schedule(log_every=5, save_every=None), run, Progress())
     assert [step for step, _ in asked] == [2, 4] and all(math.isnan(loss) for _, loss in asked)
     with pytest.raises(NonFiniteError, match=r"2 steps in a row, the last on a\.jsonl:3 \(rank 1\);"):
@@ -205,14 +224,11 @@ class Told(Log):
 
     happened: list[tuple[str, float]] = field(default_factory=list)
 
-    def run(self, evaluate: bool = True) -> Run:
-        def said(record: Record) -> None:
-            self.records.append(record)
-            self.happened.append(
-                ("evaluated" if "eval/loss" in record else "record", record["train/global_step"])
-            )
-
-        return replace(super().run(evaluate), report=said)
+    def report(self, record: Record) -> None:
+        super().report(record)
+        self.happened.append(
+            ("evaluated" if "eval/loss" in record else "record", record["train/global_step"])
+        )
 
     def save(self, progress: Progress, held_out_loss: float | None) -> None:
         super().save(progress, held_out_loss)
@@ -256,7 +272,7 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
 ) -> None:
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
     named = Told()
-    run = replace(named.run(), skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")
+    run = named.run(skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")
     with pytest.raises(NonFiniteError, match="step 3"):
         fit(
             named.engine(nonfinite={1, 2}),
@@ -297,7 +313,7 @@ def test_a_comparison_of_ranks_is_read_before_the_next_step(monkeypatch: pytest.
 
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
     when = schedule(total_steps=3, eval_every=None, save_every=None)
-    fit(checked.engine(), OBJECTIVE, Steps(), when, replace(checked.run(), replicas=Every2()), Progress())
+    fit(checked.engine(), OBJECTIVE, Steps(), when, checked.run(replicas=Every2()), Progress())
     assert checked.happened[:7] == [
         ("step", 1), ("step", 2), ("record", 1), ("checked", 2), ("record", 2), ("step", 3), ("record", 3),
     ]  # fmt: skip
@@ -396,7 +412,7 @@ def asks(*reasons: str | None) -> tuple[Callable[[], Callable[[], str | None]], 
 
 
 def stopped(log: Log, reasons: tuple[str | None, ...], **changes: object) -> str:
-    run = replace(log.run(), ask=asks(*reasons)[0])
+    run = log.run(ask=asks(*reasons)[0])
     with pytest.raises(StoppedError) as raised:
         fit(FakeEngine(), OBJECTIVE, Steps(), schedule(**changes), run, Progress())
     return str(raised.value)
@@ -422,7 +438,7 @@ def test_the_question_is_asked_before_a_step_and_answered_after_it() -> None:
     engine = FakeEngine()
     step = engine.step
     engine.step = lambda *arguments: done.append("step") or step(*arguments)  # type: ignore[method-assign]
-    fit(engine, OBJECTIVE, Steps(), schedule(save_every=None), replace(Log().run(), ask=ask), Progress())
+    fit(engine, OBJECTIVE, Steps(), schedule(save_every=None), Log().run(ask=ask), Progress())
     assert done == ["asked", "step", "answered"] * 5 + ["asked", "answered"]
 
 
@@ -441,7 +457,7 @@ def test_a_stop_at_the_end_leaves_a_finished_run() -> None:
 
 def test_the_loop_says_what_it_begins() -> None:
     said: list[tuple[str, int]] = []
-    run = replace(Log().run(), mark=lambda doing, step: said.append((doing, step)))
+    run = Log().run(mark=lambda doing, step: said.append((doing, step)))
     fit(FakeEngine(), OBJECTIVE, Steps(), schedule(total_steps=2, save_every=None), run, Progress())
     assert said == [
         ("data", 0), ("step", 0), ("data", 1), ("step", 1), ("evaluate", 2), ("save", 2),

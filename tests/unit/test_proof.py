@@ -74,7 +74,7 @@ class Scores:
     def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         self.given += micro_batches
         return tuple(
-            self.policy(b.input_ids, b.position_ids, b.targets, b.lengths, starts=b.starts)
+            self.policy(b.input_ids, b.position_ids, b.targets, b.lengths, starts=b.starts).logps
             for b in micro_batches
         )
 
@@ -276,7 +276,7 @@ def test_an_unknown_scale_is_found_and_the_models_logits_are_taken(
     with own_attention(engine.policy.causal_lm):
         logits = scaled(input_ids=ids, use_cache=False).logits.float()
     with own_attention(engine.policy.causal_lm):
-        found = engine.policy(ids, torch.arange(9)[None], ids)
+        found = engine.policy(ids, torch.arange(9)[None], ids).logps
     expected = logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     torch.testing.assert_close(found, expected)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsft.errors import StorageError
-from dsft.job import swap
+from dsft.job import resolve
 from dsft.job.api import Job
 from dsft.launch.environment import Launched
 from dsft.plan.batch import batch_sizes
@@ -44,7 +44,8 @@ def job(folder: Path) -> Job:
     )
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    return Job(spec, batch, deepspeed_config(spec, batch), (), launched, Layout(1, 1, 1), None, ())
+    config = deepspeed_config(spec, batch)
+    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1, 1))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])
@@ -52,11 +53,12 @@ def test_two_folders_of_one_disk_share_its_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    monkeypatch.setattr(swap, "check_locked", lambda needed: None)
-    monkeypatch.setattr(swap, "_measured", lambda *arguments: {})
+    monkeypatch.setattr(resolve, "check_locked", lambda needed: None)
+    monkeypatch.setattr(resolve, "_measured", lambda *arguments: {})
     world: Any = SimpleNamespace(rank=0, local_rank=0, gather=lambda mine: [mine], each=lambda work: work())
+    before = job(tmp_path)
     if fits:
-        swap.measured_swap(job(tmp_path), COUNTED, world, print)
+        resolve.with_measured_swap(before, before.config, COUNTED, world, print)
         return
     with pytest.raises(StorageError, match="offload_optimizer and offload_parameters"):
-        swap.measured_swap(job(tmp_path), COUNTED, world, print)
+        resolve.with_measured_swap(before, before.config, COUNTED, world, print)

@@ -33,8 +33,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that `main` would run, each with the environment of its moment."""
     found: list[Any] = []
     module: Any = ModuleType("dsft.job")
-    module.Job = lambda *values, **named: values
-    module.run = lambda job: found.append(SimpleNamespace(spec=job[0], environ=dict(os.environ)))
+    module.Job = lambda **named: SimpleNamespace(**named)
+    module.run = lambda job: found.append(SimpleNamespace(spec=job.spec, environ=dict(os.environ)))
     monkeypatch.setitem(sys.modules, "dsft.job", module)
     return found
 

@@ -24,7 +24,7 @@ from dsft.checkpoint.save import save
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError
-from dsft.job.measure import untrained_rows
+from dsft.job.resolve import untrained_rows
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts
@@ -169,8 +169,7 @@ def test_frozen_new_rows_are_warned_of(base: Path, keys: dict[str, Any], told: s
     known = token_facts(tokenizer, added.first_id)
     counted = census_from(take_census(model, known))
     inputs: Any = SimpleNamespace(rows=new_rows(model, known), config=resolve_config(model, known))
-    job: Any = SimpleNamespace(spec=SimpleNamespace(model=model))
-    lines = list(untrained_rows(job, inputs, counted))
+    lines = list(untrained_rows(model, inputs, counted))
     assert [told in line for line in lines] == [True] if told else lines == []
     assert census_from(take_census(model)) == counted
     assert next(p for p in counted.parameters if p.embedding).shape == (260, 16)

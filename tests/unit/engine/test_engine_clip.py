@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsft.engine.clip import StepClip
+from dsft.engine.gradients import StepClip
 from dsft.engine.optimizer import build_optimizer
 from dsft.spec.schema import Optim
 

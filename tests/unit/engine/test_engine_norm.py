@@ -10,10 +10,9 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16 import unfused_optimizer
 from torch import Tensor, nn
 
-from dsft.engine.clip import StepClip
-from dsft.engine.norm import ROW, condensed, install
+from dsft.engine.gradients import ROW, StepClip, condensed, install_norms
 
-install()
+install_norms()
 LARGE = 4_000_000  # elements of which torch's own float32 norm is off by 7e-5
 
 

@@ -222,17 +222,17 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
     rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
     positions = [torch.arange(length)[None] for length in LENGTHS]
     targets = [row.roll(-1, 1) for row in rows]
-    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), LENGTHS)
+    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), LENGTHS).logps
     found = torch.autograd.grad(packed.sum(), parameters, allow_unused=True)
     with own_attention(model):
         assert model.config._attn_implementation == ("eager" if kind == "gemma2" else "sdpa")
-        alone = torch.cat([policy(*row) for row in zip(rows, positions, targets, strict=True)], 1)
+        alone = torch.cat([policy(*row).logps for row in zip(rows, positions, targets, strict=True)], 1)
         expected = torch.autograd.grad(alone.sum(), parameters, allow_unused=True)
     torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
     for mine, other in zip(found, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
-    ignored = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), (TOKENS,))
+    ignored = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), (TOKENS,)).logps
     assert float((ignored - alone).detach().abs().max()) > 1e-2, (
         "this model would not show a border that is crossed"
     )
@@ -249,7 +249,7 @@ def test_other_neighbours_change_nothing(kind: str) -> None:
 
     def scored(rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         targets = torch.cat([row.roll(-1, 1) for row in rows], 1)
-        return policy(torch.cat(rows, 1), positions, targets, LENGTHS).split(LENGTHS, 1)
+        return policy(torch.cat(rows, 1), positions, targets, LENGTHS).logps.split(LENGTHS, 1)
 
     with torch.no_grad():
         before = scored(rows)
@@ -306,14 +306,14 @@ def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpoin
     policy, parameters = Policy(model), list(model.parameters())
     rows, ids, targets, segments = pairs(draw_tokens)
     lengths, starts = (None, None) if in_pipeline else zip(*segments, strict=True)
-    found = policy(ids, positions_of(segments), targets, lengths, starts=starts)
+    found = policy(ids, positions_of(segments), targets, lengths, starts=starts).logps
     weights = torch.randn(len(segments))  # a weight for each answer, as an objective of pairs has
     answers = torch.stack([part.sum() for part in found.split([n for n, _ in segments], 1)])
     gradients = torch.autograd.grad(answers @ weights, parameters, allow_unused=True)
     with own_attention(model):
         alone = torch.stack(
             [
-                policy(row, torch.arange(row.shape[1])[None], aimed(row, prompt)).sum()
+                policy(row, torch.arange(row.shape[1])[None], aimed(row, prompt)).logps.sum()
                 for both, (prompt, *_) in zip(rows, PAIRS, strict=True)
                 for row in both
             ]
@@ -336,7 +336,7 @@ def test_no_answer_sees_another(kind: str) -> None:
     prompts = {2 * n: prompt for n, (prompt, *_) in enumerate(PAIRS)}
 
     def scored(ids: Tensor) -> tuple[Tensor, ...]:
-        return policy(ids, positions_of(segments), targets, lengths, starts=starts).split(lengths, 1)
+        return policy(ids, positions_of(segments), targets, lengths, starts=starts).logps.split(lengths, 1)
 
     with torch.no_grad():
         before = scored(ids)
@@ -357,8 +357,8 @@ def test_eager_keeps_the_models_own_masks() -> None:
     policy = Policy(model)
     rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
     positions = [torch.arange(length)[None] for length in LENGTHS]
-    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(rows, 1), LENGTHS)
-    alone = torch.cat([policy(row, at, row) for row, at in zip(rows, positions, strict=True)], 1)
+    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(rows, 1), LENGTHS).logps
+    alone = torch.cat([policy(row, at, row).logps for row, at in zip(rows, positions, strict=True)], 1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
 
 
@@ -576,7 +576,7 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
         if attention == "auto":
             use(model, VARLEN)
         before = len(varlen_on_cpu.calls)
-        logps = policy(batch.input_ids, *behind_inputs(batch))
+        logps = policy(batch.input_ids, *behind_inputs(batch)).logps
         assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if attention == "auto" else [])
         pull = torch.linspace(0.5, 1.5, logps.numel()).view_as(logps)
         found.append((logps, torch.autograd.grad((logps * pull).sum(), parameters, allow_unused=True)))
@@ -682,7 +682,7 @@ def test_preference_pairs_in_one_call_have_the_loss_and_gradients_of_the_loop(lo
     found = []
     for name in (SEGMENTS, VARLEN):
         use(model, name)
-        sums = objective.sums(policy(batch.input_ids, *behind_inputs(batch)), batch)
+        sums = objective.sums(policy(batch.input_ids, *behind_inputs(batch)).logps, batch)
         found.append((torch.stack(sums), torch.autograd.grad(sums[0], parameters)))
     (loop, of_loop), (one, of_one) = found
     torch.testing.assert_close(one, loop, rtol=1e-6, atol=1e-6)

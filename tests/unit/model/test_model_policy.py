@@ -33,11 +33,14 @@ def stages(number: int, checkpointing: bool = False) -> list[Policy]:
 
 
 def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    *before, last = parts
     carried = ids
-    for part in parts:
+    for part in before:
         carried = part(carried, positions, targets)
         assert carried.is_floating_point()
-    return carried
+    scored = last(carried, positions, targets)
+    assert scored.logps.dtype == torch.float32 and not scored.extras
+    return scored.logps
 
 
 def test_noise_is_uniform_within_alpha_over_the_root_of_length_and_width() -> None:
@@ -71,17 +74,17 @@ def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> No
     ids, positions, targets = batch()
     (policy,) = stages(1)
     scale = torch.full(ids.shape, 5 / 9**0.5)
-    quiet = policy(ids, positions, targets)
-    assert torch.equal(policy.eval()(ids, positions, targets, noise_scale=scale), quiet)
+    quiet = policy(ids, positions, targets).logps
+    assert torch.equal(policy.eval()(ids, positions, targets, noise_scale=scale).logps, quiet)
     policy.train()
-    assert not torch.allclose(policy(ids, positions, targets, noise_scale=scale), quiet, atol=1e-3)
-    silent = policy(ids, positions, targets, noise_scale=0 * scale)
+    assert not torch.allclose(policy(ids, positions, targets, noise_scale=scale).logps, quiet, atol=1e-3)
+    silent = policy(ids, positions, targets, noise_scale=0 * scale).logps
     torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
     first, last = stages(2)
     torch.manual_seed(7)
-    whole = policy(ids, positions, targets, noise_scale=scale)
+    whole = policy(ids, positions, targets, noise_scale=scale).logps
     torch.manual_seed(7)
-    cut = last(first.train()(ids, positions, targets, noise_scale=scale), positions, targets)
+    cut = last(first.train()(ids, positions, targets, noise_scale=scale), positions, targets).logps
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
 
 
@@ -90,8 +93,8 @@ def test_noise_leaves_what_else_a_model_makes_of_its_tokens(kind: str) -> None:
     """Noise of 0 changes nothing, where layers look tokens up a second time too."""
     policy = Policy(small_model(kind)).train()
     ids, positions, targets = batch()
-    quiet = policy(ids, positions, targets)
-    silent = policy(ids, positions, targets, noise_scale=torch.zeros(ids.shape))
+    quiet = policy(ids, positions, targets).logps
+    silent = policy(ids, positions, targets, noise_scale=torch.zeros(ids.shape)).logps
     torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
 
 
@@ -107,7 +110,7 @@ def test_log_probabilities_by_hand() -> None:
 def test_equals_the_logits_of_the_model() -> None:
     ids, positions, targets = batch()
     (policy,) = stages(1)
-    found = policy(ids, positions, targets)
+    found = policy(ids, positions, targets).logps
     logits = policy.causal_lm(input_ids=ids, use_cache=False).logits
     expected = F.log_softmax(logits, -1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     is_target = targets != NO_TARGET
@@ -137,7 +140,7 @@ def test_checkpointing_recomputes_every_layer_of_the_stage() -> None:
             calls[key] += 1
 
         policy.causal_lm.model.layers[2].mlp.register_forward_pre_hook(count)
-        policy.train()(*batch()).sum().backward()
+        policy.train()(*batch()).logps.sum().backward()
     assert calls == {False: 1, True: 2}
 
 
@@ -156,6 +159,6 @@ def test_positions_that_begin_again_are_rows_of_their_own() -> None:
     """As packing will need: no attention across the border, given by position_ids alone."""
     ids, positions, targets = batch()
     (policy,) = stages(1)
-    apart = policy(ids, positions, targets)
-    together = policy(ids.view(1, -1), positions.view(1, -1), targets.view(1, -1))
+    apart = policy(ids, positions, targets).logps
+    together = policy(ids.view(1, -1), positions.view(1, -1), targets.view(1, -1)).logps
     torch.testing.assert_close(together.view(2, 9), apart, rtol=1e-5, atol=0)

@@ -68,7 +68,7 @@ def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
 def plain(policy: Policy, batches: Sequence[MicroBatch], *, dropout: bool) -> Tensor:
     """(n, 2), in the order of the pairs."""
     policy.train(dropout)
-    found = [(b, answer_logps(policy(b.input_ids, b.position_ids, b.targets), b)) for b in batches]
+    found = [(b, answer_logps(policy(b.input_ids, b.position_ids, b.targets).logps, b)) for b in batches]
     numbers = torch.cat([b.pairs.ids for b, _ in found if b.pairs is not None])
     return torch.cat([logps for _, logps in found])[numbers.argsort()]
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
-from dsft.engine.remembered import Remembered
+from dsft.engine.partition import Remembered
 from dsft.errors import CheckpointError, DsftError, MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -69,7 +69,9 @@ class Alone:
         assert self.policy is not None
         with torch.no_grad():
             self.policy.train(training)
-            return tuple(kept(self.policy(b.input_ids, b.position_ids, b.targets), b) for b in micro_batches)
+            return tuple(
+                kept(self.policy(b.input_ids, b.position_ids, b.targets).logps, b) for b in micro_batches
+            )
 
     def remember(self, parameters: Any) -> Remembered:
         return Remembered(SimpleNamespace(zero_optimization_stage=lambda: 0), parameters)

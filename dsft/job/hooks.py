@@ -1,0 +1,225 @@
+"""What a run's loop asks for beside the engine: takes all that was made before the first step, gives the
+loop's `Run` with its evaluation, report, checkpoints and watches."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsft.checkpoint.retain import Retention
+from dsft.checkpoint.save import save
+from dsft.data.sets.dataset import Dataset
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.engine.api import Scorer
+from dsft.engine.replicas import Replicas
+from dsft.engine.waiting import Waiting
+from dsft.engine.world import Agreement, World
+from dsft.errors import DsftError
+from dsft.identity import Identity
+from dsft.inputs import Inputs
+from dsft.job.api import Job, Say
+from dsft.job.build import Built
+from dsft.job.tell import facts_of
+from dsft.launch.stopping import REASONS
+from dsft.loop import Doing, Progress, Record, Run
+from dsft.plan.census import Census
+from dsft.plan.flops import peak_tflops, work
+from dsft.report.hosts import HostWatch, Place
+from dsft.report.memory import Phase
+from dsft.report.memory_file import MemoryFile
+from dsft.report.profile import StepTrace
+from dsft.report.run import Report
+from dsft.system.lock import Held
+
+SHOWN = 8
+"""How many rows a line names."""
+
+
+@dataclass(kw_only=True)
+class Hooks(Run):
+    """A run's answers to its loop.
+
+    compared    what a checkpoint keeps for a resumed run to compare itself with, by the names of `Facts`
+    evaluation  step -> metrics; None where nothing is held out
+    flops       as `Run.mfu`; None where it is not known
+    profile     records the step that --profile asks for
+    latest      the last value of each metric
+    """
+
+    job: Job
+    inputs: Inputs
+    world: World
+    built: Built
+    last_step: int
+    compared: Mapping[str, Identity]
+    lock: Held
+    memory: MemoryFile
+    log: Report
+    evaluation: Callable[[int], Record] | None
+    flops: Callable[[int, int, float], float] | None
+    profile: StepTrace | None
+    watch: HostWatch
+    replicas: Replicas
+    agreement: Agreement
+    latest: Record = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evaluates = self.evaluation is not None
+
+    def evaluate(self, step: int) -> Record:
+        assert self.evaluation is not None, "something is held out"
+        with self._during("evaluation"):
+            return self.evaluation(step)
+
+    def report(self, record: Record) -> None:
+        self.latest.update(record)
+        self.log.metrics(record | self.memory.record())
+
+    def save(self, progress: Progress, held_out_loss: float | None) -> None:
+        """Raises on all ranks what `lock.check` does where another job may write into the run's folder, and
+        what a reference that has changed raises, once the last step's checkpoint says so."""
+        self.world.first(self.lock.check)
+        with self._during("save"):
+            proof = self._proof(progress)
+            unchanged = None if proof is None else isinstance(proof, str)
+            facts = facts_of(
+                self.job, self.inputs, self.compared, progress, held_out_loss, self.built, unchanged=unchanged
+            )
+            engine, kept = self.built.engine, self.job.spec.checkpoint
+            line = save(
+                self.job.folder,
+                engine.owned(),
+                engine.shapes(),
+                facts,
+                self.world,
+                model_files=self.built.model_files,
+                retention=Retention(kept.keep_last, kept.keep_best),
+            )
+            self.log.line(line)
+            if isinstance(proof, DsftError):
+                raise proof
+            if proof is not None:
+                self.log.line(proof)
+
+    def _proof(self, progress: Progress) -> str | DsftError | None:
+        """Whether the reference is what it was at the start, at the end; a collective."""
+        reference = self.built.reference
+        return (
+            reference.unchanged.proof(self.world) if reference and progress.step == self.last_step else None
+        )
+
+    def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:
+        return None if self.flops is None else self.flops(tokens, squared, seconds)
+
+    def trace(self, step: int) -> AbstractContextManager[object]:
+        return nullcontext() if self.profile is None else self.profile(step)
+
+    def refer(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        reference = self.built.reference
+        return micro_batches if reference is None else reference.now(micro_batches)
+
+    def ask(self) -> Callable[[], str | None]:
+        """The answer is the highest of REASONS of all ranks."""
+        reason = self.job.stopping.reason
+        agreed = self.agreement.begin(0 if reason is None else 1 + REASONS.index(reason))
+
+        def answer() -> str | None:
+            number = agreed()
+            return REASONS[number - 1] if number else None
+
+        return answer
+
+    def mark(self, doing: Doing, step: int) -> None:
+        self.job.pulse.mark(doing, step)
+
+    def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+        engine, data = self.built.engine, self.inputs.train
+        why, rows = skipped_rows(engine, data, self.world, batch, micro_batches, loss)
+        self.log.line(f"warning: step {step} was skipped: {why} {rows}")
+        return rows
+
+    @contextmanager
+    def _during(self, phase: Phase) -> Iterator[None]:
+        """Memory counts under `phase` in the block."""
+        self.memory.enter(phase)
+        yield
+        self.memory.enter("steady")
+
+
+def watch_hosts(world: World, say: Say) -> HostWatch:
+    """A collective: every rank tells where it runs."""
+    places = world.gather(Place(socket.gethostname(), world.local_rank, world.stage))
+    return HostWatch(places, world.rank, Waiting(world.device), world.device, say)
+
+
+def mfu_of(
+    job: Job, inputs: Inputs, counted: Census, world: World
+) -> Callable[[int, int, float], float] | None:
+    """`Hooks.flops`: None on a CPU, in fp32 and on a GPU that is not in the table, unless the spec names the
+    peak."""
+    accelerator = job.spec.accelerator
+    peak = accelerator.peak_tflops if accelerator else None
+    if peak is None and world.device.type == "cuda" and job.spec.train.precision != "fp32":
+        peak = peak_tflops(torch.cuda.get_device_name(world.device))
+    if peak is None or world.device.type == "cpu":
+        return None
+    config: Any = inputs.config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return partial(work(counted, width).mfu, peak_tflops=peak * world.world_size)
+
+
+def skipped_rows(
+    engine: Scorer,
+    data: Dataset,
+    world: World,
+    batch: GlobalStep,
+    micro_batches: Sequence[MicroBatch],
+    loss: float,
+) -> tuple[str, str]:
+    """Why a step was not applied, and its rows: those with a loss that is not finite, with the rank that
+    computed each. A loss that is finite, or that is when it is computed again without dropout, names no row;
+    then all of the step's rows are given. A collective; one forward pass where the loss is not finite."""
+    found: list[list[int]] = []
+    if not math.isfinite(loss):
+        found = world.gather(list(_not_finite(engine, data, batch, micro_batches)))
+    if any(found):
+        rows = [f"{data.source(id)} (rank {rank})" for rank, ids in enumerate(found) for id in ids]
+        return "the loss is not finite on", _listed(rows)
+    why = "the gradient is not finite while the loss is, its rows are"
+    if not math.isfinite(loss):
+        why = "the loss is not finite, but is when scored again without dropout, its rows are"
+    return why, _listed([data.source(id) for id in batch.example_ids])
+
+
+def _not_finite(
+    engine: Scorer, data: Dataset, batch: GlobalStep, micro_batches: Sequence[MicroBatch]
+) -> Iterator[int]:
+    """Of this rank's examples those of which a target's log-probability is not finite; none where this rank
+    has no last stage."""
+    scored = engine.score(micro_batches, _faults)
+    for faults, ids, micro_batch in zip(scored, batch.dealt, micro_batches, strict=False):
+        parts: Sequence[Tensor] = ()
+        if ids and micro_batch.lengths is not None:  # packed: one row
+            parts = torch.split(faults[0], data.lengths[list(ids)].tolist())
+        elif ids:
+            parts = faults.view(len(ids), -1).unbind()  # a pair has two rows
+        yield from (id for id, part in zip(ids, parts, strict=True) if bool(part.any()))
+
+
+def _faults(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """(B, T) bool."""
+    return ~torch.isfinite(logps) & (micro_batch.targets != NO_TARGET)
+
+
+def _listed(rows: Sequence[str]) -> str:
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return ", ".join(rows[:SHOWN]) + more

@@ -1,0 +1,229 @@
+"""What a run knows once its hosts and its model have been looked at: takes a job, gives DeepSpeed's
+configuration as it is used, and the cut into pipeline stages.
+
+In two steps: before anything is read, a folder of its own for what it swaps to disks (offload to NVMe); once
+the model is counted, all that follows from its size."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
+from dsft.engine.world import World
+from dsft.inputs import Inputs
+from dsft.job.api import Config, Job, Say
+from dsft.launch.swap import clear_left_over, hold_swap_folder
+from dsft.model.census import take_census
+from dsft.plan.census import Census, Elements, census_from
+from dsft.plan.cut import Cut, cut_of
+from dsft.plan.ds_config import bucket_sizes, sized
+from dsft.plan.memory.offload import (
+    AIO,
+    KEYS,
+    PARAMETER_BUFFER,
+    SECTIONS,
+    has_room,
+    largest_part,
+    locked_bytes,
+    swap_keys,
+    swapped,
+    with_pinning,
+)
+from dsft.spec.schema import Model
+from dsft.system.disk import check_disk, check_locked, check_space
+from dsft.system.host import host_memory
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """config: DeepSpeed's, complete; counted: the model's parameters; cut: of its layers into pipeline
+    stages."""
+
+    config: Config
+    counted: Census
+    cut: Cut
+
+
+def resolve(job: Job, config: Config, inputs: Inputs, world: World, say: Say) -> Resolved:
+    """A collective, before the model is built: counts it, keeps this process on its own cores, and completes
+    the configuration. What a DeepSpeed JSON of the user's decides stays as it is. Raises DsftError."""
+    cuts = job.layout.pipeline_stages > 1
+    counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
+    for line in untrained_rows(job.spec.model, inputs, counted):
+        say(line)
+    config = _with_bucket_sizes(job, config, counted, say)
+    cut = cut_of(job.spec.parallel, counted)
+    if cut.stages > 1:
+        say(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
+    if job.cores is not None:
+        say(job.cores.bind())
+    config = with_pinned_memory(job, config, counted, cut, world, say)
+    return Resolved(with_measured_swap(job, config, counted, world, say), counted, cut)
+
+
+def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[str]:
+    """A warning where embeddings with new rows are frozen: they stay the mean."""
+    if inputs.rows is None:
+        return
+    size = inputs.config.get_text_config().vocab_size
+    frozen = [p for p in counted.parameters if p.layer is None and p.shape[0] == size and not p.trained]
+    modules = [n.rsplit(".", 2)[-2] for p in frozen for n in (p.name, *p.aliases)]
+    if frozen:
+        key = "model.lora.modules_to_save" if model.lora else "model.trainable"
+        named = modules if model.lora else [p.name for p in frozen]
+        yield (
+            f"warning: the new rows of {' and '.join(p.name for p in frozen)} stay the mean, since these are "
+            f"not trained; {key}: [{', '.join(named)}] trains them"
+        )
+
+
+def _with_bucket_sizes(job: Job, config: Config, counted: Census, say: Say) -> Config:
+    """Says each size that a DeepSpeed JSON decides otherwise."""
+    elements = Elements(counted.numel, counted.trained)
+    for key, size in bucket_sizes(elements):
+        given = config["zero_optimization"].get(key)
+        if key in job.decided and given != size:
+            say(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
+    return sized(config, elements, job.decided)
+
+
+# --- page-locked memory -----------------------------------------------------------------------------------
+
+
+def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, world: World, say: Say) -> Config:
+    """With pin_memory as all hosts have room for it, where it is left open."""
+    left_open = tuple(_left_open(job, config))
+    if not left_open:
+        return config
+    if world.device.type == "cpu":
+        value, reason = False, "there is no GPU to copy to"
+    else:
+        mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
+        value, reason = has_room(world.gather((socket.gethostname(), mine, host_memory())))
+    say(f"pin_memory: {str(value).lower()}, {reason}")
+    return with_pinning(config, dict.fromkeys(left_open, value))
+
+
+def _left_open(job: Job, config: Config) -> Iterator[str]:
+    """Sections of the configuration that keep something in the host's memory, where neither the spec nor a
+    DeepSpeed JSON of the user's says whether it is locked."""
+    parallel, zero = job.spec.parallel, config["zero_optimization"]
+    stated = (parallel.offload_optimizer.pin_memory, parallel.offload_parameters.pin_memory)
+    for key, of_spec in zip(SECTIONS, stated, strict=True):
+        is_there = zero.get(key, {}).get("device") == "cpu"
+        if is_there and of_spec is None and key not in job.decided:
+            yield key
+
+
+# --- disks ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
+    """The configuration with folders of this run's own, where it swaps to disks: checked on every host before
+    anything is read or built, cleared of what dead runs have left, removed at the end. Raises DsftError."""
+    keys = swap_keys(job.spec)
+    if not keys:
+        yield job.config
+        return
+    nonce = world.broadcast(f"{job.spec.name}-{secrets.token_hex(4)}")
+    paths = {key: Path(_section(job.config, key)["nvme_path"]).absolute() for key in keys}
+    leads = world.local_rank == 0  # of its host
+
+    def check() -> list[str]:
+        for key, path in paths.items():
+            check_disk(path, f"parallel.{key}.nvme_path")
+        return [line for path in sorted(set(paths.values())) for line in clear_left_over(path)]
+
+    for lines in world.gather(world.each(lambda: check() if leads else [])):
+        for line in lines:
+            say(line)
+    with ExitStack() as held:
+
+        def hold() -> dict[Path, Path]:
+            return {
+                path: held.enter_context(hold_swap_folder(path, nonce, job.folder.absolute()))
+                for path in sorted(set(paths.values()))
+            }
+
+        folders = world.each(hold)
+        config = job.config
+        for key, path in paths.items():
+            config = _with_section(config, key, {"nvme_path": str(folders[path])})
+        yield config
+
+
+def with_measured_swap(job: Job, config: Config, counted: Census, world: World, say: Say) -> Config:
+    """Compares space and lockable memory with what the model needs, measures the disks, and gives the
+    configuration that follows. Raises DsftError."""
+    keys = swap_keys(job.spec)
+    if not keys:
+        return config
+    zero = config["zero_optimization"]
+    needs = swapped(counted, job.spec, job.layout.shards, zero["sub_group_size"])
+    folders = {key: Path(_section(config, key)["nvme_path"]) for key in keys}
+    hosts = world.gather(socket.gethostname())
+    leads = world.local_rank == 0
+    parts = {"offload_optimizer": needs.states, "offload_parameters": needs.parameters}
+
+    def fits() -> None:
+        check_locked(max(needs.locked, MEASURED))
+        ranks = hosts.count(hosts[world.rank])
+        for named in _by_disk(folders) if leads else ():
+            needed = max(ranks * sum(parts[key] for key in named), MEASURED)
+            check_space(folders[named[0]], needed, f"parallel.{' and '.join(named)}.nvme_path")
+
+    world.each(fits)
+    buffer = (
+        _section(config, "offload_parameters").get("buffer_size") if "offload_parameters" in keys else None
+    )
+    if buffer == PARAMETER_BUFFER:
+        size = {"buffer_size": largest_part(counted, job.layout.shards)}
+        config = _with_section(config, "offload_parameters", size)
+    if config["aio"] == AIO:  # else the user's own JSON says how
+        config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, say))}
+    return config
+
+
+def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
+    """The keys, those whose folders share a disk together."""
+    found: dict[int, list[str]] = {}
+    for key, folder in folders.items():
+        found.setdefault(folder.stat().st_dev, []).append(key)
+    return list(found.values())
+
+
+def _measured(folders: list[Path], world: World, leads: bool, say: Say) -> Mapping[str, Any]:
+    """The settings for all disks of all hosts, which their first ranks measure."""
+
+    def measure() -> list[tuple[list[Rates], bool]]:
+        return [rates(folder) for folder in folders] if leads else []
+
+    found = world.each(measure)
+    told = [disk for host in world.gather(found) for disk in host]
+    best = fastest([disk for disk, _ in told])
+    reads, writes = (min(disk[best][way] for disk, _ in told) / 1e9 for way in (0, 1))
+    settings = SETTINGS[best]
+    how = "measured now" if any(now for _, now in told) else "measured at an earlier start"
+    say(
+        f"aio: the slowest of {len(told)} swap disk(s) reads {reads:.2f} GB/s and writes {writes:.2f} GB/s "
+        f"with block_size {settings['block_size']:,}, queue_depth {settings['queue_depth']} and "
+        f"intra_op_parallelism {settings['intra_op_parallelism']} ({how})"
+    )
+    return settings
+
+
+def _section(config: Config, key: str) -> Mapping[str, Any]:
+    section: Mapping[str, Any] = config["zero_optimization"][KEYS[key]]
+    return section
+
+
+def _with_section(config: Config, key: str, values: Mapping[str, Any]) -> Config:
+    zero = config["zero_optimization"]
+    return {**config, "zero_optimization": {**zero, KEYS[key]: {**zero[KEYS[key]], **values}}}
