@@ -174,6 +174,12 @@ class Lines:
             if message is not None:
                 return message
 
+    async def flush(self, seconds: float) -> None:
+        """Until all is written; `seconds` at most."""
+        until, transport = time.monotonic() + seconds, self._writer.transport
+        while transport.get_write_buffer_size() and time.monotonic() < until and not transport.is_closing():
+            await asyncio.sleep(0.01)
+
     def _read(self, line: bytes) -> Message | None:
         before, mark, after = line.partition(MARK)
         message = _parsed(after) if mark else None
@@ -247,6 +253,10 @@ class Channel(Lines):
                 return lines[-1]
         return "no answer" if self.code is None else f"exit code {self.code}"
 
+    def cut(self) -> None:
+        """Kill the process, and let `receive` give None at once."""
+        self._process._transport.close()  # type: ignore[attr-defined]
+
     async def close(self, seconds: float = 2.0) -> None:
         """End it by the end of its input; kill it if it is still there after `seconds`."""
         self._writer.close()
@@ -258,7 +268,7 @@ class Channel(Lines):
             await self._process.wait()
         self._keeping.cancel()
         await asyncio.wait([self._keeping])
-        self._process._transport.close()  # type: ignore[attr-defined]  # pipes that a grandchild still has
+        self.cut()  # pipes that a grandchild still has
 
     async def _keep_errors(self) -> None:
         assert self._process.stderr is not None

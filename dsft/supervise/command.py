@@ -4,6 +4,7 @@ watches it to its end, and starts it again where that was asked for. Gives the e
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shlex
@@ -12,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,23 +23,21 @@ from dsft.launch.launched import master_port
 from dsft.launch.promise import check_hosts
 from dsft.plan.hostfile import parse
 from dsft.plan.promised import load
-from dsft.remote import module_command
+from dsft.remote import Channel, NoAnswer, forwarded
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
-from dsft.supervise.aside import Voice
-from dsft.supervise.attempt import Attempt, Outcome, Requests, Tell, Terms, facts
-from dsft.supervise.logs import HEADING
-from dsft.supervise.parts import TRAIN, World, forwarded, launcher_argv
-from dsft.supervise.status import EVERY, Status, now
-from dsft.supervise.sweep import absent, sweep
-from dsft.supervise.verdict import STOPPED, may_pass
+from dsft.supervise.agent import SILENCE
+from dsft.supervise.attempt import Attempt, Outcome, Requests, Tell, Terms
+from dsft.supervise.output import Status, Voice, now
+from dsft.supervise.verdict import HEADING, STOPPED, may_pass
+from dsft.supervise.world import LAUNCHERS, TRAIN, World
 from dsft.system.lock import hold
 
-AGENT = "dsft.supervise.agent"
-LAUNCHERS = ("deepspeed", "torchrun", "slurm")
 PAUSE = 3.0  # seconds before a new start: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a host which was lost may take to answer again
 SHOWN = 12  # lines of the failed rank's log
+SWEEP = 12.0  # seconds to reach a lost host once more, of which ssh may take 5 to connect
+EVERY = 2.0  # seconds between two status.json
 OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
 """Checks of the doctor about pdsh, its file, and a fixed port: here rank 0's host finds a free one."""
 
@@ -97,17 +95,18 @@ def run(start: Start) -> int:
         raise StorageError(
             f"{start.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
-    with log, hold(start.logs, "launch.lock"), requests() as (asked, wake):
+    with log, hold(start.logs, "launch.lock"):
         voice = Voice(log)
         try:
-            return supervised(start, asked, wake, voice)
+            return asyncio.run(supervised(start, voice))
         finally:
             voice.close()
 
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
     spec = load(path, overrides)
-    launcher = options.launcher or (spec.cluster.launcher if spec.cluster else "deepspeed")
+    is_slurms = spec.cluster is not None and spec.cluster.launcher == "slurm"
+    launcher = options.launcher or ("slurm" if is_slurms else "dsft")
     if launcher not in LAUNCHERS:
         raise SpecError(
             "The command line cannot be used.",
@@ -195,94 +194,96 @@ def examine(start: Start) -> None:
         raise WorldError(f"The run cannot start (--no-doctor goes on all the same):\n{text}")
 
 
-def agent_command(launcher: str, host: str) -> list[str]:
-    """Through srun where Slurm has the hosts: ssh to them may not be allowed."""
-    if launcher == "slurm":
-        module_command(host, AGENT)  # refuses what is no host name
-        step = ["srun", f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered"]
-        return [*step, "--", sys.executable, "-m", AGENT]
-    return module_command(host, AGENT)
-
-
 def dry_run(start: Start) -> Iterator[str]:
     """The exact commands; the address and the port of rank 0 are found when it starts."""
     hidden = start.environ
     first = next(iter(start.world.hosts))
     alone = len(start.world.hosts) == 1
     address = "127.0.0.1" if alone else f"ADDRESS-OF-{first}"
-    for node, (host, slots) in enumerate(start.world.hosts.items()):
-        argv = launcher_argv(start.world, node, address, 0)
-        words = [word.replace("--master_port=0", "--master_port=FREE-PORT") for word in argv]
-        ranks = start.world.ranks[host]
-        yield f"{host}: {slots} process(es), ranks {ranks[0]} to {ranks[-1]}"
-        yield f"  agent   {shlex.join(agent_command(start.world.launcher, host))}"
+    for host, slots in start.world.hosts.items():
+        order = start.world.order(host, address, "FREE-PORT")
+        ranks = f"{order.ranks[0]} to {order.ranks[-1]}"
+        yield f"{host}: {slots} process(es), ranks {ranks}"
+        yield f"  agent   {shlex.join(start.world.agent(host))}"
         yield f"  folder  {start.world.folder}"
-        yield f"  runs    {shlex.join(redact_command(words, hidden))}"
+        yield f"  runs    {shlex.join(redact_command(list(order.argv), hidden))}"
+        if order.environ:
+            place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **order.environ}
+            yield f"  each    {', '.join(f'{name}={value}' for name, value in place.items())}"
     for name, value in sorted(start.environ.items()):
         yield f"  sets    {redact(f'{name}={value}', hidden)}"
     yield f"logs: {start.logs}"
 
 
-def supervised(start: Start, asked: Requests, wake: int, tell: Tell) -> int:
+async def supervised(start: Start, tell: Tell) -> int:
     """All attempts, and what is said at the end."""
-    began, status = now(), Status(start.logs)
-    written = 0.0
-    common = {
+    asked, status = listen(), Status(start.logs)
+    common: dict[str, object] = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": start.again,
-        "launcher": start.world.launcher, "started": began, "restarts": start.options.restarts,
+        "launcher": start.world.launcher, "started": now(), "restarts": start.options.restarts,
     }  # fmt: skip
     attempt, hosts = 1, dict(start.world.hosts)
     try:
         while True:
             world = replace(start.world, job=secrets.token_hex(8), hosts=hosts)
-            facts_of_this = common | {"job": world.job, "hosts": hosts, "attempt": attempt}
-            last = facts_of_this
-
-            def seen(running: Attempt, base: Mapping[str, object] = facts_of_this) -> None:
-                nonlocal written, last
-                if time.monotonic() >= written + EVERY:
-                    written = time.monotonic()
-                    last = {**base, **facts(running), "exit_code": None, "error": None}
-                    status.put(last)
-
-            outcome = one_attempt(start, world, asked, wake, tell, seen)
+            running = Attempt(world, terms(start), asked, tell)
+            facts = common | {"job": world.job, "hosts": hosts, "attempt": attempt}
+            outcome, left = await one_attempt(start, running, status, facts)
             again = wants_another(outcome, attempt, start, asked)
-            if again:
-                found = reachable(start, outcome, asked)
-                again = found is not None
-                hosts = found or hosts
-            if not again:
+            found = await reachable(start, outcome, asked) if again else None
+            if found is None:
                 break
-            attempt += 1
+            hosts, attempt = found, attempt + 1
             count = f"restart {attempt - 1} of {start.options.restarts}"
             tell(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
-            time.sleep(PAUSE)
-        for line in ending(start, outcome):
+            await asyncio.sleep(PAUSE)
+        for line in ending(start, outcome, left):
             tell(line)
         error = outcome.failure.text() if outcome.failure else None
-        status.put({**last, "state": "ended", "exit_code": outcome.code, "error": error})
+        end = {"state": "ended", "exit_code": outcome.code, "error": error}
+        status.put({**facts, **running.facts(), **end})
         return outcome.code
     finally:
         status.close()
 
 
-def one_attempt(
-    start: Start, world: World, asked: Requests, wake: int, tell: Tell, seen: Callable[[Attempt], None]
-) -> Outcome:
-    spec, commands = start.spec, {host: agent_command(world.launcher, host) for host in world.hosts}
-    cluster = spec.cluster
-    terms = Terms(
-        start.environ,
-        cluster.hang_timeout if cluster else None,
-        (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME"),
-        start.port,
-    )
+def listen() -> Requests:
+    """Signals are counted from now on."""
+    asked, loop = Requests(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            loop.add_signal_handler(number, asked.take, number)
+    return asked
+
+
+def terms(start: Start) -> Terms:
+    cluster = start.spec.cluster
+    interface = (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME")
+    return Terms(start.environ, cluster.hang_timeout if cluster else None, interface, start.port)
+
+
+async def one_attempt(
+    start: Start, running: Attempt, status: Status, facts: Mapping[str, object]
+) -> tuple[Outcome, list[str]]:
+    """Its outcome, and what may be left on hosts that were lost."""
+    world = running.world
+
+    async def report() -> None:
+        while True:
+            status.put({**facts, **running.facts(), "exit_code": None, "error": None})
+            await asyncio.sleep(EVERY)
+
     where = ", ".join(f"{host} {slots}" for host, slots in world.hosts.items())
     count = sum(world.hosts.values())
-    tell(f"launching {spec.name}: {count} process(es) ({where}) by {world.launcher}; logs: {world.logs}")
-    outcome = Attempt(world, commands, terms, asked, tell, seen).run(wake)
-    left = sweep(world, outcome.lost, commands) if outcome.lost else []
-    return replace(outcome, left=tuple(left))
+    running.tell(
+        f"launching {start.spec.name}: {count} process(es) ({where}) by {world.launcher}; logs: {world.logs}"
+    )
+    reporting = asyncio.create_task(report())
+    try:
+        outcome = await running.run()
+    finally:
+        reporting.cancel()
+    return outcome, await sweep(world, outcome.lost)
 
 
 def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests) -> bool:
@@ -290,7 +291,7 @@ def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests)
     return failed and not asked.stops and attempt <= start.options.restarts
 
 
-def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
+async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
     """The hosts of the next start: all that were promised, once they answer; those that do, where the spec's
     cluster.min_hosts allows so few. None where they are too few for RETURN seconds, or a stop was asked for
     meanwhile."""
@@ -298,21 +299,56 @@ def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int]
     if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
         return dict(promised)
     fewest = (cluster.min_hosts if cluster else None) or len(promised)
-    commands = {host: agent_command(start.world.launcher, host) for host in promised}
     until = time.monotonic() + RETURN
     while True:
-        silent = absent(commands)
+        silent = await absent(start.world)
         answering = {host: slots for host, slots in promised.items() if host not in silent}
         if len(answering) >= fewest:
             return answering
         if time.monotonic() > until or asked.stops:
             return None
-        time.sleep(PAUSE)
+        await asyncio.sleep(PAUSE)
 
 
-def ending(start: Start, outcome: Outcome) -> Iterator[str]:
+async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
+    """End what lost hosts still run of a job, by a second agent that only kills. Gives what is not known to
+    have ended, in words."""
+    names = list(hosts)
+    left = await asyncio.gather(*(_left(world.agent(host), world.job_of(host)) for host in names))
+    unknown = (
+        "cannot be asked whether processes are left; they end themselves "
+        f"{SILENCE:.0f} seconds after they heard of us last"
+    )
+    return [
+        f"{host}: {unknown if count is None else f'{count} process(es) could not be killed'}"
+        for host, count in zip(names, left, strict=True)
+        if count != 0
+    ]
+
+
+async def absent(world: World) -> list[str]:
+    """Hosts whose agent does not answer."""
+    left = await asyncio.gather(*(_left(world.agent(host), "none") for host in world.hosts))
+    return [host for host, count in zip(world.hosts, left, strict=True) if count is None]
+
+
+async def _left(argv: list[str], job: str) -> int | None:
+    """Processes of the job that could not be killed; None where nobody answers."""
+    try:
+        async with asyncio.timeout(SWEEP), await Channel.open(argv, {}) as channel:
+            channel.send({"sweep": job})
+            while (message := await channel.receive()) is not None:
+                if "end" in message:
+                    return int(message["end"])
+    except (NoAnswer, TimeoutError):
+        pass
+    return None
+
+
+def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
+    """left: what may still run on hosts that were lost."""
     folder = start.logs.parent
-    for text in outcome.left:
+    for text in left:
         yield f"warning: {text}"
     failure = outcome.failure
     if failure is not None:
@@ -322,7 +358,8 @@ def ending(start: Start, outcome: Outcome) -> Iterator[str]:
             for line in [line for line in failure.lines if not line.startswith(HEADING)][-SHOWN:]:
                 yield f"[{where}] {line}"
         log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
-        yield f"its log: {start.logs / log}; all logs: {start.logs}"
+        own = f"its log: {start.logs / log}; " if (start.logs / log).exists() else ""
+        yield f"{own}all logs: {start.logs}"
         if outcome.stacks:
             yield f"stacks: {', '.join(str(start.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
     if outcome.code == 0:
@@ -339,24 +376,3 @@ def newest_checkpoint(folder: Path) -> Path | None:
     found = [path.parent for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")]
     steps = [path for path in found if path.name.removeprefix("step-").isdecimal()]
     return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
-
-
-@contextmanager
-def requests() -> Iterator[tuple[Requests, int]]:
-    """Signals, counted, and a descriptor that can be read when one has come."""
-    asked = Requests()
-    readable, writable = os.pipe()
-    for end in (readable, writable):
-        os.set_blocking(end, False)
-    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    numbers = [number for number in every if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
-    before = [signal.signal(number, lambda found, _: asked.take(found)) for number in numbers]
-    old = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    try:
-        yield asked, readable
-    finally:
-        signal.set_wakeup_fd(old)
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        os.close(readable)
-        os.close(writable)

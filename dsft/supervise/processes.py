@@ -1,5 +1,5 @@
 """The processes of a job on this host: found by the variable DSFT_JOB, which each inherits, and ended. Reads
-/proc; kills processes that have the variable, and no others.
+/proc; kills processes that have the variable, or that one of them started, and no others.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ def job_processes(job: str) -> list[int]:
     return [pid for pid in sorted(pids) if pid != own and wanted in environment_of(pid) and is_alive(pid)]
 
 
-def kill_job(job: str, leader: int | None = None) -> list[int]:
-    """SIGKILL to all of them, and to the descendants of `leader` where it lives, until none is left. Those
-    that are left after GONE seconds (in the kernel, waiting for a disk that does not answer)."""
+def kill_job(job: str, leaders: Iterable[int] = ()) -> list[int]:
+    """SIGKILL to all of them, and to the descendants of `leaders`, until none is left. Gives those that are
+    left after GONE seconds (in the kernel, waiting for a disk that does not answer)."""
     deadline = time.monotonic() + GONE
     while True:
-        found = {*job_processes(job), *_descendants(leader)}
-        _kill(found)
+        found = {*job_processes(job), *(pid for leader in leaders for pid in _descendants(leader))}
+        for pid in found:
+            send(pid, signal.SIGKILL)
         if not found or time.monotonic() > deadline:
             return sorted(found)
         time.sleep(0.05)
+
+
+def send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def environment_of(pid: int) -> list[bytes]:
@@ -41,19 +47,6 @@ def environment_of(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return []
-
-
-def variable(pid: int, name: str) -> str | None:
-    prefix = f"{name}=".encode()
-    values = [entry[len(prefix) :] for entry in environment_of(pid) if entry.startswith(prefix)]
-    return values[0].decode(errors="surrogateescape") if values else None
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children()]
-    except psutil.Error:
         return []
 
 
@@ -67,8 +60,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def code_of_ended(pid: int) -> int | None:
-    """The exit code, or the negative number of the signal, of a process that has ended and that its parent
-    has not asked about yet; None where the parent was quicker. proc(5): the last field of its `stat`."""
+    """The exit code, or the negative number of the signal, of another process's child that has ended; None
+    where its parent has asked for it already. proc(5): the last field of its `stat`."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
 
@@ -81,16 +74,8 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _descendants(leader: int | None) -> list[int]:
+def _descendants(leader: int) -> list[int]:
     try:
-        return (
-            [] if leader is None else [child.pid for child in psutil.Process(leader).children(recursive=True)]
-        )
+        return [child.pid for child in psutil.Process(leader).children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)

@@ -1,24 +1,46 @@
-"""What failed first, and the exit code of the whole: takes failures in the order in which they were heard of,
-gives the one that the others follow from. Pure.
+"""What is wrong with a run: which rank hangs, what failed first, and the exit code of the whole. Takes
+heartbeats, the ends of logs, and failures in the order in which they were heard of. Pure.
 """
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from dsft.supervise.logs import is_consequence
 
 STOPPED = 75
 HUNG = 124
 WORLD = 69
+HEADING = "--- rank "  # of a start, in a rank's log: dsft/launch/pulse.py
 
 Kind = Literal["rank", "launcher", "host", "hang"]
 
 NOT_AGAIN = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
 """Exit codes that a second start would end with too: see dsft/errors.py."""
+
+AT_WORK = frozenset({"data", "step", "evaluate", "save"})
+"""Phases of the loop, each of which a rank begins again and again; in others (a load, an export) one may
+take as long as it takes, and the pulse alone shows life."""
+
+CONSEQUENCES = (
+    r"[Cc]onnection (?:was )?(?:closed|reset|refused)",
+    r"closed by peer",
+    r"[Bb]roken pipe",
+    r"remote process (?:has )?exited",
+    r"NCCL (?:communicator was aborted|operation timed out)",
+    r"ncclRemoteError|ncclSystemError|unhandled system error",
+    r"[Tt]imed out (?:waiting|after)",
+    r"[Ss]ocket [Tt]imeout",
+    r"Application timeout caused pair closure",
+    r"TCPStore",
+    r"has ended before its time",  # dsft/job/together.py
+    r"which started this run, is gone",  # dsft/launch/ancestors.py
+)
+"""What a rank says when another one, or its host, is gone: by gloo, NCCL, torch's store, and dsft's own."""
+
+_CONSEQUENCE = re.compile("|".join(CONSEQUENCES))
 
 
 @dataclass(frozen=True)
@@ -88,15 +110,70 @@ def may_pass(failure: Failure, code: int) -> bool:
     return code not in NOT_AGAIN
 
 
-def shell_code(code: int) -> int:
-    """Of a process's own: a signal's negative number becomes 128 + it, also as a launcher hands it on
-    (sys.exit(-9) ends with 247)."""
-    if code < 0:
-        return 128 - code
-    return 128 + 256 - code if code > 256 - 32 else code
-
-
 def ended_with(code: int | None) -> str:
     if code is None:
         return "ended, with an exit code that nobody saw"
     return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+
+
+def is_consequence(text: str) -> bool:
+    return _CONSEQUENCE.search(text) is not None
+
+
+def error_in(lines: Sequence[str]) -> str | None:
+    """The sentence of the last error that they tell: dsft's own `error: …`, else the last line of a
+    traceback."""
+    told = [line for line in lines if re.match(r"(?:dsft/train\.py: )?error: ", line)]
+    if told:
+        return re.sub(r"^(?:dsft/train\.py: )?error: ", "", told[-1])
+    starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if not starts:
+        return None
+    indent = lines[starts[-1]].partition("Traceback")[0]  # torchrun's prefix, or none
+    for line in lines[starts[-1] + 1 :]:
+        text = line.removeprefix(indent)
+        if text and not text[0].isspace():
+            return text
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one rank. silent, idle: seconds since its last pulse, and since its last progress."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None
+    phase: str
+    silent: float
+    idle: float
+
+
+def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
+    """Those without a pulse for `limit` seconds. Where some rank has made no progress for as long, already
+    those that miss pulses: the others wait for them, and what is known of each is up to two seconds old. Else
+    those without progress, the least far first: a rank that has gone further waits for them."""
+    ranks = list(ranks)
+    idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
+    silent = [each for each in ranks if each.silent > (_missing(limit) if idle else limit)]
+    if silent:
+        return sorted(silent, key=lambda each: -each.silent)
+    least = min((each.step or 0 for each in idle), default=0)
+    return [each for each in idle if (each.step or 0) == least]
+
+
+def _missing(limit: float) -> float:
+    """Seconds without a pulse, which comes every second, that a rank does not have which only waits."""
+    return min(10.0, limit / 2)
+
+
+def sentence(found: list[Seen], limit: float) -> str:
+    first = found[0]
+    if first.silent > _missing(limit):
+        what = f"has given no sign of life for {first.silent:.0f} seconds"
+    else:
+        what = f"has made no progress for {first.idle:.0f} seconds"
+    others = "" if len(found) == 1 else f", nor rank(s) {', '.join(str(each.rank) for each in found[1:])}"
+    late = ", and others no progress for longer" if _missing(limit) < first.silent <= limit else ""
+    return f"{what}{others}{late} (cluster.hang_timeout {limit:g}); it was at {first.phase}"

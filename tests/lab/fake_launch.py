@@ -9,21 +9,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dsft.supervise import command, parts
-from dsft.supervise.parts import World
+from dsft.supervise import command
 
 RESTARTS = int(os.environ.get("FAKE_RESTARTS", "0"))
 FAKES = Path(__file__).resolve().parent.parent / "unit" / "supervise"
 
 
-def argv(world: World, node: int, address: str, port: int) -> list[str]:
-    ranks = list(world.ranks.values())[node]
-    counts = (ranks[0], len(ranks), sum(world.hosts.values()))
-    return [sys.executable, str(FAKES / "fake_launcher.py"), *map(str, counts), *world.program]
-
-
 if __name__ == "__main__":
-    parts.launcher_argv = argv
     start = command.prepared(Path(sys.argv[1]), tuple(sys.argv[2:]), command.Options(restarts=RESTARTS))
     world = replace(start.world, program=(str(FAKES / "fake_rank.py"), "6000"))
     sys.exit(command.run(replace(start, world=world)))

@@ -16,6 +16,7 @@ import pytest
 
 from dsft.errors import WorldError
 from dsft.remote import ROOT, Channel, NoAnswer, forwarded, is_this_machine, module_command
+from dsft.spec.schema import Cluster
 
 SERVER = """
 import os, sys, time
@@ -96,6 +97,7 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     given = {"WANDB_API_KEY": "a\nsecret $(id)", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
     async def talk() -> tuple[dict[str, Any], list[str]]:
@@ -107,7 +109,8 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
     found, said = asyncio.run(talk())
     assert found["environ"]["WANDB_API_KEY"] == given["WANDB_API_KEY"]
     assert str(tmp_path) in found["path"]
-    assert not {"RANK", "SLURM_PROCID"} & set(found["environ"])
+    assert not {"RANK", "SLURM_PROCID"} & set(found["environ"]) and found["environ"]["SLURM_JOB_ID"] == "7"
+    assert found["environ"]["PATH"].startswith(f"{Path(sys.executable).parent}{os.pathsep}")
     assert said == ['{"a": "banner"} and half a line', "printed by the work"]
     assert wait_gone(found["pid"])
 
@@ -196,7 +199,10 @@ def test_one_list_says_which_variables_other_hosts_get() -> None:
     assert set(forwarded(environ, None)) == {
         "HF_TOKEN", "NCCL_DEBUG", "PYTHONPATH", "MLFLOW_URI", "OMP_NUM_THREADS",
     }  # fmt: skip
-    assert forwarded(dict(os.environ), None).items() <= dict(os.environ).items()
+    cluster = Cluster(hosts={"a": 1}, interface="e0", env={"NCCL_DEBUG": "WARN", "AWS_REGION": "x"})
+    assert forwarded({"NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "s"}, cluster) == {
+        "NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "e0", "GLOO_SOCKET_IFNAME": "e0", "AWS_REGION": "x",
+    }  # fmt: skip
 
 
 def test_slurm_starts_a_module_as_one_more_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -11,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from dsft.remote import module_command
-from dsft.supervise import parts
 from dsft.supervise.attempt import Attempt, Outcome, Requests, Terms
-from dsft.supervise.parts import World
 from dsft.supervise.processes import job_processes, kill_job
+from dsft.supervise.world import AGENT, World
 from tests.launching import LATE
 
 HERE = Path(__file__).parent
@@ -23,21 +23,23 @@ HERE = Path(__file__).parent
 class Started:
     """An attempt in a thread. `hosts`: names of this machine, each with its ranks."""
 
-    def __init__(self, folder: Path, program: list[str], hosts: dict[str, int], hang_timeout: float | None):
+    def __init__(
+        self, folder: Path, program: list[str], hosts: dict[str, int], hang_timeout: float | None, by: str
+    ):
         self.job = f"test{os.getpid()}{id(self):x}"
         self.lines: list[str] = []
         self.requests = Requests()
         words = (str(HERE / "fake_rank.py"), *program)
-        self.world = World("deepspeed", hosts, words, str(folder), str(folder / "logs"), self.job)
-        commands = {host: module_command("localhost", "dsft.supervise.agent") for host in hosts}
+        self.world = World(by, hosts, words, str(folder), str(folder / "logs"), self.job)
         terms = Terms({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
-        self.attempt = Attempt(self.world, commands, terms, self.requests, self.lines.append)
+        agent = module_command("localhost", AGENT)
+        self.attempt = Attempt(self.world, terms, self.requests, self.lines.append, lambda host: agent)
         self._outcome: Outcome | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        self._outcome = self.attempt.run()
+        self._outcome = asyncio.run(self.attempt.run())
 
     def outcome(self, timeout: float = LATE) -> Outcome:
         self._thread.join(timeout)
@@ -59,18 +61,25 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    def argv(world: World, node: int, address: str, port: int) -> list[str]:
-        ranks = list(world.ranks.values())[node]
-        counts = (ranks[0], len(ranks), sum(world.hosts.values()))
-        return [sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *world.program]
+    own = World._argv
 
-    monkeypatch.setattr(parts, "launcher_argv", argv)
+    def argv(world: World, host: str, address: str, port: int | str) -> tuple[str, ...]:
+        if world.launcher == "dsft":
+            return own(world, host, address, port)
+        ranks = world.ranks[host]
+        counts = (ranks[0], len(ranks), sum(world.hosts.values()))
+        return sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *world.program
+
+    monkeypatch.setattr(World, "_argv", argv)
     started: list[Started] = []
 
     def begin(
-        *program: str, hosts: dict[str, int] | None = None, hang_timeout: float | None = None
+        *program: str,
+        hosts: dict[str, int] | None = None,
+        hang_timeout: float | None = None,
+        by: str = "dsft",
     ) -> Started:
-        started.append(Started(tmp_path, list(program), hosts or {"one": 1, "two": 2}, hang_timeout))
+        started.append(Started(tmp_path, list(program), hosts or {"one": 1, "two": 2}, hang_timeout, by))
         return started[-1]
 
     yield begin

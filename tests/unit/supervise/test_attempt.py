@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dsft.remote import module_command
 from dsft.supervise.attempt import Attempt, Requests
+from dsft.supervise.command import sweep
 from dsft.supervise.processes import environment_of
+from dsft.supervise.world import AGENT, World
 from tests.launching import LATE, allowed
 from tests.unit.supervise.conftest import Start
 
@@ -25,9 +29,10 @@ def pulsing(attempt: Attempt) -> bool:
     return all(rank.pulse for rank in attempt.ranks.values())
 
 
-def test_all_is_well(start: Start) -> None:
+@pytest.mark.parametrize("by", ["dsft", "deepspeed"])
+def test_all_is_well(start: Start, by: str) -> None:
     words = ["a b", "$(touch x)", "'", '"', "`id`", "\n", "é", "--x=;rm", "*", "\\", ""]
-    job = start("5", *words)
+    job = start("5", *words, by=by)
     outcome = job.outcome()
     assert outcome.code == 0 and outcome.failure is None
     assert [line for line in job.lines if line.startswith("step")] == [f"step {n}" for n in range(1, 6)]
@@ -38,8 +43,9 @@ def test_all_is_well(start: Start) -> None:
             assert f"--- rank {rank} of 3" in file.read()
 
 
-def test_a_killed_rank_ends_all(start: Start) -> None:
-    job = start("600", "2:15:kill")
+@pytest.mark.parametrize("by", ["dsft", "deepspeed"])
+def test_a_killed_rank_ends_all(start: Start, by: str) -> None:
+    job = start("600", "2:15:kill", by=by)
     outcome = job.outcome()
     assert outcome.code == 137 and outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.host) == (2, "two")
@@ -53,8 +59,25 @@ def test_the_first_real_error_is_told_and_not_what_follows(start: Start) -> None
     assert outcome.failure.text() == "rank 1 on two, step 5: a row is bad"
 
 
-def test_the_ranks_own_code(start: Start) -> None:
-    assert start("600", "1:2:66").outcome().code == 66
+@pytest.mark.parametrize("by", ["dsft", "deepspeed"])
+def test_the_ranks_own_code(start: Start, by: str) -> None:
+    assert start("600", "1:2:66", by=by).outcome().code == 66
+
+
+def test_a_rank_that_fails_before_its_first_line_is_told_with_what_it_printed(start: Start) -> None:
+    job = start("no number")
+    outcome = job.outcome()
+    assert outcome.code == 1 and outcome.failure is not None
+    assert outcome.failure.kind == "rank" and (outcome.failure.message or "").startswith("ValueError: ")
+    assert not list(Path(job.world.logs).glob("launcher-*")), "there is no launcher"
+
+
+def test_one_process_a_rank_and_the_agents_are_all_that_runs(start: Start) -> None:
+    job = start("600")
+    until(lambda: pulsing(job.attempt))
+    assert sorted(job.left()) == sorted(rank.pid for rank in job.attempt.ranks.values() if rank.pid)
+    job.requests.take(signal.SIGTERM)
+    assert job.outcome().code == 75
 
 
 def test_a_secret_reaches_the_ranks_and_nothing_else(start: Start) -> None:
@@ -159,15 +182,26 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
         assert "fake_rank.py" in file.read()
 
 
-def test_a_killed_agent_is_told_and_its_ranks_can_be_swept(start: Start) -> None:
-    from dsft.supervise.sweep import sweep
-
+def test_a_killed_agent_is_told_and_its_ranks_are_gone(start: Start) -> None:
     job = start("600")
     until(lambda: pulsing(job.attempt))
-    os.kill(job.attempt._hosts["two"].process.pid, signal.SIGKILL)
+    agent = job.attempt._hosts["two"].channel
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGKILL)
+    outcome = job.outcome()
+    assert outcome.code == 69 and outcome.lost == ("two",)
+    assert outcome.failure is not None and "killed by signal 9" in outcome.failure.text()
+
+
+def test_what_a_launcher_left_is_swept(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start("600", by="deepspeed")
+    until(lambda: pulsing(job.attempt))
+    agent = job.attempt._hosts["two"].channel
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGKILL)
     job._thread.join(LATE)
     outcome = job._outcome
     assert outcome is not None and outcome.code == 69 and outcome.lost == ("two",)
-    assert outcome.failure is not None and "killed by signal 9" in outcome.failure.text()
-    assert sweep(job.world, outcome.lost, job.attempt._commands) == []
+    monkeypatch.setattr(World, "agent", lambda self, host: module_command("localhost", AGENT))
+    assert asyncio.run(sweep(job.world, outcome.lost)) == []
     assert job.left() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from dsft.errors import WorldError
 from dsft.supervise import command
 from dsft.supervise.attempt import Outcome, Requests
 from dsft.supervise.verdict import Failure
+from dsft.supervise.world import World
 
 ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 
@@ -57,11 +59,15 @@ def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path
 
 def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     start = command.prepared(Path(TWO), (), command.Options(restarts=1))
-    lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), (), 1.0)
+    lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), 1.0)
     asked = Requests(stops=1)
-    monkeypatch.setattr(command, "absent", lambda commands: ["node2"])
+
+    async def absent(world: World) -> list[str]:
+        return ["node2"]
+
+    monkeypatch.setattr(command, "absent", absent)
     began = time.monotonic()
-    assert command.reachable(start, lost, asked) is None
+    assert asyncio.run(command.reachable(start, lost, asked)) is None
     assert time.monotonic() < began + command.PAUSE
 
 

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dsft.supervise.wire import Order
+from dsft.supervise.world import Order
 from tests.unit.plan.hostile import argument, armed
 
 QUICK = settings(
@@ -29,13 +30,14 @@ def test_an_order_arrives_as_it_was_given(
     folder = tmp_path_factory.mktemp("order")
     words, (value,) = armed(texts, folder), armed([greeting], folder)
     argv = ("bash", "-c", RECORD, "record", *words)
-    order = Order("localhost", "job", argv, {"GREETING": value}, str(folder), str(folder / "logs"), ())
+    order = Order("localhost", "job", argv, {"GREETING": value}, str(folder), str(folder / "logs"), (0,))
     agent = subprocess.Popen(
         [sys.executable, "-m", "dsft.supervise.agent"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     try:
         assert agent.stdin is not None
-        agent.stdin.write(json.dumps(order.message()).encode() + b"\n")
+        for message in ({"environ": {}}, {"order": asdict(order)}):
+            agent.stdin.write(b"dsft:" + json.dumps(message).encode() + b"\n")
         agent.stdin.flush()
         assert agent.wait(60) == 0  # its input stays open: an end of it would end what it runs
     finally:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from dsft.supervise.hang import Seen, hung, sentence
-from dsft.supervise.logs import error_in, is_consequence
-from dsft.supervise.verdict import Failure, exit_code, first_cause, may_pass, shell_code
+from dsft.supervise.verdict import (
+    Failure,
+    Seen,
+    error_in,
+    exit_code,
+    first_cause,
+    hung,
+    is_consequence,
+    may_pass,
+    sentence,
+)
 
 PEER = Failure("rank", "one", 1, "RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:1", 0)
 NCCL = Failure("rank", "one", 1, "ncclRemoteError: A call failed possibly due to a network error", 0)
@@ -42,11 +50,6 @@ def test_what_may_pass() -> None:
     assert all(may_pass(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
     assert not may_pass(RAISED, 65)
     assert not may_pass(Failure("rank", "one", 69, "cluster.hosts promises 4 processes"), 69)
-
-
-@pytest.mark.parametrize(("code", "shell"), [(-9, 137), (247, 137), (1, 1), (75, 75), (241, 143), (0, 0)])
-def test_shell_code(code: int, shell: int) -> None:
-    assert shell_code(code) == shell
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""What each host runs: takes the hosts and their slots, the launcher and train.py's own arguments, gives each
+host's order. Pure.
+
+By default the agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …). Under
+`--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, which the commands
+`deepspeed` and `torchrun` start there too (deepspeed/launcher/multinode_runner.py:94).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+from dsft.plan.torchrun import SIGNALS
+from dsft.remote import module_command
+
+AGENT = "dsft.supervise.agent"
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+LAUNCHERS = ("dsft", "deepspeed", "torchrun", "slurm")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a host runs: argv in folder, once for each of its ranks, or once where it is a launcher's
+    (starts_ranks). Its processes are known by `DSFT_JOB=job`. environ: of every rank, beside the host's own.
+    ranks: global, of this host. logs: the folder of rank-N.log."""
+
+    host: str
+    job: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: str
+    logs: str
+    ranks: tuple[int, ...]
+    starts_ranks: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """hosts: host -> slots, in the order of the ranks. program: train.py with its arguments. folder: where it
+    runs, on every host. logs: of the run. launcher: one of LAUNCHERS; slurm: as dsft, through srun."""
+
+    launcher: str
+    hosts: Mapping[str, int]
+    program: tuple[str, ...]
+    folder: str
+    logs: str
+    job: str
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        ends = accumulate(self.hosts.values())
+        return {
+            host: tuple(range(end - slots, end))
+            for (host, slots), end in zip(self.hosts.items(), ends, strict=True)
+        }
+
+    def job_of(self, host: str) -> str:
+        """Each host has its own: two of them may share one machine's processes."""
+        return f"{self.job}.{list(self.hosts).index(host)}"
+
+    def agent(self, host: str) -> list[str]:
+        """The command of its agent."""
+        through: Literal["ssh", "srun"] = "srun" if self.launcher == "slurm" else "ssh"
+        return module_command(host, AGENT, through)
+
+    def order(self, host: str, address: str, port: int | str) -> Order:
+        """address, port: of rank 0."""
+        place = self.job_of(host), self._argv(host, address, port), self._environ(host, address, port)
+        starts_ranks = self.launcher in {"deepspeed", "torchrun"}
+        return Order(host, *place, self.folder, self.logs, self.ranks[host], starts_ranks)
+
+    def _environ(self, host: str, address: str, port: int | str) -> dict[str, str]:
+        if self.launcher in {"deepspeed", "torchrun"}:
+            return {}
+        numbers = {
+            "WORLD_SIZE": sum(self.hosts.values()), "LOCAL_WORLD_SIZE": self.hosts[host],
+            "GROUP_WORLD_SIZE": len(self.hosts), "MASTER_ADDR": address, "MASTER_PORT": port,
+        }  # fmt: skip
+        return {name: str(value) for name, value in numbers.items()}
+
+    def _argv(self, host: str, address: str, port: int | str) -> tuple[str, ...]:
+        node = list(self.hosts).index(host)
+        rendezvous = (f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}")
+        python = (sys.executable, "-u")
+        if self.launcher == "deepspeed":
+            devices = json.dumps({each: list(range(slots)) for each, slots in self.hosts.items()})
+            info = f"--world_info={base64.urlsafe_b64encode(devices.encode()).decode()}"
+            return (
+                *python,
+                "-m",
+                "deepspeed.launcher.launch",
+                info,
+                "--no_local_rank",
+                *rendezvous,
+                *self.program,
+            )
+        if self.launcher == "torchrun":
+            counts = (f"--nnodes={len(self.hosts)}", f"--nproc_per_node={self.hosts[host]}")
+            return *python, "-m", "torch.distributed.run", SIGNALS, *counts, *rendezvous, *self.program
+        return *python, *self.program
+
+
+def address_of(host: str, addresses: Mapping[str, Sequence[str]], interface: str | None) -> str:
+    """Where the other hosts reach it, by its own interfaces: of the one that is named, else the first that is
+    not the loopback; 127.0.0.1 where it has no other."""
+    if interface is not None and addresses.get(interface):
+        return addresses[interface][0]
+    found = [each for listed in addresses.values() for each in listed if not _is_local(each)]
+    if host in found:
+        return host
+    return next((each for each in found if ":" not in each), next(iter(found), "127.0.0.1"))
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith(("127.", "fe80:")) or address == "::1" or "%" in address
