@@ -35,7 +35,7 @@ CONSEQUENCES = (
     r"[Ss]ocket [Tt]imeout",
     r"Application timeout caused pair closure",
     r"TCPStore",
-    r"has ended before its time",  # dsft/job/together.py
+    r"has ended before its time",  # dsft/job/run.py
     r"which started this run, is gone",  # dsft/launch/ancestors.py
 )
 """What a rank says when another one, or its host, is gone: by gloo, NCCL, torch's store, and dsft's own."""
