@@ -2,7 +2,7 @@
 is said, its step, loss and speed, its last checkpoint, and when each rank last gave a sign. Reads files,
 locks and processes of this host; writes nothing, and takes no lock that a run might want.
 
-What it reads: logs/status.json, which `dsft launch` writes every two seconds (dsft/supervise/status.py);
+What it reads: logs/status.json, which `dsft launch` writes every two seconds (dsft/supervise/output.py);
 metrics.jsonl, logs/train.log and checkpoints of any run; the run's lock, whoever started it.
 """
 

@@ -3,6 +3,7 @@ knows every way in. It reads variables and writes none.
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID
     deepspeed     the same five and CROSS_RANK
+    dsft launch   the same five, and DSFT_JOB
     environment   the same five, set by hand or by another program
     mpirun        OMPI_COMM_WORLD_RANK and its like (`dsft.launch.openmpi`)
     srun          SLURM_PROCID and its like in a task of srun (`dsft.launch.slurm`)
@@ -90,8 +91,10 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
             f"{names[0]}={hosts}, {names[1]}={local} and WORLD_SIZE={world_size} contradict each other; "
             "unset what the launcher did not set."
         )
-    launcher = "torchrun" if by_torchrun else "deepspeed" if by_deepspeed else "environment"
-    mark = {"torchrun": ("TORCHELASTIC_RUN_ID",), "deepspeed": ("CROSS_RANK",)}.get(launcher, ())
+    own = "dsft launch" if environ.get(AGENT) else "environment"
+    launcher = "torchrun" if by_torchrun else "deepspeed" if by_deepspeed else own
+    marks = {"torchrun": ("TORCHELASTIC_RUN_ID",), "deepspeed": ("CROSS_RANK",), "dsft launch": (AGENT,)}
+    mark = marks.get(launcher, ())
     slots = (world_size,) if hosts == 1 else None
     told_by = (*mark, *RENDEZVOUS)
     return Launched(

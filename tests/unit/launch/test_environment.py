@@ -51,7 +51,7 @@ def test_the_five_variables_are_read() -> None:
         (SRUN | MPIRUN, "mpirun", "10.77.0.1"),  # mpirun starts its daemons by srun
         (SRUN | FIVE, "environment", "node1"),
         (MPIRUN | FIVE, "environment", "node1"),
-        (SRUN | FIVE | {"WORLD_SIZE": "8", "DSFT_JOB": "x"}, "environment", "node1"),
+        (SRUN | FIVE | {"WORLD_SIZE": "8", "DSFT_JOB": "x"}, "dsft launch", "node1"),
     ],
 )
 def test_every_launcher_tells_the_same_place(environ: dict[str, str], launcher: str, address: str) -> None:
