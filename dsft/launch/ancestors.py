@@ -9,8 +9,8 @@ Watched are the processes above this one up to the outermost launcher that is kn
     torchrun                  rank ← torchrun, and what a ssh without a terminal has above it
     srun, sbatch              rank ← slurmstepd
     mpirun                    rank ← mpirun, or orted on other hosts
-    dsft launch               rank ← dsft's agent (or a launcher, where one was asked for, and then the agent),
-                              which has rules of its own for what is above it
+    dsft launch               rank ← dsft's agent, which has rules of its own for what is above it; under
+                              `--launcher torchrun` rank ← torchrun ← the agent
 
 A shell, a terminal's session or init is never waited for: what was started in the background lives on.
 """

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsft.errors import plain
+from dsft.system.files import atomic_write
 
 WAITING = 20_000  # lines that may wait for a terminal or a disk; of more, the oldest are left out
 PATIENCE = 3.0  # seconds that the end waits for them
@@ -105,9 +106,8 @@ class Status:
         self._writer.close()
 
     def _replace(self, text: str) -> None:
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._path)
+        with atomic_write(self._path) as file:
+            file.write(text.encode())
 
 
 def now() -> str:
