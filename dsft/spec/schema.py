@@ -500,8 +500,10 @@ class Cluster(Section):
     host_memory_gib: float | None = Field(
         default=None, gt=0, description="Memory of each host, in GiB (2^30 bytes), that the run may take."
     )
-    launcher: Literal["deepspeed", "torchrun", "slurm"] = Field(
-        default="deepspeed", description="What starts the processes."
+    launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = Field(
+        default="dsft",
+        description="What starts the ranks under dsft launch: dsft itself, or deepspeed or torchrun on each "
+        "host; slurm: dsft itself, on the hosts of the Slurm job and through srun.",
     )
     hang_timeout: int | None = Field(
         default=None,

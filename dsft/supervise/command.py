@@ -105,8 +105,7 @@ def run(start: Start) -> int:
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
     spec = load(path, overrides)
-    is_slurms = spec.cluster is not None and spec.cluster.launcher == "slurm"
-    launcher = options.launcher or ("slurm" if is_slurms else "dsft")
+    launcher = options.launcher or (spec.cluster.launcher if spec.cluster else "dsft")
     if launcher not in LAUNCHERS:
         raise SpecError(
             "The command line cannot be used.",

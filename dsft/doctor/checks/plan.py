@@ -26,7 +26,7 @@ def folders(seen: Seen) -> Iterator[Finding]:
 def hostfile(seen: Seen) -> Iterator[Finding]:
     """`hostfiles/NAME`, where it is there, says what the spec says."""
     cluster, file = seen.needs.spec.cluster, Path("hostfiles", seen.needs.spec.name)
-    if cluster is None or cluster.launcher != "deepspeed" or not file.is_file():
+    if cluster is None or cluster.launcher not in {"dsft", "deepspeed"} or not file.is_file():
         return
     try:
         hosts = parse(file.read_text(encoding="utf-8"), str(file))
@@ -51,7 +51,7 @@ def programs(seen: Seen) -> Iterator[Finding]:
     cluster = seen.needs.spec.cluster
     if cluster is None or len(cluster.hosts) < 2:
         return
-    program = {"deepspeed": "pdsh", "slurm": "srun"}.get(cluster.launcher)
+    program = {"dsft": "pdsh", "deepspeed": "pdsh", "slurm": "srun"}.get(cluster.launcher)
     if program is None:
         return
     if shutil.which(program) is None:
