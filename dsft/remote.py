@@ -28,14 +28,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from dsft.errors import WorldError
 from dsft.plan.launch import environment
-from dsft.spec.hosts import is_host
-from dsft.spec.schema import Cluster
+
+if TYPE_CHECKING:
+    from dsft.spec.schema import Cluster
 
 Message = dict[str, Any]
 
@@ -111,6 +112,8 @@ def module_command(
 
     Raises WorldError for what is no host name: ssh would read `-o…` as an option, and a shell `$(…)`.
     """
+    from dsft.spec.hosts import is_host  # here: a module that is started needs no pydantic
+
     if not is_host(host):
         raise WorldError(
             f"{host!r} is neither a host name (letters, digits, '-' and '.') nor an IP address; correct it."

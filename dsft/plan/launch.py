@@ -10,8 +10,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
-from dsft.spec.schema import Cluster
+if TYPE_CHECKING:
+    from dsft.spec.schema import Cluster
 
 PORT = 29500  # deepspeed's and torchrun's own default
 

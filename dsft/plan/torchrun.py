@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dsft.plan.launch import PORT, THIS_MACHINE, environment, made_by
-from dsft.spec.schema import Cluster
+
+if TYPE_CHECKING:
+    from dsft.spec.schema import Cluster
 
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """torchrun's option: without it SIGUSR1 is not passed on to the ranks, but kills torchrun."""
