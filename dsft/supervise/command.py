@@ -274,9 +274,8 @@ async def one_attempt(
 
     where = ", ".join(f"{host} {slots}" for host, slots in world.hosts.items())
     count = sum(world.hosts.values())
-    running.tell(
-        f"launching {start.spec.name}: {count} process(es) ({where}) by {world.launcher}; logs: {world.logs}"
-    )
+    by = "" if world.launcher == "dsft" else f" by {world.launcher}"
+    running.tell(f"launching {start.spec.name}: {count} process(es) ({where}){by}; logs: {world.logs}")
     reporting = asyncio.create_task(report())
     try:
         outcome = await running.run()
