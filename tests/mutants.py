@@ -128,7 +128,7 @@ def run(copy: Path, tests: str) -> str:
         os.setsid()
         code = 1
         try:
-            for number, name in enumerate((os.devnull, copy / "said", copy / "said")):
+            for number, name in enumerate((os.devnull, str(copy / "said"), str(copy / "said"))):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
             os.chdir(copy)
             os.environ |= {"PYTHONPATH": str(copy), "DS_ACCELERATOR": "cpu"}

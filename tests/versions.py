@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def check_version(
     where: the module of VERSION. libraries: whose versions are part of the cache's key; with others than the
     file's the test is skipped. DSFT_UPDATE_GOLDEN=1 writes the file, once VERSION is raised.
     """
-    known = {"version": 0, "libraries": {}, "cases": {}}
+    known: dict[str, Any] = {"version": 0, "libraries": {}, "cases": {}}
     if golden.exists():
         known = json.loads(golden.read_text(encoding="utf-8"))
     now = {

@@ -159,7 +159,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:
         fit(engine, objective, steps, schedule, run, Progress())
-    engine._engine.destroy()
+    engine._engine.destroy()  # type: ignore[attr-defined]
     ratios = [record["rel/straggler_ratio"] for record in records if "rel/straggler_ratio" in record]
     return {"said": said, "ratios": ratios, "last": records[-1]}
 

@@ -65,7 +65,7 @@ def test_what_hosts_read_must_be_the_same(
     (hosts[0] / "rows.jsonl").write_text(ROWS * 4)
     spec = SPEC.replace("builtin:quickstart", "rows.jsonl", 1) + f"output_dir: {tmp_path / 'runs'}\n"
     (hosts[0] / "spec.yaml").write_text(spec)
-    shutil.copytree(*hosts)
+    shutil.copytree(hosts[0], hosts[1])
     edit(hosts[1])
     monkeypatch.chdir(hosts[0])
     result = forked(DIFFERING, 2, [str(hosts[1]), "spec.yaml", "model={name_or_path: model}"])

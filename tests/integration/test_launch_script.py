@@ -42,8 +42,8 @@ def start(root: Path, cluster: Cluster, *arguments: str) -> subprocess.Completed
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    path = os.pathsep.join([str(root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = {**os.environ, "PATH": path, "RECORD": str(root), "DS_ACCELERATOR": "cpu", "HOME": str(root)}
+    search = os.pathsep.join([str(root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = {**os.environ, "PATH": search, "RECORD": str(root), "DS_ACCELERATOR": "cpu", "HOME": str(root)}
     script = str(root / "scripts/launch/x.deepspeed.sh")
     return subprocess.run(["bash", script, *arguments], cwd="/", env=environ, capture_output=True, text=True)
 

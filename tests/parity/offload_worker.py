@@ -29,7 +29,7 @@ from dsft.launch.environment import detect
 from dsft.plan.layout import Layout
 
 WORDS, WIDTH, STEPS, MICRO_BATCHES = 31, 8, 3, 2
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "offload": dict(offload=True),  # the one that loses them
     "offload, gradients kept in the type of the weights": dict(offload=True, kept="bf16"),
     "on the device": dict(offload=False),

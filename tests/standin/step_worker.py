@@ -130,7 +130,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     steps = Steps(world.device, task == "dpo")
     with inside.waits() as places:
         fit(engine, objective, steps, schedule, run, Progress())
-    engine._engine.destroy()
+    engine._engine.destroy()  # type: ignore[attr-defined]
     groups.mpu = None
     gc.collect()
     return {

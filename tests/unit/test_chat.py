@@ -232,7 +232,7 @@ def test_an_adapter_takes_its_base_model(export: Path, tmp_path: Path) -> None:
     )
     adapted = peft.get_peft_model(base, config)
     adapted.peft_config["default"].base_model_name_or_path = str(export)
-    adapted.save_pretrained(tmp_path)
+    adapted.save_pretrained(str(tmp_path))
     byte_level_tokenizer().save_pretrained(tmp_path)
     ids = torch.arange(10)[None]
     expected = adapted(ids).logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsft import loop
 from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
-from dsft.engine.api import Fragment, ReadRange, StepResult
+from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.loop import Progress, Record, Run, Schedule, fit, seed_step
 from dsft.objective.api import Objective, Term, evaluation_record
@@ -45,10 +45,10 @@ class FakeEngine:
         total = counts["tokens"] * (5 - n) if applied else math.nan
         return StepResult(torch.tensor([total], dtype=torch.float64), 0.5 if applied else math.inf, applied)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor: ...
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    def owned(self) -> Iterator[Fragment]: ...
-    def load(self, read: ReadRange, applied_steps: int) -> None: ...
+    def _never(self, *given: Any, **named: Any) -> Any:
+        raise AssertionError("the loop does this through the functions of its Run")
+
+    evaluate = load = owned = rehearse = remember = replicated = score = set_loss_scale = shapes = _never
 
 
 @dataclass

@@ -353,7 +353,11 @@ def test_a_loss_over_its_limit_stops_the_run(keys: dict[str, Any], told: str) ->
 
 
 def test_all_limits_are_told_at_once() -> None:
-    keys = {"max_dropped_fraction": 0.0, "max_duplicate_fraction": 0.0, "max_truncated_fraction": 0.0}
+    keys: dict[str, Any] = {
+        "max_dropped_fraction": 0.0,
+        "max_duplicate_fraction": 0.0,
+        "max_truncated_fraction": 0.0,
+    }
     with pytest.raises(DataError) as error:
         loaded(LOSSY, on_bad_row="drop", on_too_long="truncate", **keys)
     assert len(error.value.problems) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +57,7 @@ def naive(given: list[Given], size: int, how: OnTooLong) -> list[Piece]:
     return [piece for piece in pieces if any(piece[1])]
 
 
-def naive_window(ids: list[int], targets: list[bool], size: int, row: int) -> Piece:
+def naive_window(ids: Sequence[int], targets: list[bool], size: int, row: int) -> Piece:
     windows = [(ids[:size], targets[:size])]
     for start in range(1, len(ids)):
         if not has_context(targets, start, size - (ids[0] == BOS), low=int(ids[0] == BOS)):
@@ -249,12 +251,13 @@ def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
 def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
     rows = [(range(n), [True] * n) for n in (3, 9, 4)]
     prints = []
-    for rows_given, how, size in (
+    tried: list[tuple[Any, Any, int]] = [
         (rows, "fill", 5),
         (rows, "fill", 4),
         (rows, "split", 5),
         (rows[::-1], "fill", 5),
-    ):
+    ]
+    for rows_given, how, size in tried:
         source = FakeRows(rows_given)
         prints.append(Dataset((cut_of(source, size, how).examples,)).fingerprint)
         again = FakeRows(rows_given)

@@ -120,7 +120,7 @@ def test_a_template_that_begins_the_text_itself() -> None:
 
 
 def test_a_text_is_trained_on_whole_and_ended_once() -> None:
-    samples = [text("né"), Conversation(ONE_TURN), text("né<|im_end|>")]
+    samples: list[Text | Conversation] = [text("né"), Conversation(ONE_TURN), text("né<|im_end|>")]
     first, conversation, second = Renderer(BYTES).render(samples)
     assert isinstance(first, Rendered) and isinstance(second, Rendered)
     assert isinstance(conversation, Rendered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,7 +46,7 @@ def members(micro_batch: MicroBatch) -> list[int]:
     return [int(row[0]) - 100 for row in micro_batch.input_ids if int(row[0]) != PAD]
 
 
-def targets(micro_batches: tuple[MicroBatch, ...]) -> int:
+def targets(micro_batches: Sequence[MicroBatch]) -> int:
     return sum(int((m.targets != NO_TARGET).sum()) for m in micro_batches)
 
 

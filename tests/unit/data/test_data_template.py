@@ -25,7 +25,7 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, MissingInputError
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -101,7 +101,7 @@ def test_it_is_given_what_transformers_gives() -> None:
         "{{ messages[0] | tojson }}{{ tools | tojson }}{{ documents is none }}"
         "{{ add_generation_prompt }}{{ strftime_now('%Y') | length }}"
     )
-    messages = [{"role": "assistant", "content": None, "thinking": "hm"}]
+    messages: Any = [{"role": "assistant", "content": None, "thinking": "hm"}]
     tokenizer = byte_level_tokenizer()
     for tools in ([], [TOOL]):
         own = tokenizer.apply_chat_template(messages, tools=tools or None, chat_template=text, tokenize=False)

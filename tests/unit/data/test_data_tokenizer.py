@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +56,7 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
     assert read.chat_template == TOKENIZER.chat_template
     assert read.special_tokens_map == TOKENIZER.special_tokens_map
     for tokenizer in (TOKENIZER, read):
-        rendered = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)
+        rendered: Any = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)
         assert tokenizer.decode(rendered["input_ids"]) == (
             "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\nü\n<|im_end|>\n"
         )

@@ -123,9 +123,9 @@ def check(case: str, truth: str, end: str, template: str, tokenizer: PreTrainedT
         assert (rendered.input_ids == end_id).sum() == ends, "what a content spells is no token"
         assert rendered.input_ids[rendered.trained].tolist().count(end_id) == 1
     elif case != "calls":
-        own = tokenizer.apply_chat_template(
-            list(row.messages), tools=list(row.tools) or None, chat_template=template
-        )
+        own_messages: Any = list(row.messages)
+        own_tools: Any = list(row.tools)
+        own = tokenizer.apply_chat_template(own_messages, tools=own_tools or None, chat_template=template)
         assert rendered.input_ids.tolist() == own["input_ids"]
 
 

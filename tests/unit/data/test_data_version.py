@@ -126,7 +126,7 @@ def files(folder: Path) -> None:
 
 def sentencepiece(path: Path, *, byte_fallback: bool, model_type: int) -> None:
     """A small model, written without training one."""
-    model = spm_proto.ModelProto()
+    model: Any = spm_proto.ModelProto()  # type: ignore[attr-defined]
     model.trainer_spec.model_type = model_type
     model.trainer_spec.byte_fallback = byte_fallback
     model.normalizer_spec.remove_extra_whitespaces = False

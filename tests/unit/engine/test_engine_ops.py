@@ -282,7 +282,7 @@ def test_a_ninja_that_outlives_its_python_is_waited_for(tmp_path: Path, told: li
     lock = tmp_path / "lock"
     lock.touch()
     (tmp_path / "build.ninja").write_text("rule wait\n  command = sleep 60\nbuild it: wait\n")
-    ninja = Popen(["ninja"], cwd=tmp_path, stdout=PIPE)
+    ninja = Popen(["ninja"], cwd=tmp_path, stdout=PIPE, text=True)
 
     def say(text: str) -> None:
         told.append(text)

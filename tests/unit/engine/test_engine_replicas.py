@@ -144,7 +144,7 @@ def test_a_comparison_is_due_after_so_many_steps_and_before_a_save() -> None:
 
 def test_ranks_have_the_buffers_of_rank_0() -> None:
     """A table that hosts of other processors computed may differ in the last bit."""
-    models = [Model(), Model()]
+    models: list[Any] = [Model(), Model()]
     models[1].table[2] += 1e-6
     first = {name: buffer.clone() for name, buffer in models[0].named_buffers()}
     world = cast(World, SimpleNamespace(broadcast=lambda mine: first))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ sizes = st.integers(1, 50)
     st.sampled_from(["global_batch_size", "micro_batch_size", "accumulation_steps", None]),
 )
 def test_the_third_size_follows_from_two(micro: int, steps: int, ranks: int, left_out: str | None) -> None:
-    values = {
+    values: dict[str, Any] = {
         "global_batch_size": micro * steps * ranks,
         "micro_batch_size": micro,
         "accumulation_steps": steps,
@@ -27,7 +29,7 @@ def test_the_third_size_follows_from_two(micro: int, steps: int, ranks: int, lef
     assert batch_sizes(train, ranks) == BatchSizes(micro * steps * ranks, micro, steps, ranks)
 
 
-def refusal(ranks: int, **values: int) -> str:
+def refusal(ranks: int, **values: Any) -> str:
     with pytest.raises(SpecError) as error:
         batch_sizes(Train(**values), ranks)
     return str(error.value)

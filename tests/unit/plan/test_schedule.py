@@ -29,7 +29,7 @@ def transformers_rates(kind: str, warmup: int, total: int, steps: int, **kwargs:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 10), (3, 10), (10, 10), (20, 10), (1, 1)])
 def test_rates_equal_transformers(kind: Any, warmup: int, total: int) -> None:
-    floor = {"min_lr_ratio": 0.1} if kind == "cosine_with_min_lr" else {}
+    floor: dict[str, Any] = {"min_lr_ratio": 0.1} if kind == "cosine_with_min_lr" else {}
     kwargs = {"min_lr_rate": 0.1} if floor else {}
     optim = Optim(learning_rate=PEAK, lr_scheduler_type=kind, warmup_steps=warmup, **floor)
     ours = [learning_rate(optim, step, total) for step in range(total + 2)]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.spec.schema import Spec
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "vocab_size": 259,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from dsft.spec.schema import Wandb
 STEP = "train/global_step"
 
 
-def reported(mode: str) -> Any:
+def reported(mode: Any) -> Any:
     """What a report reads of a spec."""
     return SimpleNamespace(wandb=Wandb(mode=mode), tensorboard=False, swanlab=None)
 

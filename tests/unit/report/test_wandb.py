@@ -73,7 +73,7 @@ def records(segment: Path) -> list[Any]:
         part += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last piece
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             record.ParseFromString(part)
             found.append(record)
             part = b""
