@@ -14,6 +14,7 @@ pytest.importorskip("deepspeed")
 HEALTHY, SLOWED = 30, 40
 
 
+@pytest.mark.long  # the rule is tried in tests/unit/report/test_hosts.py
 def test_the_slowed_rank_is_named() -> None:
     done = forked(Path(__file__).with_name("lagging_worker.py"), 2, [str(HEALTHY), str(SLOWED)])
     assert done.returncode == 0, done.stderr[-3000:]

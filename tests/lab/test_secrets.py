@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.lab.hosts import Lab
 from tests.lab.test_supervised_faults import SLOW, dsft, running, until
 
@@ -81,6 +83,7 @@ def test_what_shows_a_secret_is_seen(lab: Lab, tmp_path: Path) -> None:
     assert shown
 
 
+@pytest.mark.long  # a run with W&B's process, a crash and a restart
 def test_no_secret_is_left_anywhere(lab: Lab, tmp_path: Path) -> None:
     words = ["launch", "small.yaml", "train.max_steps=60", "train.eval_every=null", "checkpoint.every=5"]
     words += ["cluster.hang_timeout=null", "wandb.mode=offline", "--restarts", "1"]

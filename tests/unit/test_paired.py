@@ -13,6 +13,8 @@ from benchmarks import paired
 from benchmarks.paired import Sample
 from tests.launching import LATE
 
+pytestmark = pytest.mark.long  # of the benchmarks, on which no run depends
+
 
 def printing(number: float) -> list[str]:
     return [sys.executable, "-c", f'print("noise"); print(\'{{"x": {number}}}\')']

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.pipeline import Computed, formula, idle, replayed
 
+pytestmark = pytest.mark.long  # of the benchmarks, on which no run depends
+
 FORWARD, BACKWARD = 1.0, 2.0  # seconds
 
 
