@@ -9,7 +9,8 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -129,14 +130,12 @@ def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(precisions: Sequence[str]) -> None:
     sent = count_collectives()
     launched = detect(os.environ)
     join(launched, Layout(launched.world_size, 1, launched.world_size))
     cases = [
-        case
-        for case in itertools.product(("fp32", "bf16"), range(4), (False, True))
-        if case[1] or not case[2]
+        case for case in itertools.product(precisions, range(4), (False, True)) if case[1] or not case[2]
     ]
     cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
     for precision, stage, offload in cases:
@@ -148,5 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
     end(0)

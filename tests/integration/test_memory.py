@@ -10,22 +10,32 @@ from typing import Any
 import pytest
 
 from tests.launching import on_the_cpu, torchrun
+from tests.selected import selected, tiered
 
 pytest.importorskip("deepspeed")
 
+TYPES = tiered(["bf16", "fp32"], ["bf16"])
+
+
+Found = dict[str, list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def cases() -> list[dict[str, Any]]:
-    """What the worker's first rank says of each stage, type and offload."""
+def measured(request: pytest.FixtureRequest) -> Found:
+    """By type: what the worker's first rank says of each stage and offload."""
+    types = selected(request, "precision")
     with on_the_cpu():
-        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2)
+        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2, types)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    assert len(found) == 14
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    found = {name: [line for line in lines if line["case"].startswith(name)] for name in types}
+    assert {len(cases) for cases in found.values()} == {7}
     return found
 
 
-def test_the_memory_table_is_what_deepspeed_allocates(cases: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("precision", TYPES)
+def test_the_memory_table_is_what_deepspeed_allocates(measured: Found, precision: str) -> None:
+    cases = measured[precision]
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
         for case in cases
@@ -35,7 +45,9 @@ def test_the_memory_table_is_what_deepspeed_allocates(cases: list[dict[str, Any]
     assert [case["case"] for case in cases if not case["freed"]] == []
 
 
-def test_the_traffic_is_what_deepspeed_sends(cases: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("precision", TYPES)
+def test_the_traffic_is_what_deepspeed_sends(measured: Found, precision: str) -> None:
+    cases = measured[precision]
     assert {
         case["case"]: (case["sent"], case["to_send"])
         for case in cases

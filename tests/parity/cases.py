@@ -204,16 +204,16 @@ def all_cases() -> list[Case]:
     return [case for ranks in (1, 2, 3, 4) for case in cases(ranks)]
 
 
-def covered(case: Case) -> set[object]:
-    """What a case tries: each pair of values of the fields PAIRED, and each value of every other field."""
+def covered(case: Case, paired: Sequence[str]) -> set[object]:
+    """What a case tries: each pair of values of the fields `paired`, and each value of every other field."""
     values = dataclasses.asdict(case)
-    pairs = itertools.combinations([(name, values[name]) for name in PAIRED], 2)
-    return {*pairs, *((name, value) for name, value in values.items() if name not in PAIRED)}
+    pairs = itertools.combinations([(name, values[name]) for name in paired], 2)
+    return {*pairs, *((name, value) for name, value in values.items() if name not in paired)}
 
 
-def core(of: Sequence[Case]) -> list[Case]:
+def core(of: Sequence[Case], paired: Sequence[str] = PAIRED) -> list[Case]:
     """Few cases that together try all that `of` do: again and again the first of those that add most."""
-    tried = {case: covered(case) for case in of}
+    tried = {case: covered(case, paired) for case in of}
     left, chosen = set().union(*tried.values()), list[Case]()
     while left:
         chosen.append(max(of, key=lambda case: len(tried[case] & left)))

@@ -39,11 +39,11 @@ from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro
 STEPS = (3, 1, 2)  # micro-batches of each
 
 
-def main(output: Path) -> None:
+def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     world = join(detect(os.environ), Layout(2, 1, 2))
-    for case in rehearsals():
+    for case in [case for case in rehearsals() if case.name in names]:
         own = dataclasses.replace(world, layout=Layout(2, case.stages, 2 // case.stages))
         bare, _ = run(case, own, rehearsed=False)
         found, seen = run(case, own, rehearsed=True)
@@ -110,4 +110,4 @@ def rehearse(engine: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

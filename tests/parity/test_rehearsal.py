@@ -9,22 +9,27 @@ from typing import Any
 import pytest
 
 from tests.launching import forked, on_the_cpu
-from tests.parity.cases import rehearsals
+from tests.parity.cases import core, rehearsals
+from tests.selected import selected, tiered
 
 WORKER = Path(__file__).with_name("rehearsal_worker.py")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("rehearsal") / "results.jsonl"
     with on_the_cpu():
-        done = forked(WORKER, 2, [str(output)])
+        done = forked(WORKER, 2, [str(output), *selected(request, "name")])
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-60:])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     return {result["case"]: result for result in found}
 
 
-@pytest.mark.parametrize("name", [case.name for case in rehearsals()])
+NAMES = [case.name for case in rehearsals()]
+CORE = [case.name for case in core(rehearsals(), paired=())]  # every value of each field once
+
+
+@pytest.mark.parametrize("name", tiered(NAMES, CORE))
 def test_a_run_is_the_same_to_the_last_bit_with_and_without_it(results: dict[str, Any], name: str) -> None:
     found = results[name]
     assert found["differences"] == []

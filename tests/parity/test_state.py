@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.launching import forked, on_the_cpu
+from tests.selected import selected, tiered
 from tests.swap_disk import why_no_swap
 
 WORKER = Path(__file__).with_name("state_worker.py")
@@ -80,16 +81,27 @@ ON_TWO_SWAPPED: dict[str, float] = {
 }
 
 
+LOADS = [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()]
+SHORT = ("z2-fp32", "z3-fp32-tied", "z1-fp32-pipe-tied", "z2-fp32-momentum", "z3-bf16", "z2-bf16-offload",
+    "z3-bf16-offload-host")  # fmt: skip
+"""Saved under these, one of each kind, it goes on always; the others with `-m long`."""
+ALWAYS = [load for load in LOADS if load[1].partition(":")[0] in SHORT]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By case, those of loads with the number of ranks."""
     folder = tmp_path_factory.mktemp("state")
     (folder / "model").mkdir()
-    for ranks, loads in RANKS.items():
-        cases = [*(SAVED if ranks == 2 else ()), *loads]
+    asked = selected(request, "load")
+    sources = {case.partition(":")[0] for _, case, _ in asked}
+    for ranks in RANKS:
+        loads = [case for number, case, _ in asked if number == ranks]
+        cases = [*(sorted(sources) if ranks == 2 else ()), *loads]
         if ranks == 2 and not why_no_swap():
             cases += [*SWAPPED, *IN_MEMORY, *ON_TWO_SWAPPED]
-        launch(folder, ranks, cases)
+        if cases:
+            launch(folder, ranks, cases)
     print(table(folder))
     return dict(read(folder))
 
@@ -121,12 +133,9 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "bound"),
-    [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()],
-)
-def test_going_on_equals_no_break(results: dict[str, Any], ranks: int, case: str, bound: float) -> None:
-    check_goes_on(results, ranks, case, bound)
+@pytest.mark.parametrize("load", tiered(LOADS, ALWAYS), ids=lambda load: f"{load[0]}-{load[1]}")
+def test_going_on_equals_no_break(results: dict[str, Any], load: tuple[int, str, float]) -> None:
+    check_goes_on(results, *load)
 
 
 @pytest.mark.parametrize(("case", "bound"), ON_TWO_SWAPPED.items())
