@@ -19,7 +19,6 @@ OF_A_FILE, LONG_FILES = (
         "dsft/data/cache/store.py": 603,
         "dsft/data/render/masks.py": 424,
         "dsft/doctor/network.py": 464,
-        "dsft/loop.py": 422,
         "dsft/plan/ds_config.py": 451,
         "dsft/spec/combinations.py": 524,
         "dsft/spec/schema.py": 605,
