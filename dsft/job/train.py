@@ -35,13 +35,7 @@ from dsft.system.lock import Held
 
 
 def train(
-    job: Job,
-    config: Config,
-    world: World,
-    start: Checkpoint | None,
-    progress: Progress,
-    say: Say,
-    lock: Held,
+    job: Job, config: Config, world: World, start: Checkpoint | None, progress: Progress, say: Say, lock: Held
 ) -> Path | None:
     """Read the data, build the engine, bring it to `progress`, and go on to the last step. The checkpoint of
     its end; None where no step is left. Raises what `lock.check` does where another job may write into the

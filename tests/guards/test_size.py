@@ -28,7 +28,6 @@ OF_A_FILE, LONG_FILES = (
 OF_A_FUNCTION, LONG_FUNCTIONS = (
     60,
     {
-        "dsft/job/train.py train": 62,
         "dsft/model/softmax_kernel.py softmax_kernel": 63,
     },
 )
