@@ -108,7 +108,7 @@ def compared(zero_stage: int, world: World) -> dict[str, Any]:
         "optim": {"name": "sgd", "learning_rate": 1.0, "momentum": 0.0, "weight_decay": 0.0},
     })  # fmt: skip
     config = deepspeed_config(spec, batch_sizes(spec.train, world.world_size))
-    model = build_model(spec.model, FACTS, 1, torch.float32).causal_lm
+    model: Any = build_model(spec.model, FACTS, 1, torch.float32).causal_lm
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     policy = build_model(spec.model, FACTS, 1, torch.float32, keep=keep_for(config, world))
     policy.__class__ = Sized

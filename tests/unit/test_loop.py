@@ -80,7 +80,8 @@ class Logged(Run):
     """On the first of two ranks, of which the other one has nothing."""
 
     def __init__(self, log: Log, evaluates: bool) -> None:
-        super().__init__(SimpleNamespace(rank=0, world_size=2, sum=lambda sums: sums))
+        world: Any = SimpleNamespace(rank=0, world_size=2, sum=lambda sums: sums)
+        super().__init__(world)
         self.evaluates, self.report, self.save = evaluates, log.report, log.save  # type: ignore[method-assign]
 
     def evaluate(self, step: int) -> Record:
