@@ -402,9 +402,6 @@ def doctor(
     spec: SpecPath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Remove locks that builds which were killed have left.")
-    ] = False,
     network: Annotated[
         bool, typer.Option("--network", help="Measure every link between the hosts, and an all-reduce.")
     ] = False,
@@ -416,7 +413,7 @@ def doctor(
     """Look at all hosts of a spec, and say what a run could not start with; exit code 69 then."""
     from dsft.doctor.command import doctor as look
 
-    look(spec, overrides or (), as_json_text=as_json, fix=fix, network=network, expect_gbit=expect_gbit)
+    look(spec, overrides or (), as_json_text=as_json, with_network=network, expect_gbit=expect_gbit)
 
 
 @app.command()

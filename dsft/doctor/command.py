@@ -10,21 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsft.doctor.checks.build import compiler, left_over, locks
-from dsft.doctor.checks.devices import devices
-from dsft.doctor.checks.inputs import inputs
-from dsft.doctor.checks.limits import limits
-from dsft.doctor.checks.network import connections, interface, names, port, targets
-from dsft.doctor.checks.plan import folders, hostfile, programs
-from dsft.doctor.checks.reach import reach
-from dsft.doctor.checks.software import software
-from dsft.doctor.checks.storage import shared, shared_memory, space
-from dsft.doctor.finding import Finding, failures
+from dsft.doctor import devices, inputs, limits, network, ops, reach, software, storage
+from dsft.doctor.finding import Finding, Seen, failures, listed
+from dsft.doctor.links import Network, measure, unreached
 from dsft.doctor.needs import Needs, needs_of
-from dsft.doctor.network import Network, measure, unreached
-from dsft.doctor.seen import Seen
-from dsft.doctor.show import Progress, as_json, print_findings
-from dsft.doctor.visit import Visits, commands, slurm_command, visit
+from dsft.doctor.show import as_json, print_findings, progress
+from dsft.doctor.visit import PROBE, Visits, visit
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.launch.allocation import NODES, allocation
 from dsft.launch.launched import master_port
@@ -36,8 +27,9 @@ PORT = 29500
 """Where rank 0 listens unless MASTER_PORT or the launcher says otherwise: as deepspeed and torchrun."""
 
 CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    reach, folders, software, devices, hostfile, programs, names, interface, connections, port, shared, space,
-    shared_memory, inputs, compiler, locks, limits,
+    reach.reach, reach.folders, software.check, devices.check, reach.hostfile, reach.programs, network.names,
+    network.interface, network.connections, network.port, storage.shared, storage.space,
+    storage.shared_memory, inputs.check, ops.check, limits.check,
 )  # fmt: skip
 
 
@@ -53,8 +45,8 @@ def quick(
     not raised.
 
     hosts: host -> slots, in place of the spec's (those of a hostfile); port: where rank 0 will listen, by
-    default MASTER_PORT or 29500; environ: variables that every rank will get, by default what deepspeed's
-    launcher forwards. Raises SpecError and MissingInputError as `dsft.plan.promised.load`.
+    default MASTER_PORT or 29500; environ: variables that every rank will get, by default those that every
+    host gets from here. Raises SpecError and MissingInputError as `dsft.plan.promised.load`.
     """
     needs = _needs(Path(spec), overrides, hosts, port, environ)
     return findings_of(look(needs))
@@ -65,20 +57,26 @@ def doctor(
     overrides: Sequence[str],
     *,
     as_json_text: bool = False,
-    fix: bool = False,
-    network: bool = False,
+    with_network: bool = False,
     expect_gbit: float | None = None,
 ) -> Sequence[Finding]:
-    """Print what was found. network: measure the links too; expect_gbit: of each, in place of what it is
+    """Print what was found. with_network: measure the links too; expect_gbit: of each, in place of what it is
     compared with. WorldError where a run could not start."""
-    if expect_gbit is not None and not network:
+    if expect_gbit is not None and not with_network:
         what = f"{expect_gbit:g} is not compared with anything without --network; give that too"
         raise SpecError("The command line cannot be used.", [Problem("--expect-gbit", what)])
     began = time.monotonic()
     needs = _needs(spec, overrides, None, None, None)
-    with Progress(list(needs.hosts), quiet=as_json_text) as progress:
-        seen = look(needs, fix=fix, answered=progress.answered)
-        measured = _measured(seen, expect_gbit, progress.doing) if network else None
+    waiting = list(needs.hosts)
+    with progress(quiet=as_json_text) as show:
+
+        def answered(host: str) -> None:
+            waiting.remove(host)
+            show(f"waiting for {listed(waiting)} …" if waiting else "the answers are compared …")
+
+        show(f"waiting for {listed(waiting)} …")
+        seen = look(needs, answered)
+        measured = _measured(seen, expect_gbit, show) if with_network else None
     found = in_order([*findings_of(seen), *(measured.findings if measured else ())])
     seconds = time.monotonic() - began
     if as_json_text:
@@ -95,21 +93,19 @@ def doctor(
     return found
 
 
-def look(needs: Needs, *, fix: bool = False, answered: Callable[[str], None] = lambda host: None) -> Seen:
+def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> Seen:
     """At all hosts at once."""
-    orders = {host: needs.orders(host) for host in needs.hosts}
 
     def wanted(first: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, object]]:
-        tried = targets(first, needs.first, needs.port) if len(needs.hosts) > 1 else {}
+        tried = network.targets(first, needs.first, needs.port) if len(needs.hosts) > 1 else {}
         file = first.get(needs.first, {}).get("shared")
-        stale = left_over(first) if fix else {}
-        return {
-            host: {"file": file, "nonce": needs.nonce, "targets": tried, "locks": stale.get(host, [])}
-            for host in first
-        }
+        return {host: {"file": file, "nonce": needs.nonce, "targets": tried} for host in first}
 
-    command = slurm_command if needs.through == "srun" else commands
-    return Seen(needs, visit(orders, wanted, command, answered))
+    orders = {host: needs.orders(host) for host in needs.hosts}
+    visits = visit(
+        orders, wanted, lambda host: module_command(host, PROBE, needs.through), needs.environ, answered
+    )
+    return Seen(needs, visits)
 
 
 def findings_of(seen: Seen) -> list[Finding]:
@@ -132,11 +128,11 @@ def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]
         interface=cluster.interface if cluster else None,
         environ=needs.environ,
         expect_gbit=expect_gbit,
-        command=slurm_command if needs.through == "srun" else module_command,
+        through=needs.through,
         told=told,
     )
     silent = {host: why for host, why in seen.visits.silent.items() if host not in seen.visits.first}
-    dead = [unreached(host, why.said.strip().rpartition("\n")[2]) for host, why in silent.items()]
+    dead = [unreached(host, str(why)) for host, why in silent.items()]
     return replace(found, findings=(*found.findings, *dead))
 
 

@@ -10,21 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dsft.doctor.storage import EXTENSIONS, HUB
+from dsft.engine.toolchain import ON_CPU, needed_ops
 from dsft.errors import SpecError
 from dsft.plan.census import Census, known_census
 from dsft.plan.launch import environment
 from dsft.plan.layout import layout
 from dsft.plan.memory.offload import Swapped, swap_keys, swapped
 from dsft.plan.memory.sizes import moment_bytes, weight_bytes
+from dsft.remote import forwarded
 from dsft.spec.schema import Spec
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data
 
 FP32 = 4
-FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that deepspeed's launcher takes along (launcher/runner.py, EXPORT_ENVS and the
-accelerator's)."""
-EXTENSIONS, HUB = "TORCH_EXTENSIONS_DIR", "HF_HUB_CACHE"
-"""Folders that each host finds by its own variables."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Needs:
         leads = host == self.first
         return {
             "folder": os.getcwd(),
-            "environ": dict(self.environ),
             "names": list(self.hosts) if len(self.hosts) > 1 else [],
             "port": self.port if leads else None,
             "folders": {key: place.path for key, place in self.places.items()},
@@ -71,20 +68,20 @@ class Needs:
             "nonce": self.nonce,
             "inputs": [dict(each) for each in self.inputs],
             "ops": list(self.ops),
-            "ops_on_cpu": ["deepspeed_shm_comm"],
+            "ops_on_cpu": [ON_CPU],
         }
 
 
 def needs_of(
     spec: Spec, spec_path: Path, hosts: Mapping[str, int] | None, port: int, environ: Mapping[str, str] | None
 ) -> Needs:
-    """hosts: in place of the spec's; environ: variables that each rank gets, by default what deepspeed's
-    launcher forwards of this process's, and the spec's cluster.env."""
+    """hosts: in place of the spec's; environ: variables that each rank gets, by default
+    those that every host gets from here (`dsft.remote.forwarded`)."""
     own = hosts or (spec.cluster.hosts if spec.cluster else None)
     found: Mapping[str, int | None] = dict(own) if own else {"localhost": None}
     census = known_census(spec.model)
     swapped = _swapped(spec, census, found)
-    given = forwarded(spec, os.environ) if environ is None else environ
+    given = forwarded(os.environ, spec.cluster) if environ is None else environ
     return Needs(
         spec,
         found,
@@ -92,7 +89,7 @@ def needs_of(
         dict(_places(spec, census, swapped, found)),
         swapped.locked if swapped else None,
         tuple(_inputs(spec, spec_path)),
-        tuple(_ops(spec)),
+        tuple(needed_ops(spec)),
         {**given, **environment(spec.cluster)},
         _through(spec),
     )
@@ -101,22 +98,6 @@ def needs_of(
 def _through(spec: Spec) -> Literal["ssh", "srun"]:
     is_slurms = spec.cluster is not None and spec.cluster.launcher == "slurm"
     return "srun" if is_slurms and os.environ.get("SLURM_JOB_ID") else "ssh"
-
-
-def forwarded(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
-    """What deepspeed's launcher gives every rank: of this process's variables those that begin so, and the
-    lines of its own files of variables (launcher/runner.py:611 add_export). Other launchers forward none."""
-    if spec.cluster is not None and spec.cluster.launcher != "deepspeed":
-        return {}
-    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-    for folder in (Path.home(), Path()):
-        try:
-            lines = (folder / environ.get("DS_ENV_FILE", ".deepspeed_env")).read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
-            continue
-        parts = (line.partition("=") for line in lines)
-        found |= {name.strip(): value for name, mark, value in parts if mark and name.strip()}
-    return found
 
 
 def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None]) -> Swapped | None:
@@ -182,12 +163,3 @@ def _data(key: str, path: str) -> dict[str, str]:
     if hub is None:
         return {"key": key, "path": path, "kind": "data"}
     return {"key": key, "path": hub.id + (f"@{hub.revision}" if hub.revision else ""), "kind": "hub-data"}
-
-
-def _ops(spec: Spec) -> Iterator[str]:
-    """As `dsft.engine.ops` loads them; one more on CPUs."""
-    parallel = spec.parallel
-    if spec.optim.name == "adamw" and parallel.offload_optimizer.device != "none":
-        yield "cpu_adam"
-    if swap_keys(spec):
-        yield from ("pin_memory", "async_io")

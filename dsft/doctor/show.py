@@ -8,48 +8,31 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from dsft.doctor.checks.software import differing, table
-from dsft.doctor.finding import Finding, failures
-from dsft.doctor.network import Network
-from dsft.doctor.seen import Seen, listed
-from dsft.doctor.show_network import lines as network_lines
+from dsft.doctor.finding import Finding, Seen, failures, listed
+from dsft.doctor.links import Link, Network
+from dsft.doctor.software import differing, table
 from dsft.errors import WorldError, plain
 
+SLOWEST = 12  # directions that are listed where there are too many hosts for a table
 
-class Progress:
-    """On a terminal one line that changes, and is gone at the end; elsewhere nothing, as all is said in
-    seconds."""
 
-    def __init__(self, hosts: Sequence[str], *, quiet: bool) -> None:
-        self._waiting = list(hosts)
-        self._shows = not quiet and sys.stderr.isatty()
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows a line on a terminal in place of the last one; at the end it is gone.
+    Elsewhere nothing is shown."""
 
-    def __enter__(self) -> Progress:
-        self._show()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shows:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def answered(self, host: str) -> None:
-        self._waiting.remove(host)
-        self._show()
-
-    def doing(self, text: str) -> None:
-        if self._shows:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    def _show(self) -> None:
-        if self._shows:
-            text = f"waiting for {listed(self._waiting)} …" if self._waiting else "the answers are compared …"
+    def show(text: str) -> None:
+        if not quiet and sys.stderr.isatty():
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
 
 
 def print_findings(
@@ -93,10 +76,48 @@ def _print_table(different: Mapping[str, Mapping[str, str]]) -> None:
         groups.setdefault(tuple(row.get(host, "") for row in different.values()), []).append(host)
     rows = [["versions that differ", *map(listed, groups.values())]]
     rows += [[name, *(group[index] for group in groups)] for index, name in enumerate(different)]
+    for line in _columns(rows):
+        print(plain(line))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(plain(line.rstrip()))
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def network_lines(network: Network) -> Iterator[str]:
+    yield from _links(network)
+    if network.reduces:
+        yield ""
+        yield f"all-reduce over {network.backend}, {network.processes} processes"
+        yield f"{'bytes':>12}  {'time':>10}  bus Gbit/s"
+        for each in network.reduces:
+            yield f"{each.bytes:>12,}  {1e6 * each.seconds:>7,.0f} µs  {each.bus_gbit:>10.3g}"
+
+
+def _links(network: Network) -> Iterator[str]:
+    if not network.links:
+        return
+    if network.sampled:
+        yield (
+            f"{len(network.links)} directions of {len(network.hosts)} hosts: each with two neighbours and "
+            f"one drawn; the {SLOWEST} slowest"
+        )
+        for link in sorted(network.links, key=lambda each: each.gbit or 0.0)[:SLOWEST]:
+            yield f"{link.sender} → {link.receiver}: {_cell(link)}"
+        return
+    found = {(link.sender, link.receiver): _cell(link) for link in network.links}
+    head = ["Gbit/s (round trip, ms)", *(f"→ {host}" for host in network.hosts)]
+    rows = [head]
+    rows += [[one, *(found.get((one, other), "") for other in network.hosts)] for one in network.hosts]
+    yield from _columns(rows)
+
+
+def _cell(link: Link) -> str:
+    if link.gbit is None or link.round_trip is None:
+        return "dead"
+    return f"{link.gbit:.3g} ({1e3 * link.round_trip:.3g})"
 
 
 def as_json(seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None) -> str:

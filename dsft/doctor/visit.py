@@ -1,41 +1,38 @@
-"""Asks all hosts at once: starts `dsft.doctor.probe` on each, gives it orders, takes its facts, and then asks
-what one host sees of the others. Leaves no process behind."""
+"""Questions to a module on all hosts at once (`Talks`), and the two that `dsft.doctor.probe` is asked: what a
+host is like, and what it sees of the others. Leaves no process behind."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import tempfile
-import threading
-import time
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import IO, Any
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
 
-from dsft.doctor.probe import MARKER
 from dsft.errors import WorldError
-from dsft.remote import ROOT, module_command
+from dsft.remote import Channel, NoAnswer
 
 PROBE = "dsft.doctor.probe"
 ANSWER = 30.0
 """Seconds that a host which lets itself be reached may take: a disk or a name service that hangs."""
-KEPT = 4096  # bytes of what a host said besides
 
 Facts = Mapping[str, Any]
 Command = Callable[[str], Sequence[str]]
+"""Host -> the argument vector that starts the module there."""
 
 
 @dataclass(frozen=True)
 class Silence:
     """Why a host gave no facts. code: the exit code of what was started, None where it had to be ended; said:
-    on its standard error, and what came before the marker."""
+    what it printed besides."""
 
     code: int | None
     said: str
+
+    def __str__(self) -> str:
+        return (self.said.splitlines() or ["no answer" if self.code is None else f"exit code {self.code}"])[
+            -1
+        ]
 
 
 @dataclass(frozen=True)
@@ -47,132 +44,71 @@ class Visits:
     silent: Mapping[str, Silence]
 
 
-def commands(host: str, environ: Mapping[str, str] = os.environ) -> Sequence[str]:
-    """Here, or through ssh."""
-    return module_command(host, PROBE, environ=environ)
+class Talks:
+    """Channels to a module on several hosts. silent: hosts that gave no answer; they are asked no more."""
 
+    def __init__(self, command: Command, environ: Mapping[str, str]) -> None:
+        self._command, self._environ = command, environ
+        self._channels: dict[str, Channel] = {}
+        self.silent: dict[str, Silence] = {}
 
-def slurm_command(host: str, module: str = PROBE) -> Sequence[str]:
-    """One task on the host, beside what else runs in this allocation."""
-    python = module_command("localhost", module)
-    options = ("--overlap", "--nodes=1", "--ntasks=1", "--quiet", f"--chdir={ROOT}", f"--nodelist={host}")
-    return [shutil.which("srun") or "srun", *options, *python]
+    async def __aenter__(self) -> Talks:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def ask(
+        self,
+        questions: Mapping[str, Facts],
+        seconds: float,
+        answered: Callable[[str], None] = lambda host: None,
+    ) -> dict[str, Facts]:
+        """Host -> question; return host -> answer, of those that gave one in this time, in the same order."""
+        found = await asyncio.gather(
+            *(self._ask(host, question, seconds, answered) for host, question in questions.items())
+        )
+        return {host: facts for host, facts in zip(questions, found, strict=True) if facts is not None}
+
+    async def _ask(
+        self, host: str, question: Facts, seconds: float, answered: Callable[[str], None]
+    ) -> Facts | None:
+        if host in self.silent:
+            return None
+        try:
+            if host not in self._channels:  # the name service is asked in a thread
+                argv = await asyncio.to_thread(self._command, host)
+                self._channels[host] = await Channel.open(argv, self._environ)
+            facts = await self._channels[host].ask(question, seconds)
+        except NoAnswer as error:
+            self.silent[host] = Silence(error.code, error.said)
+            return None
+        except WorldError as error:  # no host's name
+            self.silent[host] = Silence(1, str(error))
+            return None
+        if set(facts) == {"fault"}:
+            self.silent[host] = Silence(1, facts["fault"])
+            return None
+        answered(host)
+        return facts
 
 
 def visit(
     orders: Mapping[str, Facts],
     wanted: Callable[[Mapping[str, Facts]], Mapping[str, Facts]],
-    command: Command = commands,
+    command: Command,
+    environ: Mapping[str, str],
     answered: Callable[[str], None] = lambda host: None,
 ) -> Visits:
-    """orders: host -> what the probe is told; wanted: from all first answers, host -> what it is told second.
-    answered: is told each host that gave its first answer."""
-    talks = {host: _Talk(host) for host in orders}
-    threads = [
-        threading.Thread(target=_talk, args=(talk, orders[host], command), daemon=True)
-        for host, talk in talks.items()
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        first = _collected(talks, answered)
-        second_orders = wanted(first)
-        for host in first:
-            talks[host].orders.put(second_orders[host])
-        second = _collected({host: talks[host] for host in first}, lambda host: None)
-    finally:
-        for talk in talks.values():
-            talk.orders.put(None)  # its input is closed, and it ends
-        end = time.monotonic() + 2.0
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        for talk in talks.values():
-            talk.kill()
-    silent = {host: talk.silence for host, talk in talks.items() if host not in second}
-    return Visits(first, second, {host: silence or Silence(None, "") for host, silence in silent.items()})
+    """orders: host -> the probe's first question; wanted: all first answers -> the second question of each;
+    environ: variables of the probes; answered: called with each host that gave its first answer."""
 
+    async def both() -> Visits:
+        async with Talks(command, environ) as talks:
+            first = await talks.ask(orders, ANSWER, answered)
+            second = await talks.ask(wanted(first), ANSWER)
+            return Visits(first, second, talks.silent)
 
-@dataclass
-class _Talk:
-    """answers: facts, or None where there is no more to come."""
-
-    host: str
-    orders: SimpleQueue[Facts | None] = field(default_factory=SimpleQueue)
-    answers: SimpleQueue[Facts | None] = field(default_factory=SimpleQueue)
-    process: subprocess.Popen[bytes] | None = None
-    silence: Silence | None = None
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-def _collected(talks: Mapping[str, _Talk], answered: Callable[[str], None]) -> dict[str, Facts]:
-    found, waiting = {}, dict(talks)
-    end = time.monotonic() + ANSWER
-    while waiting and time.monotonic() < end:
-        for host, talk in list(waiting.items()):
-            if not talk.answers.empty():
-                answer = talk.answers.get()
-                del waiting[host]
-                if answer is not None:
-                    found[host] = answer
-                    answered(host)
-        time.sleep(0.02)
-    return {host: found[host] for host in talks if host in found}
-
-
-def _talk(talk: _Talk, first: Facts, command: Command) -> None:
-    said: list[str] = []
-    with tempfile.TemporaryFile() as errors:
-        try:
-            talk.process = subprocess.Popen(
-                command(talk.host), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                start_new_session=True,
-            )  # fmt: skip
-        except (OSError, WorldError) as error:  # no such program; no host's name
-            said = [f"{error.filename}: {error.strerror}"] if isinstance(error, OSError) else [str(error)]
-            talk.silence = Silence(127 if isinstance(error, OSError) else 1, said[0])
-            talk.answers.put(None)
-            return
-        _exchange(talk, talk.process, first, said)
-        if talk.process.stdin is not None:
-            with suppress(OSError):
-                talk.process.stdin.close()
-        talk.process.wait()
-        if talk.process.stdout is not None:
-            talk.process.stdout.close()
-        errors.seek(0)
-        told = errors.read(KEPT).decode(errors="replace")
-    talk.silence = Silence(talk.process.returncode, "\n".join([told.strip(), *said]).strip())
-    talk.answers.put(None)
-
-
-def _exchange(talk: _Talk, process: subprocess.Popen[bytes], first: Facts, said: list[str]) -> None:
-    assert process.stdin is not None and process.stdout is not None
-    orders: Facts | None = first
-    while orders is not None:
-        with suppress(OSError):  # it has ended, and has said why
-            process.stdin.write(json.dumps(orders).encode() + b"\n")
-            process.stdin.flush()
-        answer = _answer(process.stdout, said)
-        if answer is None:
-            return
-        talk.answers.put(answer)
-        orders = talk.orders.get()
-
-
-def _answer(stdout: IO[bytes], said: list[str]) -> Facts | None:
-    for line in stdout:
-        before, marker, after = line.decode(errors="replace").partition(MARKER)
-        if marker:
-            try:
-                found: Facts = json.loads(after)
-            except ValueError:  # it was cut off
-                said.append(after.strip()[:200])
-                return None
-            return found
-        if before.strip() and len(said) < 5:
-            said.append(before.strip()[:200])
-    return None
+    return asyncio.run(both())

@@ -18,6 +18,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
+from dsft.engine.ops import load_op
 from dsft.errors import StorageError
 from dsft.plan.memory.offload import AIO
 from dsft.system.files import cache_folder, cache_json, cached_json
@@ -53,7 +54,7 @@ def rates(folder: Path) -> tuple[list[Rates], bool]:
 def measure(folder: Path) -> list[Rates]:
     """Raises StorageError where the disk does not take such reads and writes."""
     path = folder / "measured.swp"
-    aio = AsyncIOBuilder().load(verbose=False)
+    aio = load_op(AsyncIOBuilder(), lambda line: None)
     try:
         return [_rate(aio, path, settings) for settings in SETTINGS]
     finally:

@@ -1,95 +1,213 @@
-"""The program that `dsft doctor --network` starts on every host for the real backend: takes one order as
-JSON on standard input, joins a process group (NCCL on GPUs, gloo on CPUs) with the other hosts', gives the
-seconds that all-reduces of several sizes take, as JSON lines on rank 0. It ends with its input.
+"""The program that `dsft doctor --network` starts on every host. It answers the questions of `dsft.remote`:
 
-    {"ranks": [r, …] of this host, "world_size", "address", "port", "backend", "environ",
-     "sizes" (bytes), "seconds" for each size}
+    {"do": "listen"}                           port (of its store), interfaces, gpus
+    {"do": "reach", address, port}             interface (own), or error
+    {"do": "pair", rank, name, address, port, peer}
+                                               round_trip (seconds, to the other and back), gbit (received)
+    {"do": "all_reduce", ranks (of this host), name, address, port, peer, world_size, backend, sizes, seconds}
+                                               reduces: [[bytes, seconds], …], on rank 0
 
-More than one rank: it starts itself once for each. Imports torch, and no DeepSpeed.
+Two hosts measure their link with send and recv in a gloo group of their own, one direction after the other;
+the all-reduce is the run's backend (NCCL on GPUs, gloo on CPUs) with one process a GPU, or one a host. All
+meet at the store of their first rank's host. Imports torch, and no DeepSpeed.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import multiprocessing
 import os
+import socket
 import statistics
-import subprocess
-import sys
-import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from dsft.launch.route import address_towards, interface_of
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dsft.launch.route import address_towards, interface_of, interfaces
+from dsft.remote import serve
 from dsft.system.process import die_with
 
-TOGETHER = timedelta(seconds=20)  # for all to have imported torch and met, and for each all-reduce
+CONNECT = 3.0  # seconds for a host to take a connection
+TIMEOUT = timedelta(seconds=20)  # for a pair to meet, and for each of its operations
+IMPORTED = timedelta(seconds=60)  # for the all-reduce: a host's other processes import torch first
+PINGS, PING_SECONDS = 40, 0.5
+LEAST, MOST = 1 << 16, 1 << 28  # bytes of a transfer
+SECONDS = 0.3  # of the transfer that counts, if MOST takes that long
 
 
-def main() -> int:
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_input, daemon=True).start()
-    os.environ.update(order["environ"])
-    if len(order["ranks"]) == 1:
-        measure(order)
-        return 0
-    own = os.getpid()
-    running = []  # whose inputs stay open
-    for local, rank in enumerate(order["ranks"]):
-        one = order | {"ranks": [rank], "local_rank": local, "parent": own}
-        process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, text=True)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(one) + "\n")
-        process.stdin.flush()
-        running.append(process)
-    return max(abs(process.wait()) for process in running)
-
-
-def end_with_input() -> None:
-    """Whoever started this program is gone, or wants no more of it."""
-    sys.stdin.read()
-    os._exit(1)
-
-
-def measure(order: dict[str, Any]) -> None:
-    if "parent" in order:
-        die_with(order["parent"])
-    import torch
-    import torch.distributed as dist
-
+def main() -> None:
     torch.set_num_threads(1)
-    rank, local = order["ranks"][0], order.get("local_rank", 0)
-    on_gpu = order["backend"] == "nccl"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def answer(order: dict[str, Any]) -> list[dict[str, Any]]:
+        if order["do"] == "listen":
+            gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+            return [{"port": store.port, "interfaces": interfaces(), "gpus": gpus}]
+        if order["do"] == "reach":
+            return [reach(order["address"], order["port"])]
+        if order["do"] == "pair":
+            return [pair(order, store)]
+        return [all_reduce(order, store)]
+
+    serve(answer, silence=math.inf)  # many other pairs may have their turn before
+    os._exit(0)  # a group that cannot meet may still wait
+
+
+def reach(address: str, port: int) -> dict[str, Any]:
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT) as connection:
+            return {"interface": interface_of(connection.getsockname()[0])}
+    except OSError as error:
+        return {"error": f"{type(error).__name__}: {error}" if error.args else type(error).__name__}
+
+
+@contextmanager
+def group(order: Mapping[str, Any], rank: int, size: int, backend: str, own: Store | None) -> Iterator[None]:
+    """A process group over the interface towards the others, as in a run. own: this host's store, at which
+    rank 0 meets the others."""
+    address = address_towards(order["peer"])
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not chosen and address is not None and (interface := interface_of(address)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    timeout = TIMEOUT if order["do"] == "pair" else IMPORTED
+    try:
+        there = TCPStore(order["address"], order["port"], timeout=timeout) if rank or own is None else own
+        store = PrefixStore(order["name"], there)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if not chosen:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def pair(order: Mapping[str, Any], own: Store) -> dict[str, Any]:
+    """Both directions, one after the other: who sends measures the round trip, who receives the speed."""
+    rank, other = order["rank"], 1 - order["rank"]
+    found = {}
+    with group(order, rank, 2, "gloo", own):
+        for sender in (0, 1):
+            if rank == sender:
+                found["round_trip"] = ping(other)
+                send(other)
+            else:
+                pong(other)
+                found["gbit"] = receive(other)
+        dist.barrier()
+    return found
+
+
+def ping(other: int) -> float:
+    """Return the median round trip in seconds, without the first few."""
+    spent: list[float] = []
+    until = time.perf_counter() + PING_SECONDS
+    while len(spent) < PINGS and (len(spent) < 4 or time.perf_counter() < until):
+        began = time.perf_counter()
+        _tell(1.0, other)
+        _heard(other)
+        spent.append(time.perf_counter() - began)
+    _tell(0.0, other)
+    return statistics.median(spent[3:])
+
+
+def pong(other: int) -> None:
+    while goes_on := _heard(other):
+        _tell(goes_on, other)
+
+
+def receive(other: int) -> float:
+    """Return the Gbit/s of the first transfer of SECONDS, or of MOST bytes; each has four times the bytes of
+    the last one. The time begins when the sender is told to begin, half a round trip early."""
+    size = LEAST
+    while True:
+        buffer = torch.ones(size, dtype=torch.uint8)  # its pages are there
+        _heard(other)
+        began = time.perf_counter()
+        _tell(1.0, other)
+        dist.recv(buffer, other)
+        spent = time.perf_counter() - began
+        is_last = spent >= SECONDS or size >= MOST
+        _tell(0.0 if is_last else 1.0, other)
+        if is_last:
+            return size * 8 / spent / 1e9
+        size *= 4
+
+
+def send(other: int) -> None:
+    size, goes_on = LEAST, 1.0
+    while goes_on:
+        buffer = torch.ones(size, dtype=torch.uint8)
+        _tell(1.0, other)  # ready
+        _heard(other)
+        dist.send(buffer, other)
+        goes_on = _heard(other)
+        size *= 4
+
+
+def _tell(value: float, other: int) -> None:
+    dist.send(torch.tensor(value), other)
+
+
+def _heard(other: int) -> float:
+    value = torch.zeros(())
+    dist.recv(value, other)
+    return float(value)
+
+
+def all_reduce(order: Mapping[str, Any], own: Store) -> dict[str, Any]:
+    """This process is the first rank of this host; the others are processes of its own."""
+    context = multiprocessing.get_context("spawn")
+    others = [
+        context.Process(target=_member, args=(order, local, os.getpid()))
+        for local in range(1, len(order["ranks"]))
+    ]
+    for other in others:
+        other.start()
+    reduces = _reduces(order, 0, own)
+    for other in others:
+        other.join()
+    return {"reduces": reduces}
+
+
+def _member(order: Mapping[str, Any], local: int, parent: int) -> None:
+    die_with(parent)
+    torch.set_num_threads(1)
+    _reduces(order, local, None)
+
+
+def _reduces(order: Mapping[str, Any], local: int, own: Store | None) -> list[tuple[int, float]]:
+    rank, size, on_gpu = order["ranks"][local], order["world_size"], order["backend"] == "nccl"
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    own = address_towards(order["address"])
-    if own is not None and (interface := interface_of(own)) is not None:  # as in a run
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    rendezvous = f"tcp://{order['address']}:{order['port']}"
-    dist.init_process_group(
-        order["backend"], rendezvous, rank=rank, world_size=order["world_size"], timeout=TOGETHER
-    )
+    with group(order, rank, size, order["backend"], own):
+        return [(bytes_, _seconds(bytes_, order["seconds"], device)) for bytes_ in order["sizes"]]
 
-    def timed(tensor: torch.Tensor) -> float:
+
+def _seconds(size: int, seconds: float, device: torch.device) -> float:
+    """Return the median time of an all-reduce of `size` bytes, repeated for `seconds`."""
+    tensor = torch.zeros(size // 4, device=device)
+
+    def once() -> float:
         began = time.perf_counter()
         dist.all_reduce(tensor)
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    if rank == 0:
-        print(json.dumps({"joined": order["world_size"]}), flush=True)
-    for size in order["sizes"]:
-        tensor = torch.zeros(size // 4, device=device)
-        first = max(timed(tensor), timed(tensor))  # buffers and connections are made
-        count = torch.tensor([min(max(int(order["seconds"] / max(first, 1e-6)), 3), 200)], device=device)
-        dist.broadcast(count, 0)  # each repeats as often as rank 0 says
-        spent = [timed(tensor) for _ in range(int(count))]
-        if rank == 0:
-            print(json.dumps({"bytes": size, "seconds": statistics.median(spent)}), flush=True)
-    dist.destroy_process_group()
+    first = max(once(), once())  # buffers and connections are made
+    count = torch.tensor([min(max(int(seconds / max(first, 1e-6)), 3), 200)], device=device)
+    dist.broadcast(count, 0)  # each repeats as often as rank 0 says
+    return statistics.median(once() for _ in range(int(count)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,68 +1,179 @@
-"""The compiled operations that a run needs: takes a spec and its DeepSpeed configuration, loads them on every
-rank before anything of the model is built.
+"""DeepSpeed's compiled ops: loads those that a run needs into every process, before anything of the model is
+built. Where one is not compiled yet, one process of each host compiles it and the others wait.
 
-    deepspeed_shm_comm      on CPUs: ranks of a host add up in shared memory (comm/torch.py:47 build_shm_op)
-    cpu_adam                AdamW in the host's memory (ops/adam/cpu_adam.py:93 CPUAdamBuilder)
-    pin_memory, async_io    anything on NVMe (ops/op_builder/async_io.py)
-
-AdamW on a GPU is torch's own fused kernel, which comes compiled.
+A builder is an OpBuilder of DeepSpeed (ops/op_builder/builder.py). `toolchain` says which ops a run needs,
+where they are compiled, and what a host lacks to compile them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from socket import gethostname
+from typing import Any, Protocol, TypeVar
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+from filelock import FileLock, Timeout
 
-from dsft.engine.op import load_everywhere
-from dsft.engine.op_turn import Say
-from dsft.engine.world import World
+from dsft.engine.toolchain import (
+    build_folder,
+    is_compiled,
+    is_installed,
+    lacking_tool,
+    last_lines,
+    needed_ops,
+)
 from dsft.errors import BuildError, StorageError
 from dsft.spec.schema import Spec
+from dsft.system.lock import NAME, holder
+
+T = TypeVar("T")
+Say = Callable[[str], None]
 
 CPU_ADAM = "zero_force_ds_cpu_optimizer"
-"""The key that says which Adam steps what is on the CPU: true: DeepSpeed's."""
+"""The key of DeepSpeed's configuration that says which Adam steps on the CPU; true: DeepSpeed's."""
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+LOG = "failed.log"
+"""In the op's folder: the compiler's and DeepSpeed's output of a build that failed."""
+PATIENCE = 1.0
+"""Seconds to wait for the lock before saying so: ranks of one host load an op one after another."""
+
+_BUILDERS = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
+_WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
 
 
-def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, say: Say) -> dict[str, Any]:
-    """A collective. The configuration, with `CPU_ADAM` as it turned out.
+class Ranks(Protocol):
+    """The part of `World` that is needed here."""
 
-    Raises BuildError or StorageError where one cannot be had on some host. Where that is cpu_adam, of states
-    that are in memory, and parallel.allow_torch_adam is set, all ranks step with torch's AdamW instead, and
-    `say` is told why.
+    @property
+    def local_rank(self) -> int: ...
+
+    def gather(self, mine: T) -> list[T]: ...
+
+    def hosts_first(self, work: Callable[[], object]) -> None: ...
+
+
+def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
+    """Load what the spec needs on all ranks. A collective. Return the configuration with `CPU_ADAM` decided.
+
+    Raises BuildError or StorageError where some host cannot have an op. Where that is cpu_adam for states in
+    memory and parallel.allow_torch_adam is set, all ranks step with torch's AdamW instead, and `say` gets the
+    reason.
     """
     decided = dict(config)
-    if needs_cpu_adam(spec, config):
+    for op in needed_ops(spec):
         try:
-            load_everywhere(CPUAdamBuilder(), world, say)
-            decided[CPU_ADAM] = True
+            load_everywhere(_BUILDERS[op](), ranks, say)
         except (BuildError, StorageError) as error:
-            if _device(config, "offload_optimizer") == "nvme":
+            if op != "cpu_adam" or spec.parallel.offload_optimizer.device == "nvme":
                 raise
             reason = str(error).rstrip(".")
             if not spec.parallel.allow_torch_adam:
                 raise type(error)(f"{reason}; {_WAY_OUT}") from None
             say(f"warning: {reason}; by parallel.allow_torch_adam torch's AdamW steps on the CPU instead")
             decided[CPU_ADAM] = False
-    if _is_on_nvme(config):
-        for builder in (PinMemoryBuilder, AsyncIOBuilder):  # in this order: async_io loads the other
-            load_everywhere(builder(), world, say)
+        else:
+            if op == "cpu_adam":
+                decided[CPU_ADAM] = True
     return decided
 
 
-_WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
+def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
+    """Load the op on all ranks, on one of each host first. A collective. `say` gets a line before and after a
+    compile. Raises what `load_op` raises on all ranks where it fails on one."""
+    is_here = is_compiled(builder.name, _accelerator())
+    lacking = [host for host in ranks.gather(None if is_here or ranks.local_rank else gethostname()) if host]
+    if lacking:
+        say(f"building {builder.name} on {', '.join(lacking)}, about a minute, once per host")
+    start = time.monotonic()
+    ranks.hosts_first(lambda: load_op(builder, say))
+    if lacking:
+        say(f"built {builder.name} in {time.monotonic() - start:.0f} s")
 
 
-def needs_cpu_adam(spec: Spec, config: Mapping[str, Any]) -> bool:
-    """Whether AdamW steps in the host's memory."""
-    return spec.optim.name == "adamw" and _device(config, "offload_optimizer") != "none"
+def load_op(builder: Any, say: Say) -> Any:
+    """Return the op's module, compiled first where it is not there yet. DeepSpeed's own later call finds it
+    loaded. `say` gets a line where another process builds meanwhile.
+
+    Raises BuildError with what is missing or the compiler's last lines; StorageError where the folder cannot
+    be written.
+    """
+    op = builder.name
+    if op in OpBuilder._loaded_ops:
+        return OpBuilder._loaded_ops[op]
+    folder = build_folder()
+    try:
+        if is_installed(op, _accelerator()):
+            return _loaded(builder, None)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone_in(folder, say):
+            if not is_compiled(op, _accelerator()):
+                lacking = lacking_tool([op], torch.cuda.is_available())
+                if lacking is not None:  # torch would print a page of warnings first
+                    raise _cannot(builder, f": {lacking[0]}; {lacking[1]}.")
+            return _loaded(builder, folder)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or folder} on {gethostname()} cannot be written ({error.strerror}), where "
+            f"DeepSpeed's ops are compiled; set {EXTENSIONS} to a folder that can be."
+        ) from None
 
 
-def _is_on_nvme(config: Mapping[str, Any]) -> bool:
-    return "nvme" in (_device(config, "offload_optimizer"), _device(config, "offload_param"))
+def _accelerator() -> str:
+    return str(get_accelerator()._name)
 
 
-def _device(config: Mapping[str, Any], part: str) -> str:
-    device: str = config["zero_optimization"].get(part, {}).get("device", "none")
-    return device
+@contextlib.contextmanager
+def _alone_in(folder: Path, say: Say) -> Iterator[None]:
+    """Hold the lock of dsft's folder, with torch building there. The kernel drops the lock when its holder
+    dies. torch's own, the mere existence of a file (torch/utils/file_baton.py), outlives a build that was
+    killed, and torch waits for it without end: here nobody else can hold it, so it is removed."""
+    lock = FileLock(folder / NAME)
+    try:
+        lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        say(f"waiting for {holder(folder)}, which builds DeepSpeed's ops in {folder}")
+        lock.acquire()
+    before = os.environ.get(EXTENSIONS)
+    os.environ[EXTENSIONS] = str(folder)
+    try:
+        (folder / NAME).write_text(f"process {os.getpid()} on {gethostname()}")
+        for left in folder.glob("*/lock"):
+            left.unlink()
+            say(f"removed {left}, which a build that was killed left behind")
+        yield
+    finally:
+        os.environ.pop(EXTENSIONS)
+        if before is not None:
+            os.environ[EXTENSIONS] = before
+        lock.release()
+
+
+def _loaded(builder: Any, folder: Path | None) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            return builder.load()
+    except OSError:  # its folder cannot be written
+        raise
+    except Exception as error:  # of torch, of DeepSpeed, or an ImportError of what they have built
+        output = f"{said.getvalue()}{error}\n"
+        where = ""
+        with contextlib.suppress(OSError):  # a full disk
+            if folder is not None:
+                log = folder / builder.name / LOG
+                log.write_text(output, encoding="utf-8")
+                where = f"All of its output is in {log}. "
+        words = f".\n{last_lines(output)}\n{where}Correct that, or set CXX to another compiler."
+        raise _cannot(builder, words) from None
+
+
+def _cannot(builder: Any, words: str) -> BuildError:
+    return BuildError(f"DeepSpeed's {builder.name} cannot be built on {gethostname()}{words}")

@@ -14,7 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
-from dsft.engine.op import load_op
+from dsft.engine.ops import load_op
 from dsft.engine.partition import full_shape
 from dsft.engine.world import World, silent
 from dsft.errors import Problem, SpecError

@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dsft.engine.device import describe_device, take_device
-from dsft.engine.op import load_everywhere
-from dsft.engine.op_turn import Say
+from dsft.engine.ops import Say, load_everywhere
 from dsft.errors import DsftError, WorldError
 from dsft.launch.environment import Launched
 from dsft.launch.places import Device, Place, here, shared_device

@@ -1,14 +1,17 @@
-"""Which of this host's interfaces leads to another host. Asks the kernel's routes and sends nothing."""
+"""This host's interfaces, and which leads to another host. Asks the kernel's routes; sends nothing."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dsft.launch.places import Place
+if TYPE_CHECKING:
+    from dsft.launch.places import Place
 
 
 def address_towards(host: str) -> str | None:
@@ -41,6 +44,23 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return name
     return None
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """Name -> whether it is up, its IPv4 and IPv6 addresses, and the device's speed in Mbit/s (0: unknown, or
+    no device)."""
+    stats = psutil.net_if_stats()
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        own = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        place, state = Path("/sys/class/net", name), stats.get(name)
+        is_device = (place / "device").exists() or (place / "bonding").exists()
+        found[name] = {
+            "up": bool(state and state.isup),
+            "addresses": [entry.address.partition("%")[0] for entry in own],
+            "speed": state.speed if state and is_device else 0,
+        }
+    return found
 
 
 def is_loopback(address: str) -> bool:

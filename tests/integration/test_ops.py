@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from dsft.engine.toolchain import build_folder
 from tests.launching import ROOT, forked
 
-KEPT = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+KEPT = build_folder()
 WORDS = [
     str(ROOT / "specs" / "quickstart.yaml"),
     "train.max_steps=2",
@@ -25,11 +25,11 @@ WORDS = [
 
 @pytest.fixture
 def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """cpu_adam cannot be compiled, since a file stands in its folder's place."""
-    folder = tmp_path / "extensions"
-    folder.mkdir()
+    """dsft's folder; cpu_adam cannot be compiled, since a file is in its folder's place."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    folder = build_folder()
+    folder.mkdir(parents=True)
     (folder / "cpu_adam").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
     return folder
 
 
@@ -40,7 +40,7 @@ def test_without_a_compiler_nothing_starts(
     done = forked(ROOT / "dsft/train.py", 2, [*WORDS, f"output_dir={tmp_path}"])
     assert "building deepspeed_shm_comm on " in done.stdout
     assert "DeepSpeed's deepspeed_shm_comm cannot be built on " in done.stderr
-    assert "the compiler is missing (CXX names g++-99, which is not on PATH)" in done.stderr
+    assert "the compiler 'g++-99' is not on PATH (CXX names it)" in done.stderr
     assert "ended with exit code 72" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -35,7 +35,7 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.engine import state
-from dsft.engine.op import load_op
+from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from dsft.doctor.network import (
+from dsft.doctor.links import (
     ALL_PAIRS,
     AllReduce,
     Link,
@@ -19,7 +19,7 @@ from dsft.doctor.network import (
     ranks_of,
     sizes_for,
 )
-from dsft.doctor.show_network import lines
+from dsft.doctor.show import network_lines
 
 
 def links_of(speeds: Mapping[tuple[str, str], float | None], round_trip: float = 1e-4) -> list[Link]:
@@ -106,7 +106,7 @@ def test_a_slow_link_is_not_filled_for_minutes() -> None:
 def test_how_it_looks() -> None:
     links = links_of({("a", "b"): 9.41, ("b", "a"): None})
     reduces = (AllReduce(1 << 20, 0.001, 8.39),)
-    shown = list(lines(Network(("a", "b"), tuple(links), reduces, "gloo", 2, (), False, 1.0)))
+    shown = list(network_lines(Network(("a", "b"), tuple(links), reduces, "gloo", 2, (), False, 1.0)))
     assert shown == [
         "Gbit/s (round trip, ms)  → a   → b",
         "a                              9.41 (0.1)",
@@ -117,7 +117,7 @@ def test_how_it_looks() -> None:
         "   1,048,576    1,000 µs        8.39",
     ]
     hosts = tuple(f"h{n}" for n in range(20))
-    sampled = list(lines(Network(hosts, tuple(links), (), None, 0, (), True, 1.0)))
+    sampled = list(network_lines(Network(hosts, tuple(links), (), None, 0, (), True, 1.0)))
     assert sampled[1:] == ["b → a: dead", "a → b: 9.41 (0.1)"]
 
 
@@ -139,8 +139,8 @@ def test_measured_between_addresses_of_this_machine() -> None:
 
 
 def test_an_address_that_nobody_has_is_dead_within_seconds() -> None:
-    from dsft.doctor.link import send
+    from dsft.engine.links import reach
 
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    assert "refused" in send("127.0.0.1", port, 0.1)["error"]
+    assert "refused" in reach("127.0.0.1", port)["error"]

@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
+from dsft.doctor import devices, inputs, ops, storage
 from dsft.doctor.command import quick
-from dsft.doctor.look.build import build, extensions_root
-from dsft.doctor.look.devices import devices
-from dsft.doctor.look.inputs import WHOLE, inputs
-from dsft.doctor.look.network import listening, reach
-from dsft.doctor.look.software import cuda_of_torch
-from dsft.doctor.look.storage import nonce_file, sees, storage
+from dsft.doctor.inputs import WHOLE
+from dsft.doctor.network import listening, reach
+from dsft.doctor.software import cuda_of_torch
+from dsft.doctor.storage import nonce_file, sees
 from dsft.doctor.visit import PROBE, visit
-from dsft.engine.op_turn import clear
 from dsft.launch.ninja import has_ninja
 from dsft.launch.software import version_of
 
@@ -31,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def orders(folder: Path, **further: Any) -> dict[str, Any]:
     return {
-        "folder": str(folder), "environ": {}, "names": [], "port": None, "folders": {}, "shared": None,
+        "folder": str(folder), "names": [], "port": None, "folders": {}, "shared": None,
         "nonce": "n", "inputs": [], "ops": [], "ops_on_cpu": [], **further,
     }  # fmt: skip
 
 
 def nothing(first: Any) -> dict[str, Any]:
-    return {host: {"file": None, "nonce": "n", "targets": {}, "locks": []} for host in first}
+    return {host: {"file": None, "nonce": "n", "targets": {}} for host in first}
 
 
 def test_the_probe_imports_nothing_heavy() -> None:
@@ -55,10 +53,10 @@ def test_hosts_that_answer_and_hosts_that_do_not(tmp_path: Path) -> None:
         "noisy": ["sh", "-c", noise],
         "absent": ["/no/such/program"],
         "failing": ["sh", "-c", "echo out; echo why >&2; exit 3"],
-        "torn": ["sh", "-c", "printf 'dsft-doctor:{\"a\": '"],
+        "torn": ["sh", "-c", "printf 'dsft:{\"a\": '"],
     }
     answered: list[str] = []
-    found = visit({host: orders(tmp_path) for host in argv}, nothing, argv.__getitem__, answered.append)
+    found = visit({host: orders(tmp_path) for host in argv}, nothing, argv.__getitem__, {}, answered.append)
     assert set(found.first) == set(found.second) == set(answered) == {"good", "noisy"}
     assert found.first["noisy"]["folder"] is None
     assert (found.silent["failing"].code, found.silent["failing"].said) == (3, "why\nout")
@@ -70,7 +68,7 @@ def test_a_host_that_hangs_is_given_up_and_its_process_ended(
 ) -> None:
     monkeypatch.setattr("dsft.doctor.visit.ANSWER", 0.5)
     number = str(time.time_ns() % 10**6 + 10**6)
-    found = visit({"hanging": orders(tmp_path)}, nothing, lambda host: ["sleep", number])
+    found = visit({"hanging": orders(tmp_path)}, nothing, lambda host: ["sleep", number], {})
     assert set(found.silent) == {"hanging"} and found.first == {}
     assert subprocess.run(["pgrep", "-f", f"sleep {number}"], capture_output=True).stdout == b""
 
@@ -110,12 +108,14 @@ def test_a_shared_folder_by_its_nonce(tmp_path: Path) -> None:
 
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = storage({"output_dir": str(tmp_path / "new" / "er"), "data.cache_dir": str(tmp_path / "file")})
+    found = storage.look(
+        {"output_dir": str(tmp_path / "new" / "er"), "data.cache_dir": str(tmp_path / "file")}
+    )
     assert found["folders"]["output_dir"]["refused"] is None
     assert found["folders"]["output_dir"]["place"] == str(tmp_path)
     assert found["folders"]["output_dir"]["free"] > 0
     assert found["folders"]["data.cache_dir"]["refused"] == "Not a directory"
-    nvme = storage({"parallel.offload_optimizer.nvme_path": "/dev/shm"})["folders"]
+    nvme = storage.look({"parallel.offload_optimizer.nvme_path": "/dev/shm"})["folders"]
     assert "is in memory (tmpfs)" in nvme["parallel.offload_optimizer.nvme_path"]["refused"]
 
 
@@ -128,12 +128,12 @@ def test_digests(tmp_path: Path) -> None:
         {"key": "model", "path": str(tmp_path), "kind": "folder"},
         {"key": "none", "path": str(tmp_path / "no.jsonl"), "kind": "data"},
     ]
-    before = inputs(wanted)
+    before = inputs.look(wanted)
     small.write_bytes(b"b\n")
     with large.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
-    after = inputs(wanted)
+    after = inputs.look(wanted)
     for key, path in (("data", small), ("model", large)):
         assert before[key]["files"][str(path)][0] == after[key]["files"][str(path)][0]
         assert before[key]["files"][str(path)][1] != after[key]["files"][str(path)][1]
@@ -143,11 +143,11 @@ def test_digests(tmp_path: Path) -> None:
 def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     wanted = [{"key": "m", "path": "owner/name", "kind": "hub-model"}]
-    assert inputs(wanted)["m"]["missing"] == "is not in the cache"
+    assert inputs.look(wanted)["m"]["missing"] == "is not in the cache"
     refs = tmp_path / "models--owner--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("0123abc")
-    assert inputs(wanted) == {"m": {"commit": "0123abc"}}
+    assert inputs.look(wanted) == {"m": {"commit": "0123abc"}}
 
 
 def test_versions_are_those_that_are_imported() -> None:
@@ -158,28 +158,19 @@ def test_versions_are_those_that_are_imported() -> None:
     assert version_of("no-such-package") is None
 
 
-def test_extensions_lie_where_torch_puts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "named"))
-    assert Path(_get_build_directory("op", False)) == extensions_root() / "op"
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Path(_get_build_directory("op", False)).resolve() == (extensions_root() / "op").resolve()
-
-
 def test_a_compiler_is_tried_with_what_the_operations_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    found = build(["deepspeed_shm_comm"], on_cpu=True)
+    found = ops.look(["deepspeed_shm_comm"], on_cpu=True)
     assert found["lacking"] == ["deepspeed_shm_comm"] and found["fault"] is None, found
     monkeypatch.setenv("CXX", "g++-99")
-    assert "g++-99 is not on PATH; install one" in build(["cpu_adam"], on_cpu=True)["fault"]
+    assert "'g++-99' is not on PATH" in ops.look(["cpu_adam"], on_cpu=True)["fault"][0]
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert "of Python, was not found; install python3" in build(["cpu_adam"], on_cpu=True)["fault"]
-    assert build([], on_cpu=False)["fault"] is None
+    cause, way_out = ops.look(["cpu_adam"], on_cpu=True)["fault"]
+    assert "Python's headers are missing" in cause and "install python3" in way_out
+    assert ops.look([], on_cpu=False)["fault"] is None
 
 
 def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,27 +185,21 @@ def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.Monk
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = devices({})
+    found = devices.look({})
     assert [gpu["total"] for gpu in found["gpus"]] == [81559, None] and found["fault"] is None
-    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "1"})["gpus"]] == ["1"]
-    assert devices({"CUDA_VISIBLE_DEVICES": ""})["gpus"] == []
-    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "1,7,0"})["gpus"]] == ["1"]
-    assert [gpu["index"] for gpu in devices({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a1"})["gpus"]] == ["1", "0"]
-    (part,) = devices({"CUDA_VISIBLE_DEVICES": "MIG-c3"})["gpus"]
+    assert [gpu["index"] for gpu in devices.look({"CUDA_VISIBLE_DEVICES": "1"})["gpus"]] == ["1"]
+    assert devices.look({"CUDA_VISIBLE_DEVICES": ""})["gpus"] == []
+    assert [gpu["index"] for gpu in devices.look({"CUDA_VISIBLE_DEVICES": "1,7,0"})["gpus"]] == ["1"]
+    assert [gpu["index"] for gpu in devices.look({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a1"})["gpus"]] == [
+        "1",
+        "0",
+    ]
+    (part,) = devices.look({"CUDA_VISIBLE_DEVICES": "MIG-c3"})["gpus"]
     assert part["name"] == "NVIDIA H100 1g.10gb" and part["total"] == 10 * 1024
     program.write_text(
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
     )
-    assert "NVML" in devices({})["fault"]
-
-
-def test_a_lock_is_cleared_where_nobody_holds_it(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    lock.touch()
-    with lock.open():
-        assert not clear(tmp_path) and lock.exists()
-    assert clear(tmp_path) and not lock.exists()
-    assert not clear(tmp_path), "none is there"
+    assert "NVML" in devices.look({})["fault"]
 
 
 def test_ninja_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,28 @@
-"""Free space against what the run keeps, the shared output folder, and /dev/shm."""
+"""Folders and /dev/shm. `look` writes an empty file into each folder and removes it at once; the first host
+writes a file with a nonce that the others look for. The checks compare free space with what the run keeps."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, passed
-from dsft.doctor.needs import EXTENSIONS, HUB, Place
-from dsft.doctor.seen import GIB, Seen, gib
+from dsft.doctor.finding import GIB, Finding, gib, passed
+from dsft.errors import StorageError
+from dsft.system.disk import check_disk
 
+if TYPE_CHECKING:
+    from dsft.doctor.finding import Seen
+    from dsft.doctor.needs import Place
+
+SHM = Path("/dev/shm")
+NVME = "nvme_path"
+EXTENSIONS, HUB = "TORCH_EXTENSIONS_DIR", "HF_HUB_CACHE"
+"""Folders that each host finds by its own variables."""
 FLOOR, LITTLE = 256 << 20, 2 * GIB
 """Bytes below which a run cannot be expected to write at all; below which one is warned, where its own sizes
 are not known."""
@@ -23,6 +37,65 @@ _WHAT = {
     EXTENSIONS: "DeepSpeed's operations are compiled there",
     HUB: "models and data of the hub are downloaded there",
 }
+
+
+def look(folders: Mapping[str, str]) -> dict[str, Any]:
+    """folders: key -> path. shm: bytes of /dev/shm, None where there is none."""
+    free = {"free": shutil.disk_usage(SHM).free} if SHM.is_dir() else None
+    return {"folders": {key: folder(key, Path(path)) for key, path in folders.items()}, "shm": free}
+
+
+def folder(key: str, path: Path) -> dict[str, Any]:
+    """place: the folder itself or the nearest above it that is there; refused: why it cannot be used."""
+    facts: dict[str, Any] = {"path": str(path), "refused": None}
+    try:
+        place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        facts |= {"place": str(place), "free": shutil.disk_usage(place).free}
+        if NVME in key:
+            check_disk(path, key)
+        else:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+    except OSError as error:
+        facts["refused"] = error.strerror or str(error)
+    except StorageError as error:
+        facts["refused"] = str(error)
+    return facts
+
+
+@contextmanager
+def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
+    """The path of a file in the shared folder that holds the nonce; None where it cannot be written. A folder
+    that is made for it is removed with it."""
+    folder, made = Path(shared).absolute(), []
+    for each in (folder, *folder.parents):
+        if each.exists():
+            break
+        made.append(each)
+    file = folder / f".dsft-doctor-{nonce}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(nonce, encoding="utf-8")
+    except OSError:
+        yield None
+    else:
+        yield str(file)
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # a run has begun to use it
+            for each in made:
+                each.rmdir()
+
+
+def sees(path: str, nonce: str) -> str:
+    """`yes`, or why not. The folder is listed first: a network disk may remember that there was no file."""
+    try:
+        os.listdir(Path(path).parent)
+        return "yes" if Path(path).read_text(encoding="utf-8") == nonce else "it holds something else"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def space(seen: Seen) -> Iterator[Finding]:

@@ -1,17 +1,47 @@
-"""Versions, which have to be the same on all hosts."""
+"""Versions, which have to be the same on all hosts: `look` reads the installed packages' metadata, torch's
+version.py and dsft's own files without importing any of them."""
 
 from __future__ import annotations
 
+import platform
+import re
+import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.finding import Finding, passed
-from dsft.doctor.seen import Seen
-from dsft.launch.software import outside
+from dsft.engine.toolchain import package_file
+from dsft.launch.software import decisive_versions, outside, version_of
 
+if TYPE_CHECKING:
+    from dsft.doctor.finding import Seen
+
+ALSO = ("safetensors", "peft", "pydantic")
+"""Packages beside DECISIVE that decide messages and files."""
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
 CHECK = "versions"
 MILD = ("peft", "pydantic", "safetensors", "driver")
 """Whose difference changes no number that hosts exchange."""
 NEEDED = ("torch", "deepspeed", "transformers")
+
+
+def look() -> dict[str, Any]:
+    """versions: name -> version, None where it is not installed; executable: the Python that runs this."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions |= decisive_versions() | {name: version_of(name) for name in ALSO}
+    versions["CUDA of torch"] = cuda_of_torch()
+    versions["NCCL"] = next(filter(None, map(version_of, NCCL)), None)
+    return {"versions": versions, "executable": sys.executable}
+
+
+def cuda_of_torch() -> str | None:
+    """That torch was built for; None on a CPU build, or without torch."""
+    file = package_file("torch", "version.py")
+    if file is None:
+        return None
+    found = _CUDA.search(file.read_text(encoding="utf-8"))
+    return (found[1] or found[2]) if found else None
 
 
 def table(seen: Seen) -> dict[str, dict[str, str]]:
@@ -30,7 +60,7 @@ def differing(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[st
     return {name: by_host for name, by_host in versions.items() if len(set(by_host.values())) > 1}
 
 
-def software(seen: Seen) -> Iterator[Finding]:
+def check(seen: Seen) -> Iterator[Finding]:
     found = table(seen)
     different = differing(found)
     for name, by_host in different.items():

@@ -1,18 +1,41 @@
-"""Open files and locked memory."""
+"""Open files and locked memory: `look` reads the limits of this process, which a launcher's processes share
+where they are started the same way; `check` compares them with what a run takes."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, passed
-from dsft.doctor.seen import Seen, gib
+from dsft.doctor.finding import Finding, gib, passed
+from dsft.system.disk import may_lock_all
 
+if TYPE_CHECKING:
+    from dsft.doctor.finding import Seen
+
+INFINIBAND = Path("/sys/class/infiniband")
 FILES_OF_RANK = 8
 """Sockets that a rank keeps to each other one, over all groups, and some to spare."""
 FILES = 512  # data, libraries, logs
 
 
-def limits(seen: Seen) -> Iterator[Finding]:
+def look() -> dict[str, Any]:
+    """files: open at once, soft and hard; locked: bytes; each None where there is no limit."""
+    files, locked = (resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    cards = sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    return {
+        "files": [_number(limit) for limit in files],
+        "locked": None if may_lock_all() else _number(locked[0]),
+        "infiniband": cards,
+    }
+
+
+def _number(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check(seen: Seen) -> Iterator[Finding]:
     world = sum(count or 1 for count in seen.slots.values())
     for host, part in seen.part("limits"):
         soft, needed = part["files"][0], FILES + FILES_OF_RANK * world

@@ -1,0 +1,168 @@
+"""The files that a spec names: `look` computes their digests on each host (samples of large
+ones), `check` finds those that are missing or differ."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsft.doctor.finding import Finding, listed, passed
+from dsft.spec.listing import NoDataFileError, local_files
+
+if TYPE_CHECKING:
+    from dsft.doctor.finding import Seen
+
+WHOLE = 4 << 20  # bytes up to which a file is read whole
+SAMPLES, SAMPLE = 64, 1 << 12  # number and bytes of what is read of a larger one
+SECONDS = 3.0  # that all of them may take; the sizes of the rest are compared alone
+HUB = {"hub-model": "models", "hub-data": "datasets"}
+MODEL = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.bin")
+CHECK = "files"
+
+
+def look(wanted: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """wanted: {key, path, kind}, kind being file, data, folder, hub-model or hub-data. Key -> {files: name ->
+    [bytes, digest or None], missing: why}."""
+    end = time.monotonic() + SECONDS
+    return {each["key"]: _one(each["path"], each["kind"], end) for each in wanted}
+
+
+def _one(path: str, kind: str, end: float) -> dict[str, Any]:
+    try:
+        if kind.startswith("hub-"):
+            return _hub(path, kind)
+        files = list(_files(path, kind))
+        if not files:
+            return {"missing": "is not there"}
+        return {"files": {str(file): _facts(file, end) for file in files}}
+    except NoDataFileError as error:
+        return {"missing": str(error)}
+    except OSError as error:
+        return {"missing": error.strerror or str(error)}
+
+
+def _files(path: str, kind: str) -> Iterable[Path]:
+    if kind == "data":
+        found = local_files(path)
+        return [] if found is None else found[0]
+    if kind == "folder" and Path(path).is_dir():
+        return sorted({file for pattern in MODEL for file in Path(path).glob(pattern) if file.is_file()})
+    return [Path(path)] if Path(path).is_file() else []
+
+
+def _facts(file: Path, end: float) -> list[Any]:
+    size = file.stat().st_size
+    return [size, digest(file, size) if time.monotonic() < end else None]
+
+
+def digest(file: Path, size: int) -> str:
+    """sha256 of the content up to WHOLE bytes, of samples at equal distances and of the end above."""
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        if size <= WHOLE:
+            found.update(opened.read())
+        else:
+            for number in range(SAMPLES):
+                opened.seek(number * (size // SAMPLES))
+                found.update(opened.read(SAMPLE))
+            opened.seek(size - SAMPLE)
+            found.update(opened.read(SAMPLE))
+    return found.hexdigest()
+
+
+def hub_cache() -> Path:
+    """As huggingface_hub finds it (constants.py)."""
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
+    )
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(named or Path(home, "hub")).expanduser()
+
+
+def _hub(name: str, kind: str) -> dict[str, Any]:
+    """The commit that the cache holds: its files are named by their content."""
+    name, _, revision = name.partition("@")
+    folder = hub_cache() / f"{HUB[kind]}--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text(encoding="ascii").strip()
+    except OSError:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        return {"missing": "is not in the cache", "folder": str(folder), "offline": offline}
+    return {"commit": commit}
+
+
+def check(seen: Seen) -> Iterator[Finding]:
+    by_host = dict(seen.part("inputs"))
+    sampled = alone = 0
+    good = True
+    for wanted in seen.needs.inputs:
+        told = {host: found[wanted["key"]] for host, found in by_host.items() if wanted["key"] in found}
+        for finding in _of_key(wanted, told):
+            good = False
+            yield finding
+        for name in {name for found in told.values() for name in found.get("files", {})}:
+            facts = [found["files"][name] for found in told.values() if name in found.get("files", {})]
+            sampled += any(size > 4 << 20 for size, _ in facts)
+            alone += any(digest is None for _, digest in facts)
+    if good and by_host:
+        notes = [f"{sampled} large ones by size and samples"] if sampled else []
+        notes += [f"{alone} by size alone, as time was short"] if alone else []
+        same = "the same everywhere" if len(by_host) > 1 else "there"
+        yield passed(CHECK, None, f"spec, data and model are {same}" + "".join(f"; {note}" for note in notes))
+
+
+def _of_key(wanted: Mapping[str, str], told: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    missing = {host: found for host, found in told.items() if "missing" in found}
+    for host, found in missing.items():
+        yield _missing(wanted, host, found)
+    commits = {host: found["commit"] for host, found in told.items() if "commit" in found}
+    if len(set(commits.values())) > 1:
+        values = ", ".join(f"{host} {commit[:12]}" for host, commit in commits.items())
+        yield _other(wanted, f"its newest revision in the caches differs: {values}")
+    files = {host: found["files"] for host, found in told.items() if "files" in found}
+    different = sorted(_differing(files))
+    if different:
+        yield _other(wanted, f"on {listed(list(files))} differ {listed(different)}")
+
+
+def _differing(files: Mapping[str, Mapping[str, list[Any]]]) -> set[str]:
+    """Names of files that one host has otherwise, or lacks; a digest that one host had no time for is not
+    held against another's."""
+    found = set()
+    for name in {name for each in files.values() for name in each}:
+        facts = [each.get(name) for each in files.values()]
+        there = [fact for fact in facts if fact is not None]
+        digests = {fact[1] for fact in there if fact[1] is not None}
+        if len(there) < len(facts) or len({fact[0] for fact in there}) > 1 or len(digests) > 1:
+            found.add(name)
+    return found
+
+
+def _missing(wanted: Mapping[str, str], host: str, found: Mapping[str, Any]) -> Finding:
+    named = f"{wanted['key']} {wanted['path']}"
+    if "folder" not in found:
+        return Finding(
+            CHECK, host, "failure", f"{named}: {found['missing']}", "each rank reads it on its own host",
+            "copy it there, to the same path, or put it on a disk that all hosts share",
+        )  # fmt: skip
+    if found["offline"]:
+        return Finding(
+            CHECK, host, "failure", f"{named} is not in {found['folder']}, and HF_HUB_OFFLINE is set",
+            "it cannot be downloaded", "download it there once, or copy the cache",
+        )  # fmt: skip
+    return Finding(
+        CHECK, host, "warning", f"{named} is not in the cache there", "each host downloads it at the start",
+        "download it ahead, or share HF_HOME between the hosts",
+    )  # fmt: skip
+
+
+def _other(wanted: Mapping[str, str], value: str) -> Finding:
+    return Finding(
+        CHECK, None, "failure", f"{wanted['key']} {wanted['path']}: {value}",
+        "ranks would train on other rows, or from other weights, than each other",
+        "copy one host's to all, or put it on a disk that they share",
+    )  # fmt: skip

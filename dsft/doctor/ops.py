@@ -1,0 +1,46 @@
+"""DeepSpeed's compiled ops: `look` finds those that this host would have to compile, and tries its compiler
+on ten lines; `check` says whether it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsft.doctor.finding import Finding, passed
+from dsft.engine.toolchain import build_folder, compiler_version, is_compiled, lacking_tool
+
+if TYPE_CHECKING:
+    from dsft.doctor.finding import Seen
+
+CHECK = "compiler"
+
+
+def look(ops: Sequence[str], on_cpu: bool) -> dict[str, Any]:
+    """root: the folder of compiled ops; lacking: those that would have to be compiled; fault: why they cannot
+    be, and the way out; compiler: its name and version."""
+    lacking = [op for op in ops if not is_compiled(op, "cpu" if on_cpu else "cuda")]
+    facts: dict[str, Any] = {"root": str(build_folder()), "ops": list(ops), "lacking": lacking, "fault": None}
+    if lacking:
+        facts["compiler"], facts["fault"] = compiler_version(), lacking_tool(lacking, with_cuda=not on_cpu)
+    return facts
+
+
+def check(seen: Seen) -> Iterator[Finding]:
+    for host, part in seen.part("build"):
+        lacking = ", ".join(part["lacking"])
+        if not part["ops"]:
+            yield passed(CHECK, host, "nothing has to be compiled")
+        elif not part["lacking"]:
+            yield passed(CHECK, host, f"{', '.join(part['ops'])}: compiled in {part['root']}")
+        elif part["fault"] is None:
+            yield passed(CHECK, host, f"{part['compiler']}, for {lacking} (about a minute, once)")
+        else:
+            cause, do = part["fault"]
+            allowed = part["lacking"] == ["cpu_adam"] and seen.needs.spec.parallel.allow_torch_adam
+            yield Finding(
+                CHECK, host, "warning" if allowed else "failure",
+                f"{lacking} cannot be compiled: {cause}",
+                "by parallel.allow_torch_adam torch's slower AdamW would step" if allowed
+                else "DeepSpeed compiles them at the start, and the run needs them",
+                do,
+            )  # fmt: skip
