@@ -224,10 +224,7 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     overrides: Overrides = None,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            help="dsft, deepspeed, torchrun or slurm; by default cluster.launcher, or else dsft itself.",
-            show_default=False,
-        ),
+        typer.Option(help="dsft, deepspeed, torchrun, slurm; default: cluster.launcher.", show_default=False),
     ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="Start again from the last checkpoint, so many times, after a failure.")

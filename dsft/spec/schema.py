@@ -501,9 +501,7 @@ class Cluster(Section):
         default=None, gt=0, description="Memory of each host, in GiB (2^30 bytes), that the run may take."
     )
     launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = Field(
-        default="dsft",
-        description="What starts the ranks under dsft launch: dsft itself, or deepspeed or torchrun on each "
-        "host; slurm: dsft itself, on the hosts of the Slurm job and through srun.",
+        default="dsft", description="What starts the ranks under dsft launch. slurm: dsft, through srun."
     )
     hang_timeout: int | None = Field(
         default=None,
