@@ -22,7 +22,6 @@ OF_A_FILE, LONG_FILES = (
         "dsft/plan/ds_config.py": 451,
         "dsft/spec/combinations.py": 524,
         "dsft/spec/schema.py": 605,
-        "dsft/supervise/attempt.py": 453,
     },
 )
 OF_A_FUNCTION, LONG_FUNCTIONS = (
