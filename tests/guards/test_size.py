@@ -16,7 +16,6 @@ OF_A_FILE, LONG_FILES = (
     400,
     {
         "dsft/cli.py": 424,
-        "dsft/data/cache/store.py": 603,
         "dsft/data/render/masks.py": 424,
         "dsft/doctor/network.py": 464,
         "dsft/plan/ds_config.py": 451,
