@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,14 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
 from tests.examples import ExamplePart, dataset_of
+from tests.unit.data.token_rows import spec_of
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-@dataclass(frozen=True)
-class Wanted:
-    task: str
-    data: Data
-
-
 def load_all(*sources: Source, task: str = "sft", **keys: Any) -> Loaded:
-    return load_data(Wanted(task, Data(train=sources, **{"max_length": 256, **keys})), TOKENIZER)
+    return load_data(spec_of(task, Data(train=sources, **{"max_length": 256, **keys})), TOKENIZER)
 
 
 def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> Loaded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,7 +36,7 @@ from dsft.data.sets.selection import (
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
-from tests.unit.data.token_rows import FakeRows
+from tests.unit.data.token_rows import FakeRows, spec_of
 
 TOKENIZER = byte_level_tokenizer()
 hashes = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 5), max_size=40)
@@ -161,12 +160,6 @@ def test_the_table_has_the_columns_that_say_something() -> None:
 # --- through files ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Wanted:
-    task: str
-    data: Data
-
-
 def text(*rows: str) -> str:
     return "".join(json.dumps({"text": row}) + "\n" for row in rows)
 
@@ -190,7 +183,7 @@ def loaded(
     train = tuple(Source(path=name, **of_source.get(name, {})) for name in files if name not in held_out)
     held = tuple(Source(path=name) for name in held_out)
     return load_data(
-        Wanted(task, Data(train=train, eval=held, **{"max_length": 64, **keys})), TOKENIZER, cache
+        spec_of(task, Data(train=train, eval=held, **{"max_length": 64, **keys})), TOKENIZER, cache
     )
 
 
@@ -274,7 +267,7 @@ def test_all_that_a_run_refuses_is_told_at_once() -> None:
 
 def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> None:
     Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
-    found = measure(Wanted("sft", Data(train=(Source(path="a.jsonl"),), max_length=64)), TOKENIZER)
+    found = measure(spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64)), TOKENIZER)
     assert said(found.train) == ["y"] and len(found.violations) == 2
     sums = found.account["train"]["total"]
     assert (sums["rows"], sums["used"], sums["bad"], sums["dropped"]) == (3, 1, 1, 1)
@@ -295,7 +288,7 @@ def test_files_of_a_folder_that_are_read_alike_have_one_line() -> None:
     Path("rows").mkdir()
     for i in range(8):
         Path(f"rows/{i}.jsonl").write_text(text(f"x{i}") if i != 3 else answered("q", "a"))
-    found = load_data(Wanted("sft", Data(train=(Source(path="rows"),), max_length=64)), TOKENIZER)
+    found = load_data(spec_of("sft", Data(train=(Source(path="rows"),), max_length=64)), TOKENIZER)
     assert [line for line in found.lines if "detected" in line] == [
         'data.train: rows/3.jsonl: detected messages: every row has "messages"',
         'data.train: rows/0.jsonl and 6 more files: detected text: every row has "text"',
@@ -452,7 +445,7 @@ def test_row_27_workers_make_the_same_batches(monkeypatch: pytest.MonkeyPatch) -
     for name, rows in (("a", ROWS), ("b", [row * 3 for row in ROWS])):
         Path(f"rows/{name}.jsonl").write_text(text(*rows))
     sources = (Source(path="rows", weight=2.0), Source(path="rows/b.jsonl", weight=1.0))
-    wanted = Wanted("sft", Data(train=sources, max_length=64, eval_fraction=0.2))
+    wanted = spec_of("sft", Data(train=sources, max_length=64, eval_fraction=0.2))
     caches = (Cache(Path("none"), 0), Cache(Path("two"), 2), IN_MEMORY)
     one, *others = [load_data(wanted, TOKENIZER, cache) for cache in caches]
     assert started.call_count == 1  # for the source of two blocks

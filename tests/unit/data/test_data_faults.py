@@ -22,6 +22,7 @@ from dsft.data.sets.load import Loaded, load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
+from tests.unit.data.token_rows import spec_of
 
 FAULTY = 17
 ROWS = [json.dumps({"text": f"row {number}"}).encode() for number in range(1, 31)]
@@ -51,15 +52,9 @@ FAULTS = {
 LARGE = ("long_line", "jsonl.gz")  # slow to compress, and read by the code that reads the others
 
 
-@dataclass(frozen=True)
-class Wanted:
-    task: str
-    data: Data
-
-
 def load(path: str, **keys: Any) -> Loaded:
     data = Data(train=(Source(path=path),), max_length=64, **keys)
-    return load_data(Wanted("pretrain", data), byte_level_tokenizer())
+    return load_data(spec_of("pretrain", data), byte_level_tokenizer())
 
 
 def as_lines(rows: list[bytes]) -> bytes:
@@ -207,6 +202,6 @@ def test_a_row_that_makes_the_tokenizer_panic_is_named_or_dropped(
     Path("a.jsonl").write_bytes(as_lines([b'{"text": "b"}', b'{"text": "%s"}' % (b"a" * 5000)]))
     data = Data(train=(Source(path="a.jsonl"),), max_length=64)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the tokenizer cannot read it \("):
-        load_data(Wanted("pretrain", data), tokenizer)
+        load_data(spec_of("pretrain", data), tokenizer)
     dropped = data.model_copy(update={"on_bad_row": "drop", "max_dropped_fraction": 1.0})
-    assert len(load_data(Wanted("pretrain", dropped), tokenizer).train) == 1
+    assert len(load_data(spec_of("pretrain", dropped), tokenizer).train) == 1

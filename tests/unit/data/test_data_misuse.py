@@ -16,6 +16,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError, DsftError, MissingInputError
 from dsft.spec.schema import Data, Source
+from tests.unit.data.token_rows import spec_of
 
 GOLDEN = Path(__file__).parent / "golden"
 GOOD_CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -23,12 +24,6 @@ REFUSING = "{{ raise_exception('system is not known') if messages[0]['role'] == 
     "{%- for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class Wanted:
-    task: str
-    data: Data
 
 
 @dataclass(frozen=True)
@@ -379,7 +374,7 @@ def message(case: Case) -> str:
     keys: dict[str, Any] = {"train": sources, "max_length": 512, **case.options}
     task = keys.pop("task", "sft")
     with pytest.raises(case.error) as caught:
-        load_data(Wanted(task, Data(**keys)), tokenizer)
+        load_data(spec_of(task, Data(**keys)), tokenizer)
     return f"{caught.value}\n"
 
 

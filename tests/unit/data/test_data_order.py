@@ -4,7 +4,8 @@ matrix)."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,29 +25,28 @@ from tests.unit.data.token_rows import FakeRows, all_of
 PAD = 0
 
 
-@dataclass(frozen=True)
-class Sources:
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...] | None = None
+def mixed(sizes: tuple[int, ...], weights: tuple[float, ...] | None = None) -> Any:
+    """What an order needs of a dataset."""
+    return SimpleNamespace(sizes=sizes, weights=weights)
 
 
 mixtures = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 10)), min_size=1, max_size=4)
 
 
-def sources(mixture: list[tuple[int, float]]) -> Sources:
-    return Sources(tuple(size for size, _ in mixture), tuple(weight for _, weight in mixture))
+def sources(mixture: list[tuple[int, float]]) -> Any:
+    return mixed(tuple(size for size, _ in mixture), tuple(weight for _, weight in mixture))
 
 
 def test_without_weights_the_ids_are_pinned() -> None:
     """Whatever the number of sources: another order would break every run that is resumed."""
     pinned = [[3, 6, 8, 0, 4], [9, 7, 1, 2, 5], [11, 10], [8, 0, 1, 9, 6], [11, 5, 3, 10, 7], [4, 2]]
     for sizes in ((12,), (5, 7), (1, 1, 10)):
-        order = Order(Sources(sizes), 5, 42)
+        order = Order(mixed(sizes), 5, 42)
         assert [order.step(index).ids.tolist() for index in range(6)] == pinned
 
 
 def test_with_weights_the_ids_are_pinned() -> None:
-    order = Order(Sources((6, 3), (1.0, 2.0)), 5, 42)
+    order = Order(mixed((6, 3), (1.0, 2.0)), 5, 42)
     assert [order.step(index).ids.tolist() for index in range(4)] == [
         [6, 7, 8, 2, 7],
         [8, 1, 0, 6],
@@ -165,12 +165,12 @@ def test_what_a_step_has_of_each_source() -> None:
 
 
 def test_shares_are_said_in_rows_and_epochs() -> None:
-    said = list(shares_text(("web", "books"), Sources((1000, 2333), (0.7, 0.3))))
+    said = list(shares_text(("web", "books"), mixed((1000, 2333), (0.7, 0.3))))
     assert said == [
         "web: 1,000 examples, weight 0.7: 2,333 examples an epoch, 2.33 times each",
         "books: 2,333 examples, weight 0.3: 1,000 examples an epoch, 0.429 times each",
     ]
-    assert list(shares_text(("web",), Sources((5,)))) == []
+    assert list(shares_text(("web",), mixed((5,)))) == []
 
 
 # --- what is read -----------------------------------------------------------------------------------------

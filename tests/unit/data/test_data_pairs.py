@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,11 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Source, Train
 from tests.examples import dataset_of
-from tests.unit.data.token_rows import FakeRows, all_of
+from tests.unit.data.token_rows import FakeRows, all_of, spec_of
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token
 SHARED = Path(__file__).parents[4] / "shared" / "data"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    data: Data
-    task: str = "dpo"
 
 
 def load(tmp_path: Path, *rows: object, tokenizer: Any = TOKENIZER, **keys: Any) -> Loaded:
@@ -52,7 +45,7 @@ def load(tmp_path: Path, *rows: object, tokenizer: Any = TOKENIZER, **keys: Any)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     source = Source(path=str(path), **{key: keys.pop(key) for key in ("max_rows",) if key in keys})
     data = Data(train=(source,), **{"max_length": 1024, **keys})
-    return load_data(Wanted(data), tokenizer)
+    return load_data(spec_of("dpo", data), tokenizer)
 
 
 def said(example: Example, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
@@ -140,7 +133,7 @@ def test_strings_that_begin_alike_are_no_prompt_and_answer_for_sft(tmp_path: Pat
     path.write_text(json.dumps(FORMATS["strings that begin alike"][0]) + "\n", encoding="utf-8")
     data = Data(train=(Source(path=str(path), format="preference"),))
     with pytest.raises(DataError, match='are strings without a "prompt"'):
-        load_data(Wanted(data, "sft"), TOKENIZER)
+        load_data(spec_of("sft", data), TOKENIZER)
 
 
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
@@ -234,7 +227,7 @@ def test_the_demo(max_length: int) -> None:
     tokenizer = load_tokenizer(SHARED / "tokenizer")
     source = Source(path=str(SHARED / "dpo_en_demo.json"), max_rows=40)
     data = Data(train=(source,), max_length=max_length, on_too_long="truncate")
-    loaded = load_data(Wanted(data), tokenizer)
+    loaded = load_data(spec_of("dpo", data), tokenizer)
     total = loaded.account["train"]["total"]
     assert total["rows"] == 40 and total["used"] == len(loaded.train)
     for example in loaded.train:
@@ -473,7 +466,7 @@ def test_a_shared_prompt_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps(strings("a?", "b", "c")) + "\n", encoding="utf-8")
     data = Data(train=(Source(path=str(path)),), packing=True)
     for share in (False, True):
-        loaded = load_data(Wanted(data), TOKENIZER, share_prompts=share)
+        loaded = load_data(spec_of("dpo", data), TOKENIZER, share_prompts=share)
         assert ("computed once for both answers" in loaded.lines[-1]) == share
         assert loaded.account["settings"]["share_prompts"] == share
         assert loaded.account["train"]["total"]["example_tokens"] == (7 if share else 8)
@@ -486,7 +479,7 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
         rows = [json.dumps(strings(f"{name}{number}?", "b", "c")) + "\n" for number in range(count)]
         path.write_text("".join(rows), encoding="utf-8")
         sources.append(Source(path=str(path), weight=0.5))
-    data = load_data(Wanted(Data(train=tuple(sources))), TOKENIZER).train
+    data = load_data(spec_of("dpo", Data(train=tuple(sources))), TOKENIZER).train
     step = TrainSteps(data, BatchSizes(12, 12, 1, 1, None), 0, 0, 0).step(0)
     assert {name: of.examples for name, of in step.sources.items()} == {"a": 6, "b": 6}
     assert step.counts == {"pairs": 12, "chosen_tokens": 24} and step.squared == 2 * 12 * 25

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.pieces import cut
+from dsft.data.sets.pieces import RowPart, cut
 from dsft.data.sets.selection import Cutting, OnTooLong, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
@@ -235,6 +235,7 @@ def test_no_answer_is_kept_without_its_question(question: int, answer: int, begi
     """Of 512 tokens, 128 are of the question, or all of a shorter one."""
     row = (list(range(100, 100 + question + answer)), [False] * question + [True] * answer)
     made = cut_of(FakeRows([row]), 512, "truncate").examples
+    assert isinstance(made, RowPart)
     assert (int(made.begin[0]), int(made.target_counts[0])) == (begin, targets)
 
 

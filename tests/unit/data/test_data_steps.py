@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -18,17 +17,14 @@ from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.steps.lay import collate, lay
 from dsft.data.steps.pack import deal
 from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
 
 PAD = 7
 
 
-@dataclass(frozen=True)
-class Sizes:
-    global_batch_size: int
-    micro_batch_size: int
-    data_parallel: int
-    tokens_per_micro_batch: int | None = None
+def sizes_of(total: int, micro: int, ranks: int, budget: int | None = None) -> BatchSizes:
+    return BatchSizes(total, micro, 1, ranks, budget)
 
 
 def dataset(count: int) -> Dataset:
@@ -57,7 +53,7 @@ layouts = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))  # 
 @settings(max_examples=150, deadline=None)
 def test_every_example_once_an_epoch(count: int, layout: tuple[int, int, int], seed: int, epoch: int) -> None:
     micro, accumulation, ranks = layout
-    sizes = Sizes(micro * accumulation * ranks, micro, ranks)
+    sizes = sizes_of(micro * accumulation * ranks, micro, ranks)
     data = dataset(count)
     plans = [TrainSteps(data, sizes, rank, seed, PAD) for rank in range(ranks)]
     per_epoch = plans[0].steps_per_epoch
@@ -93,14 +89,14 @@ def same_plan(one: GlobalStep, other: GlobalStep) -> bool:
 def test_a_step_does_not_depend_on_how_it_is_cut(count: int, index: int, seed: int) -> None:
     data = dataset(count)
     cuts = [(1, 1), (12, 1), (2, 3), (3, 4), (1, 12), (6, 2)]  # micro-batch, ranks; the rest accumulates
-    steps = [TrainSteps(data, Sizes(12, *cut), 0, seed, PAD).step(index) for cut in cuts]
+    steps = [TrainSteps(data, sizes_of(12, *cut), 0, seed, PAD).step(index) for cut in cuts]
     assert all(same_plan(step, steps[0]) for step in steps)
 
 
 def test_a_step_is_made_by_its_number_alone() -> None:
-    plan = TrainSteps(dataset(23), Sizes(4, 2, 2), 1, 5, PAD)
+    plan = TrainSteps(dataset(23), sizes_of(4, 2, 2), 1, 5, PAD)
     forward = [plan.step(i) for i in range(15)]
-    again = TrainSteps(dataset(23), Sizes(4, 2, 2), 1, 5, PAD)
+    again = TrainSteps(dataset(23), sizes_of(4, 2, 2), 1, 5, PAD)
     for i in (14, 3, 9):
         assert same_plan(again.step(i), forward[i])
         assert torch.equal(again.step(i).micro_batches[0].input_ids, forward[i].micro_batches[0].input_ids)
@@ -142,7 +138,7 @@ def test_micro_batches_computed_together_are_alike(lengths: list[int], micro: in
 def test_evaluation_holds_every_example_once(count: int, layout: tuple[int, int, int]) -> None:
     micro, accumulation, ranks = layout
     data = dataset(count)
-    sizes = Sizes(micro * accumulation * ranks, micro, ranks)
+    sizes = sizes_of(micro * accumulation * ranks, micro, ranks)
     dealt = [evaluation(data, sizes, rank, PAD) for rank in range(ranks)]
     assert sorted(i for batches, _ in dealt for m in batches for i in members(m)) == list(range(count))
     assert len({len(batches) for batches, _ in dealt}) == 1
@@ -170,13 +166,13 @@ def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:
     small = 6 / 2**0.5
     torch.testing.assert_close(padded, torch.tensor([[3.0, 3, 3, 3], [small, small, 0, 0]]))
     torch.testing.assert_close(packed, torch.tensor([[3.0, 3, 3, 3, small, small]]))
-    step = TrainSteps(dataset(5), Sizes(4, 2, 2), 0, 0, PAD, 6.0).step(0)
+    step = TrainSteps(dataset(5), sizes_of(4, 2, 2), 0, 0, PAD, 6.0).step(0)
     assert all(batch.noise_scale is not None for batch in step.micro_batches)
-    assert all(batch.noise_scale is None for batch in evaluation(dataset(5), Sizes(4, 2, 2), 0, PAD)[0])
+    assert all(batch.noise_scale is None for batch in evaluation(dataset(5), sizes_of(4, 2, 2), 0, PAD)[0])
 
 
 def test_an_empty_micro_batch_is_a_row_without_targets() -> None:
-    steps = [TrainSteps(dataset(5), Sizes(4, 1, 4), rank, 0, PAD).step(1) for rank in range(4)]
+    steps = [TrainSteps(dataset(5), sizes_of(4, 1, 4), rank, 0, PAD).step(1) for rank in range(4)]
     assert [len(members(step.micro_batches[0])) for step in steps] == [1, 0, 0, 0]
     empty = steps[1].micro_batches[0]
     assert empty.input_ids.shape == empty.targets.shape == empty.position_ids.shape == (1, 2)
@@ -186,4 +182,4 @@ def test_an_empty_micro_batch_is_a_row_without_targets() -> None:
 
 @pytest.mark.parametrize(("index", "epoch"), [(0, 4 / 10), (1, 8 / 10), (2, 1.0), (3, 1 + 4 / 10)])
 def test_epochs_seen(index: int, epoch: float) -> None:
-    assert TrainSteps(dataset(10), Sizes(4, 2, 1), 0, 0, PAD).step(index).epoch == epoch
+    assert TrainSteps(dataset(10), sizes_of(4, 2, 1), 0, 0, PAD).step(index).epoch == epoch

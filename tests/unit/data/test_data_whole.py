@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,12 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.plan.batch import BatchSizes
 from dsft.spec.schema import Data, Source
 from tests.unit.data.test_data_formats import alpaca, forms, talks
+from tests.unit.data.token_rows import spec_of
 
 TOKENIZER = byte_level_tokenizer()
 PAD = TOKENIZER.pad_token_id
 FORMS = (*forms([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]), "alpaca")
 OF_PROMPT = ("prompt_completion", "preference", "kto")  # of these formats the last answer is trained on
-
-
-@dataclass(frozen=True)
-class Wanted:
-    task: str
-    data: Data
 
 
 def row_of(messages: list[dict[str, Any]], form: str) -> tuple[str, dict[str, Any]]:
@@ -63,7 +57,7 @@ def test_any_talks_survive_the_whole_road(given: list[list[dict[str, Any]]], for
         source = Source.model_validate({"path": str(path), "format": name})
         for _ in ("made", "read"):
             data = Data(train=(source,), max_length=4096)
-            loaded = load_data(Wanted("sft", data), TOKENIZER, Cache(Path(folder, "cache"), 0))
+            loaded = load_data(spec_of("sft", data), TOKENIZER, Cache(Path(folder, "cache"), 0))
             sizes = BatchSizes(2 * ranks, 2, 1, ranks, 4096)
             plans = [TrainSteps(loaded.train, sizes, rank, 3, PAD) for rank in range(ranks)]
             found = [
@@ -83,7 +77,7 @@ def test_long_talks_stay_within_bounds_through_packing(how: Any, tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (talk, short)))
     data = Data(train=(Source(path=str(path)),), max_length=64, on_too_long=how)
-    loaded = load_data(Wanted("sft", data), TOKENIZER, Cache(tmp_path / "cache", 0))
+    loaded = load_data(spec_of("sft", data), TOKENIZER, Cache(tmp_path / "cache", 0))
     step = TrainSteps(loaded.train, BatchSizes(2, 2, 1, 1, 128), 0, 3, PAD).step(0)
     trained = sorted(answer for batch in step.micro_batches for _, answer in segments(batch))
     kept = ["the answer<|im_end|>"] if how == "truncate" else []

@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Account, Rendered, TokenRows
 from dsft.data.sets.selection import PairRows, Selection
-from dsft.spec.schema import Source
+from dsft.spec.schema import Data, Source, Spec
 
 Given = tuple[Sequence[int], Sequence[bool]]
+
+
+def spec_of(task: str, data: Data) -> Spec:
+    """A spec of which nothing else is read."""
+    return Spec.model_construct(task=task, data=data)
 
 
 def all_of(rows: TokenRows | PairRows, name: str = "a") -> Selection:
