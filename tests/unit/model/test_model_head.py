@@ -21,7 +21,7 @@ from dsft.model.head import (
 )
 from dsft.model.products import pieces
 from dsft.model.softmax import Shaping, Softmax
-from dsft.plan import head as sizes
+from dsft.plan.memory import sizes
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 
 HIDDEN, VOCABULARY = 12, 37
