@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from dsft.errors import DsftError, StoppedError, WorldError, plain
-from dsft.launch.cores import THREADS, share_of
+from dsft.launch.cores import THREADS, Share, share_of
 from dsft.launch.environment import Launched, detect
 from dsft.launch.live import live
 from dsft.launch.port import check_port
@@ -47,6 +47,7 @@ from dsft.plan.memory.offload import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
+from dsft.spec.schema import Spec
 from dsft.system.process import end
 
 RANK_0_SPEAKS = 3.0
@@ -124,6 +125,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="train nothing: score the pairs of a preference run by its reference, and end",
     )
+    parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
+    # from `dsft reference`, whose processes are not those that cluster.hosts promises
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
@@ -150,12 +153,15 @@ def train(
     stopping.limit(spec.cluster.time_limit if spec.cluster else None)
     if options.reference_only:
         check_precomputed(spec, "--reference_only")
-    promise = check_promise(spec.cluster, launched)
+    promise = check_promise(None if options.any_ranks else spec.cluster, launched)
     if launched.rank == 0:
         print(launched.line(), flush=True)
         for line in outside({name: version_of(name) for name in RANGES}):
             print(f"warning: versions: {line}; something may fail or differ: install one that is", flush=True)
     check_port(launched, os.environ)
+    if options.reference_only:
+        score_only(options, spec, launched, stopping, pulse)
+        return
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()
@@ -166,17 +172,7 @@ def train(
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
         spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
 
-    share = share_of(spec, launched, os.environ)
-    os.environ.update(environment(spec.cluster))  # whoever started this process
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as nvidia-smi numbers them
-    os.environ.update(allocator(spec, os.environ, version("torch")))
-    if share is not None:
-        os.environ[THREADS] = str(share.threads)
-    if options.reference_only:
-        from dsft.reference.command import score_as_launched
-
-        score_as_launched(spec, batch.micro_batch_size, launched, places)
-        return
+    share = set_environment(spec, launched)
     try:
         from dsft.job import Job, run  # torch and deepspeed are imported from here on
     except ValueError as error:
@@ -201,6 +197,34 @@ def train(
             pulse=pulse,
         )
     )
+
+
+def score_only(
+    options: argparse.Namespace, spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse
+) -> None:
+    """Any number of ranks scores the pairs; those of the run are needed where a DeepSpeed JSON is read."""
+    if options.deepspeed_config is not None:
+        places = layout(spec.parallel, launched.world_size)
+        batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+        spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
+    set_environment(spec, launched)
+    from dsft.job.score import score_only as score
+
+    way_on = "the same command without --reference_only trains"
+    if options.any_ranks:
+        way_on = f"deepspeed dsft/train.py {shlex.join([str(options.spec), *options.overrides])}"
+    score(spec, launched, stopping, pulse, way_on)
+
+
+def set_environment(spec: Spec, launched: Launched) -> Share | None:
+    """What torch and its libraries read when they are imported. Return the cores of this rank."""
+    share = share_of(spec, launched, os.environ)
+    os.environ.update(environment(spec.cluster))  # whoever started this process
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as nvidia-smi numbers them
+    os.environ.update(allocator(spec, os.environ, version("torch")))
+    if share is not None:
+        os.environ[THREADS] = str(share.threads)
+    return share
 
 
 if __name__ == "__main__":

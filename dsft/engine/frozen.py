@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
+import inspect
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
@@ -49,17 +52,22 @@ class Frozen:
         return map(home_of, self._policy.parameters())
 
     def close(self) -> None:
-        """Free its parameters, and leave nothing of it in DeepSpeed. It scores no more."""
+        """Free its parameters, and give their memory back. It scores no more, and nothing of it is left in
+        DeepSpeed, which otherwise keeps every module under ZeRO 3: in a list of the running modules, and in a
+        cache of what each one releases (partitioned_param_coordinator.py:633)."""
         if self._module is not self._policy:
             self._module.destroy()
-            stack = parameter_offload.FWD_MODULE_STACK  # ends with a reference to every module under ZeRO 3
+            stack = parameter_offload.FWD_MODULE_STACK
             stack[:] = [module for module in stack if module is not self._policy]
+            cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+            inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
         for tensor in (*self._policy.parameters(), *self._policy.buffers()):
             tensor.data = tensor.new_empty(0)
             if hasattr(tensor, "ds_tensor"):
                 tensor.ds_tensor = None
         del self._module, self._policy
         gc.collect()  # an engine and its hooks hold each other
+        give_back_memory()
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """(B, T) log-probabilities; None where this rank does not have the last stage."""
@@ -77,6 +85,17 @@ class Frozen:
         hidden = torch.empty(*batch.input_ids.shape, width, dtype=dtype, device=self._world.device)
         dist.recv(hidden, self._world.rank - self._world.layout.shards)
         return hidden
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the device and to the host: what torch's allocators keep of GPU memory and of
+    page-locked host memory, and what glibc keeps of small blocks (malloc_trim(3))."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def build_frozen(policy: Policy, config: Mapping[str, Any], world: World) -> Frozen:

@@ -178,14 +178,14 @@ def _borders(pair: Example) -> tuple[int, int]:
 
 
 def whole_rows(pair: Example) -> tuple[Example, Example]:
-    """The prompt and each answer."""
-    prompt, border = _borders(pair)
-
-    def row(tokens: slice) -> Example:
-        ids, trained = ((one[:prompt], one[tokens]) for one in (pair.input_ids, pair.trained))
-        return Example(np.concatenate(ids), np.concatenate(trained), pair.source)
-
-    return row(slice(prompt, border)), row(slice(border + 1, None))
+    """The chosen and the rejected answer, each behind the whole prompt."""
+    border, start = pair.segment_lengths[0], (pair.starts or (0, 0))[1]
+    at = np.arange(len(pair.input_ids))
+    chosen, rejected = at[:border], np.concatenate((at[:start], at[border:]))
+    return (
+        Example(pair.input_ids[chosen], pair.trained[chosen], pair.source),
+        Example(pair.input_ids[rejected], pair.trained[rejected], pair.source),
+    )
 
 
 def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:

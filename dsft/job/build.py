@@ -32,12 +32,13 @@ from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.reference import dpo_of
-from dsft.reference.adapter import adapter_off
-from dsft.reference.check import FEW, check_start
+from dsft.reference.check import FEW, check_start, random_pairs
 from dsft.reference.check import Start as FirstStep
 from dsft.reference.evaluate import PairSet, pair_evaluation
-from dsft.reference.recheck import random_pairs
+from dsft.reference.precomputed import Precomputed
+from dsft.reference.refer import adapter_off
 from dsft.reference.source import Source, Start, source_of, store_of
+from dsft.report.memory_file import MemoryFile
 from dsft.spec.schema import Spec
 
 
@@ -59,14 +60,26 @@ class Built:
     reference: Source | None = None
 
 
-def build(job: Job, resolved: Resolved, inputs: Inputs, world: World, start: Start) -> Built:
-    """From fresh or pretrained values. A reference's stored values are there before the model is."""
+def stored_values(
+    job: Job, inputs: Inputs, world: World, start: Start, memory: MemoryFile
+) -> Precomputed | None:
+    """The values of a precomputed reference, scored where the store lacks them; then the model's phase of
+    `memory` begins."""
+    stored = None
+    if objective_of(job.spec).needs_reference and dpo_of(job.spec).reference == "precomputed":
+        memory.enter("reference")
+        stored = store_of(job.spec, inputs, world, job.batch.micro_batch_size, start)
+    memory.enter("load")
+    return stored
+
+
+def build(
+    job: Job, resolved: Resolved, inputs: Inputs, world: World, start: Start, stored: Precomputed | None
+) -> Built:
+    """From fresh or pretrained values. stored: the reference's values, None where an engine computes them."""
     spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
     keep = keep_for(config, world)
-    has_store = objective.needs_reference and dpo_of(spec).reference == "precomputed"
-    size = job.batch.micro_batch_size
-    stored = store_of(spec, inputs, world, job.launched, size, start) if has_store else None
 
     switched_off: list[str] = []
     attention: list[str] = []

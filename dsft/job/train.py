@@ -20,14 +20,15 @@ from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, built_from, of_inputs, software
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.job.api import Config, Job, Say
-from dsft.job.build import bring_to, build, held_out_evaluation, prove, train_steps
+from dsft.job.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
 from dsft.job.hooks import Hooks, mfu_of, watch_hosts
 from dsft.job.resolve import resolve
 from dsft.job.tell import describe, open_memory, open_report
 from dsft.loop import Progress, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
-from dsft.reference.source import Start, as_it_is, of_zeros
+from dsft.reference.refer import as_it_is, of_zeros
+from dsft.reference.source import Start
 from dsft.rehearsal import rehearse, told_when_full
 from dsft.report.profile import StepTrace, traced_step
 from dsft.spec.schema import Spec
@@ -52,9 +53,10 @@ def train(
         say(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
     memory = open_memory(job, resolved.counted, largest[0].input_ids.numel(), world)
-    memory.enter("load")
+    begin = Start(folder, start, say)
+    stored = stored_values(job, inputs, world, begin, memory)
     with told_when_full(memory.meter):
-        built = build(job, resolved, inputs, world, Start(folder, start, say))
+        built = build(job, resolved, inputs, world, begin, stored)
     engine, reference = built.engine, built.reference
     rehearse(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
     memory.enter("load")

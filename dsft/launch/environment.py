@@ -31,7 +31,7 @@ from dsft.launch.launched import (
 )
 from dsft.system.host import free_port
 
-__all__ = ["RENDEZVOUS", "Launched", "detect", "names_a_place"]
+__all__ = ["RENDEZVOUS", "Launched", "detect", "without_a_place"]
 
 AGENT = "DSFT_JOB"
 """Set where `dsft launch` started this process: its five variables go before those of the task around it."""
@@ -43,10 +43,14 @@ _OF_A_PLACE = re.compile(
 )
 
 
-def names_a_place(variable: str) -> bool:
-    """Whether a launcher says by this variable what would be wrong of a child with a place of its own. The
-    five are not among them: whoever gives a place writes them."""
-    return _OF_A_PLACE.fullmatch(variable) is not None
+def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the variables that say which rank this process is, of how many: for a command that
+    starts ranks of its own inside another launcher's process."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in RENDEZVOUS and not _OF_A_PLACE.fullmatch(name)
+    }
 
 
 def detect(environ: Mapping[str, str]) -> Launched:

@@ -1,36 +1,48 @@
-"""Whether training begins where its reference is: takes an engine before its first step, and micro-batches
-with what the reference says of them. Stops a run whose policy and reference would not be the same.
+"""Checks that a run's reference is the right one: at step 0 the policy is its reference (`check_start`),
+stored values are still what the reference gives (`check_again`), and it has not changed when the run ends
+(`Unchanged`).
 
-At step 0 both are one model: rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2. In
-exact numbers; what rounding makes of them is measured on the run's own rows, together and each alone, by the
-engine itself.
+At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2. In exact numbers; what
+rounding makes of them is measured on the run's own rows, together and each alone, by the engine itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.lay import collate
 from dsft.engine.api import Engine, log_probabilities
+from dsft.engine.proof import ALONE as ROUNDING
+from dsft.engine.proof import Precision, whole_rows
 from dsft.engine.world import World
-from dsft.errors import Problem, SpecError
+from dsft.errors import CheckpointError, DsftError, Problem, SpecError, WorldError
 from dsft.model.attention import own_attention
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
-from dsft.spec.schema import Dpo
+from dsft.plan.reference import reference_model
+from dsft.reference.key import Key, differences, weights_of
+from dsft.reference.refer import Held
+from dsft.reference.store import Stored
+from dsft.spec.schema import Dpo, Spec
 
 EXACT = 1e-5  # rewards, margins and the loss: what fp32 reaches, and the least that is asked of any type
 FACTOR = 4.0  # the reference's layout may be another than the two that rounding is measured in
 FEW, ALONE = 2, 4  # micro-batches of the first step to look at, and pairs of them that are scored alone too
 SHOWN = 3  # pairs that an error names
+ANSWERS = ("chosen", "rejected")
+PIECE = 2**24  # elements of a weight that are copied to the host at a time
 CLEAR = 10.0  # times the bound: what a pair of another row is off by, where other weights move all a little
 
 TRAINING = "in training the policy's rewards are other than in evaluation"
@@ -116,7 +128,7 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
     numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
-    rows = [answer for number in numbers[:ALONE] for answer in answers(start.dataset[number])]
+    rows = [answer for number in numbers[:ALONE] for answer in whole_rows(start.dataset[number])]
     filled = [collate([row], start.pad_id) for row in rows]
     filled += [collate([], start.pad_id)] * (2 * ALONE - len(rows))
     with own_attention(policy.causal_lm):
@@ -145,17 +157,6 @@ def _unit_roundoff(policy: Policy) -> float:
     """Of the coarsest type of its parameters. By one rounding of a token's logits layouts may always differ,
     however equal those two are that are compared."""
     return max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
-
-
-def answers(pair: Example) -> tuple[Example, Example]:
-    """The chosen and the rejected answer, each behind the whole prompt."""
-    border, start = pair.segment_lengths[0], (pair.starts or (0, 0))[1]
-    at = np.arange(len(pair.input_ids))
-    chosen, rejected = at[:border], np.concatenate((at[:start], at[border:]))
-    return (
-        Example(pair.input_ids[chosen], pair.trained[chosen], pair.source),
-        Example(pair.input_ids[rejected], pair.trained[rejected], pair.source),
-    )
 
 
 def _joined(ranks: Sequence[Found | None]) -> Found:
@@ -203,3 +204,115 @@ def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
 def _error(what: str, where: str, cause: str) -> SpecError:
     title = "The policy does not start from its reference."
     return SpecError(title, [Problem("dpo.reference", f"{what} ({where}): {cause}")])
+
+
+# --- stored values ----------------------------------------------------------------------------------------
+
+
+def choose_again(stored: Stored, count: int) -> tuple[NDArray[np.int64], ...]:
+    """`count` random pairs of those that are stored, by dataset; other ones at each start."""
+    known = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
+    borders = np.cumsum([0, *map(len, known)])
+    drawn = random_pairs(int(borders[-1]), count)
+    return tuple(
+        ids[drawn[(first <= drawn) & (drawn < last)] - first]
+        for ids, first, last in zip(known, borders[:-1], borders[1:], strict=True)
+    )
+
+
+def random_pairs(total: int, count: int) -> NDArray[np.int64]:
+    """(count,) numbers below `total`, or all of them where there are fewer, ascending."""
+    return np.sort(np.random.default_rng().permutation(total)[:count])
+
+
+def check_again(
+    folder: Path,
+    dataset: Dataset,
+    ids: NDArray[np.int64],
+    stored: NDArray[np.float64],
+    found: NDArray[np.float64],
+    precision: Precision,
+) -> None:
+    """Of pairs (k,) `stored`, (k, 2), is what the store `folder` has, `found` what the reference scores now.
+    Raises CheckpointError with the first pair that it scores otherwise than rounding explains: another layout
+    runs other kernels, as a row alone does."""
+    for pair, *values in zip(ids.tolist(), stored, found, strict=True):
+        tokens = [row.target_count for row in whole_rows(dataset[pair])]
+        for answer, was, is_, count in zip(ANSWERS, *values, tokens, strict=True):
+            bound = allowed(precision, count)
+            if not abs(was - is_) <= bound:
+                raise CheckpointError(
+                    f"{dataset.source(pair)}: {folder} says that the reference gives the {answer} answer a "
+                    f"log-probability of {was:.6g}, and scored again it gives {is_:.6g} ({bound:.2g} apart "
+                    "would be rounding); remove the store, to have it made anew, and look for what changed: "
+                    "another version of transformers or torch, or weights that the key does not see."
+                )
+
+
+def allowed(precision: Precision, tokens: int) -> float:
+    """What rounding may change of a sum over so many tokens, in nats: that of `engine.proof` for their mean,
+    and for one token at least."""
+    tokens = max(1, tokens)
+    return ROUNDING[precision] * float(max(tokens**-0.5, 0.1)) * tokens
+
+
+# --- from the start to the end of a run -------------------------------------------------------------------
+
+
+def check_weights(spec: Spec, key: Key) -> None:
+    """Raises WorldError where the reference's files are not those of the key: they may be replaced, or a hub
+    id lead elsewhere, after it was made."""
+    now = weights_of(spec, reference_model(spec))
+    then = {name: key.components[name] for name in now}
+    if now != then:
+        raise WorldError(
+            f"the reference changed while the run started: {'; '.join(differences(then, now))}; leave its "
+            "files alone, and start again."
+        )
+
+
+class Unchanged:
+    """What a digest was when this was made, and what it is whenever that is asked for."""
+
+    def __init__(self, what: str, digest: Callable[[], Any]) -> None:
+        """digest: local; raises MissingInputError where files are no longer there."""
+        self._what, self._digest, self._then = what, digest, digest()
+
+    @classmethod
+    def of_weights(cls, held: Held) -> Unchanged:
+        """Before the first step."""
+        return cls("weights, on every rank,", lambda: weights_digest(held.weights()))
+
+    @classmethod
+    def of_files(cls, spec: Spec, key: Key) -> Unchanged:
+        """Of a precomputed reference, wherever its hub id leads later; a fresh one has no files, and follows
+        from the spec. Raises as `check_weights` does."""
+        check_weights(spec, key)
+        model = reference_model(spec)
+        has_files = model.name_or_path is not None or model.lora is not None
+        return cls("files" if has_files else "config and seed", lambda: weights_of(spec, model))
+
+    def proof(self, world: World) -> str | DsftError:
+        """A collective. A line that says so; or the error, the same on every rank, where it is another or its
+        files are gone: to be raised once the run's end is saved."""
+        try:
+            same = world.gather(world.each(self._digest) == self._then)
+        except DsftError as error:
+            return error
+        others = [rank for rank, is_same in enumerate(same) if not is_same]
+        if others:
+            return CheckpointError(
+                f"the reference has changed during the run: its {self._what} are not what they were at the "
+                f"start (rank(s) {others}); the last checkpoint is saved, nothing is exported. dsft export "
+                "makes a model of it whose card says so; or put the reference back and train again."
+            )
+        return f"reference: its {self._what} are what they were at the start"
+
+
+def weights_digest(tensors: Iterable[Tensor]) -> str:
+    """sha256 over the bytes of all, in their order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+            digest.update(piece.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()

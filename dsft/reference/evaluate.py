@@ -22,8 +22,8 @@ from dsft.loop import Record
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards
-from dsft.reference.api import Refer
-from dsft.reference.recheck import ANSWERS
+from dsft.reference.check import ANSWERS
+from dsft.reference.refer import Refer
 from dsft.report.margins import write_margins
 from dsft.spec.schema import Dpo
 

@@ -1,6 +1,7 @@
-"""The reference as a frozen engine of its own: takes a spec, tokenizer facts and a world; reads weights.
+"""The reference as a frozen engine of its own: takes a spec, tokenizer facts and a world; reads weights, and
+proves on real rows that it scores what the policy scores.
 
-Each rank reads and keeps what it holds of them, and nothing else.
+Each rank reads and keeps its own part of the weights, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from dsft.data.tokenizer.load import load_tokenizer
 from dsft.engine.frozen import Frozen, build_frozen
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_head, prove_kernels, prove_packing
 from dsft.engine.world import World
+from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -25,8 +30,9 @@ from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import cut_of
 from dsft.plan.reference import dpo_of, reference_model, reference_parallel
 from dsft.plan.reference_config import reference_config
-from dsft.reference.tokens import same_tokens
 from dsft.spec.schema import Spec
+
+SHOWN = 3  # tokens that a message names
 
 
 def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
@@ -82,3 +88,36 @@ def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> It
         yield prove_kernels(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.data.packing:
         yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
+
+
+def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
+    """name: dpo.reference_model. A line that says how its own tokenizer and the policy's agree.
+
+    Raises SpecError where a token of the policy's has another id there, or where none is there. Some that are
+    not there (model.add_tokens) are told: the reference has learned nothing of them.
+    """
+    try:
+        theirs = load_tokenizer(name).get_vocab()
+    except MissingInputError:
+        return "tokens: it has no tokenizer of its own to compare with, and reads the policy's tokens"
+    ours = policy.get_vocab()
+    moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    lacking = [token for token in ours if token not in theirs]
+    if moved or len(lacking) == len(ours):
+        raise _other(name, len(ours), len(moved) + len(lacking), [(t, ours[t], theirs[t]) for t in moved])
+    if lacking:
+        return (
+            f"tokens: the policy's, but {len(lacking):,} that it has learned nothing of "
+            f"({', '.join(map(repr, lacking[:SHOWN]))}{', …' if len(lacking) > SHOWN else ''})"
+        )
+    return f"tokens: the policy's, all {len(ours):,} under the same ids"
+
+
+def _other(name: str, total: int, others: int, moved: list[tuple[str, int, int]]) -> SpecError:
+    """moved: tokens, their ids, and those that they have in the reference."""
+    named = "".join(f"; {token!r} is {ours} and there {theirs}" for token, ours, theirs in moved[:SHOWN])
+    message = (
+        f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens are "
+        f"not what they are there{named}; name a reference that reads the same tokens"
+    )
+    return SpecError("The reference cannot be computed.", [Problem("dpo.reference_model", message)])

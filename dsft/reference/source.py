@@ -6,34 +6,21 @@ Takes what a run has before and after its policy is built; gives what fills micr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dsft.checkpoint.read import Checkpoint
-from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.world import World
 from dsft.inputs import Inputs
-from dsft.launch.environment import Launched
 from dsft.model.policy import Policy
 from dsft.plan.reference import dpo_of, reference_line, reference_model
-from dsft.reference.adapter import refer_to_start
-from dsft.reference.api import Refer
+from dsft.reference.check import Unchanged
 from dsft.reference.key import Key, key_of
-from dsft.reference.live import refer_to_engine
 from dsft.reference.model import open_reference, proven
-from dsft.reference.precomputed import (
-    Precomputed,
-    Processes,
-    check_same_reference,
-    memory_of,
-    precompute,
-    remember,
-)
-from dsft.reference.unchanged import Unchanged
+from dsft.reference.precomputed import Precomputed, check_same_reference, memory_of, precompute, remember
+from dsft.reference.refer import Refer, as_it_is, refer_to_engine, refer_to_start
 from dsft.spec.schema import Spec
 
 Say = Callable[[str], None]
@@ -65,19 +52,6 @@ class Source:
         return as_it_is if self.is_stored else self.refers[0]
 
 
-def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    return micro_batches
-
-
-def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
-    """For a rehearsal, which asks for no value."""
-    pairs = micro_batch.pairs
-    if pairs is None:
-        return micro_batch
-    zeros = torch.zeros(len(pairs.ids), 2, dtype=torch.float64)
-    return replace(micro_batch, pairs=replace(pairs, reference=zeros))
-
-
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: its folder, and the checkpoint that it goes on from."""
@@ -100,13 +74,10 @@ class Start:
         return key
 
 
-def store_of(
-    spec: Spec, inputs: Inputs, world: World, launched: Launched, micro_batch_size: int, start: Start
-) -> Precomputed:
+def store_of(spec: Spec, inputs: Inputs, world: World, micro_batch_size: int, start: Start) -> Precomputed:
     """The store, made where it is not there. A collective before the policy is built."""
     again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
-    processes = Processes(world, launched)
-    found = precompute(spec, micro_batch_size, inputs, processes, start.say, again=again, known=start.check)
+    found = precompute(spec, micro_batch_size, inputs, world, start.say, again=again, known=start.check)
     world.first(lambda: remember(start.folder, found.key, found.folder))
     return found
 
@@ -123,7 +94,8 @@ def source_of(
     """A collective, before any step or checkpoint has changed the policy. Raises CheckpointError where the
     run began against another reference."""
     if stored is not None:
-        return Source(stored.refers, stored.key, world.each(lambda: Unchanged.of_files(spec)), is_stored=True)
+        unchanged = world.each(lambda: Unchanged.of_files(spec, stored.key))
+        return Source(stored.refers, stored.key, unchanged, is_stored=True)
     start.say(reference_line(spec))
     key = world.first(lambda: start.checked(spec, inputs))
     sets = 1 + len(inputs.held_out)

@@ -18,10 +18,11 @@ from dsft.system.files import atomic_write, write_error
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
-Phase = Literal["start", "load", "first_step", "steady", "evaluation", "save"]
-"""start: imports and data, before the model; load: model and engine; first_step: the rehearsal of step 1."""
+Phase = Literal["start", "reference", "load", "first_step", "steady", "evaluation", "save"]
+"""start: imports and data, before the model; reference: its pass over the pairs; load: model and engine;
+first_step: the rehearsal of step 1."""
 
-PHASES: tuple[Phase, ...] = get_args(Phase)[1:]  # those that the plan has figures for
+PHASES: tuple[Phase, ...] = get_args(Phase)[2:]  # those that the plan has figures for
 
 Peaks = dict[str, int]
 """host_rss, and on a GPU device_allocated (by torch) and device_reserved (from the driver), in bytes."""

@@ -30,6 +30,7 @@ from dsft.data.steps.lay import collate
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
+from dsft.engine.proof import whole_rows
 from dsft.engine.world import World, join
 from dsft.errors import SpecError
 from dsft.launch.environment import detect
@@ -44,10 +45,9 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
-from dsft.reference.adapter import adapter_off
-from dsft.reference.check import Start, answers, check_start
+from dsft.reference.check import Start, check_start
 from dsft.reference.evaluate import PairSet, score_pairs
-from dsft.reference.lookup import look_up
+from dsft.reference.refer import adapter_off, look_up
 from dsft.spec.schema import Dpo, Model, Spec
 from tests.examples import dataset_of
 
@@ -133,7 +133,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     dealt = evaluation(dataset, sizes, world.data_rank, PAD)
     table = score_pairs(PairSet(held_out, *dealt, look_up(logps.numpy())), engine, world)
     assert table.reference is not None and torch.equal(table.reference, logps)
-    assert table.num_tokens.tolist() == [[sum(a.trained) for a in answers(one)] for one in pairs]
+    assert table.num_tokens.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())
     try:
         first = Start(dpo, dataset, micro_batches, PAD, without)
@@ -208,7 +208,7 @@ def reference_logps(case: Case, reference: Policy, pairs: Sequence[Example]) -> 
         pairs = [pair(number, shared=False, prompt_token=4) for number in range(len(pairs))]
     if case.reference == "rows":
         pairs = [*pairs[:3], pairs[4], pairs[3], *pairs[5:]]
-    rows = [collate([answer], PAD) for one in pairs for answer in answers(one)]
+    rows = [collate([answer], PAD) for one in pairs for answer in whole_rows(one)]
     with torch.no_grad(), adapter_off(reference if case.reference == "bare" else torch.nn.Module()):
         sums = [reference(row.input_ids, row.position_ids, row.targets).double().sum() for row in rows]
     return torch.stack(sums).view(-1, 2)

@@ -14,10 +14,12 @@ switched  adapters that are off, or values that are not the policy's own, once t
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,9 +47,9 @@ from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
-from dsft.reference.adapter import refer_to_start
+from dsft.reference.check import Unchanged
 from dsft.reference.model import open_reference
-from dsft.reference.unchanged import Unchanged
+from dsft.reference.refer import refer_to_start
 from dsft.spec.schema import Spec
 
 VOCABULARY, SEED = 96, 7
@@ -140,10 +142,13 @@ def alone(world: World, mode: str, precision: str) -> dict[str, float]:
     found = batches(world, 0)
     score = apart(reference.engine.score(found), whole_scores(spec, found))
     score = max(score, apart(reference.engine.score(found), whole_scores(spec, found)))
+    module = weakref.ref(reference.policy.causal_lm)
     reference.engine.close()
     left = len(parameter_offload.FWD_MODULE_STACK) + (groups.mpu is not None)
     left += sum(p.numel() for p in reference.policy.parameters())
-    return {"score": score, "left": left}
+    del reference
+    gc.collect()
+    return {"score": score, "left": left + (module() is not None)}
 
 
 def in_stages(world: World) -> dict[str, float]:

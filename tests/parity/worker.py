@@ -74,10 +74,7 @@ from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_model
 from dsft.plan.reference_config import reference_config
-from dsft.reference.adapter import refer_to_start
-from dsft.reference.api import Refer
-from dsft.reference.live import refer_to_engine
-from dsft.reference.lookup import look_up
+from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
 from dsft.spec.schema import Spec
 from tests.examples import dataset_of
 from tests.parity import pairs, plain

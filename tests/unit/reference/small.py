@@ -10,7 +10,25 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.data.tokenizer.load import byte_level_tokenizer
+from dsft.engine.world import World
+from dsft.plan.layout import Layout
 from dsft.spec.schema import Spec
+
+
+class Alone(World):
+    """One rank, without a process group."""
+
+    def each(self, work: Any) -> Any:
+        return work()
+
+    def first(self, work: Any) -> Any:
+        return work()
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+ALONE = Alone(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
 
 TINY: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -18,10 +18,11 @@ from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.lay import collate
 from dsft.engine.api import Kept, log_probabilities
+from dsft.engine.proof import whole_rows
 from dsft.errors import SpecError
 from dsft.objective.answers import answer_logps
 from dsft.reference import check
-from dsft.reference.check import Start, answers, check_start
+from dsft.reference.check import Start, check_start
 from dsft.spec.schema import Dpo
 from tests.examples import dataset_of
 
@@ -210,7 +211,7 @@ def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_answers_of_a_shared_prompt_are_whole_again() -> None:
     ids, trained = np.arange(9, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1, 1, 1], bool)
     shared = Example(ids, trained, "a:1", (5, 4), (0, 2))  # prompt 0 1 2, chosen 3 4, [2] rejected 6 7 8
-    chosen, rejected = answers(shared)
+    chosen, rejected = whole_rows(shared)
     assert chosen.input_ids.tolist() == [0, 1, 2, 3, 4]
     assert rejected.input_ids.tolist() == [0, 1, 5, 6, 7, 8]
     assert rejected.trained.tolist() == [False] * 3 + [True] * 3

@@ -15,32 +15,21 @@ from torch import Tensor
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
 from dsft.engine.frozen import Frozen
-from dsft.engine.world import World
 from dsft.inputs import Inputs, read_inputs
 from dsft.model.attention_choice import asked_by
 from dsft.model.build import build_model
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
-from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
 from dsft.reference import model as reference_of
 from dsft.reference import store
 from dsft.reference.key import key_of
-from dsft.reference.live import refer_to_engine
 from dsft.reference.model import Reference
-from dsft.reference.passes import Pass, Scorer, scoring_batch
+from dsft.reference.refer import refer_to_engine
+from dsft.reference.score import Pass, Scorer, scoring_batch
 from dsft.spec.schema import Spec
-from tests.unit.reference.small import model, rows, spec
+from tests.unit.reference.small import ALONE, model, rows, spec
 
-
-class Alone(World):
-    """One rank, without a process group."""
-
-    def each(self, work: Any) -> Any:
-        return work()
-
-
-WORLD = Alone(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
 PAIRS = 5
 
 
@@ -58,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, Frozen]:
     """As `open_reference` gives it, without DeepSpeed. The modules begin in training mode."""
     policy = build_model(reference_model(asked), inputs.facts, asked.train.seed, torch.float32).train()
-    return policy.requires_grad_(False), Frozen(policy, policy, WORLD)
+    return policy.requires_grad_(False), Frozen(policy, policy, ALONE)
 
 
 def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
@@ -82,12 +71,12 @@ def live(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
 
 def precomputed(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
     key = key_of(asked, reference_model(asked), inputs)
-    kept = Pass(asked, key, store.store_folder(asked, key), 2)
-    store.prepare(kept.folder, key)
-    batch = scoring_batch(asked, 2, 1)
-    scorer = Scorer(kept, [inputs.train], batch, inputs.pad_id, WORLD, Reference(policy, frozen))
-    scorer.score([np.arange(PAIRS)], lambda pace: None)
-    return torch.from_numpy(store.read(kept.folder, key, [PAIRS], pytest.fail).logps[0])
+    folder = store.store_folder(asked, key)
+    store.prepare(folder, key)
+    stored = store.read(folder, key, [PAIRS], pytest.fail)
+    kept = Pass(asked, key, folder, 2, [inputs.train], stored, ())
+    Scorer(kept, inputs.pad_id, ALONE, Reference(policy, frozen)).score(lambda pace: None)
+    return torch.from_numpy(store.read(folder, key, [PAIRS], pytest.fail).logps[0])
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["of the policy's start", "dpo.reference_model"])
@@ -116,5 +105,5 @@ def test_the_attention_of_packed_rows_is_chosen_without_dropout(
         reference_of, "attend_per_segment", lambda causal_lm, *_: chosen.append(asked_by(causal_lm).dropout)
     )
     monkeypatch.setattr(reference_of, "build_frozen", lambda policy, config, world: None)
-    reference_of.open_reference(asked, inputs.facts, WORLD)
+    reference_of.open_reference(asked, inputs.facts, ALONE)
     assert chosen == [0.0]

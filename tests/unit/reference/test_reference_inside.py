@@ -19,9 +19,8 @@ from dsft.errors import CheckpointError, DsftError, MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
-from dsft.reference.adapter import adapter_off, refer_to_start
-from dsft.reference.api import Held, filled
-from dsft.reference.unchanged import Unchanged, weights_digest
+from dsft.reference.check import Unchanged, weights_digest
+from dsft.reference.refer import Held, adapter_off, filled, refer_to_start
 from dsft.spec.schema import Spec
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)

@@ -14,8 +14,8 @@ from dsft.errors import WorldError
 from dsft.inputs import read_inputs
 from dsft.model import files
 from dsft.plan.reference import reference_model
+from dsft.reference.check import check_weights
 from dsft.reference.key import Key, differences, key_of, paths_of
-from dsft.reference.passes import Pass, check_weights
 from tests.unit.reference.small import TINY, model, rows, spec
 
 
@@ -135,13 +135,13 @@ def test_pickled_weights_of_the_hub_are_part_of_it(folder: Path, monkeypatch: py
 
 
 def test_weights_that_change_after_the_key_was_made(folder: Path) -> None:
-    asked = Pass(spec(folder), key(folder), folder / "store", 2)
-    check_weights(asked)
+    asked = spec(folder), key(folder)
+    check_weights(*asked)
     one_weight(folder)
     with pytest.raises(
         WorldError, match=r"weight file model\.safetensors holds other bytes than then; leave"
     ):
-        check_weights(asked)
+        check_weights(*asked)
 
 
 def test_an_adapter_is_part_of_it(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.reference import check_precomputed
-from dsft.reference.passes import micro_batch_size, scoring_batch
+from dsft.reference.score import micro_batch_size, scoring_batch
 from tests.unit.reference.small import spec
 
 

@@ -1,6 +1,6 @@
 """The reference out of a store: made once, by one of several jobs, gone on with, scored again, remembered.
 
-The children are a function here, which writes what a reference would say of each pair."""
+The pass is a function here, which writes what a reference would say of each pair."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ import pytest
 from dsft.engine import proof
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
-from dsft.launch.environment import Launched
 from dsft.reference import precomputed, store
-from dsft.reference.children import PortTakenError
+from dsft.reference.check import allowed, check_again, choose_again
 from dsft.reference.key import Key
-from dsft.reference.passes import Pass
 from dsft.reference.precomputed import (
     Precomputed,
-    Processes,
     check_same_reference,
     memory_of,
     precompute,
     remember,
 )
-from dsft.reference.recheck import Again, allowed, check_again, choose_again
+from dsft.reference.score import Pass
 from dsft.system.lock import hold
-from tests.unit.reference.small import model, rows, spec
+from tests.unit.reference.small import ALONE, model, rows, spec
 
-ALONE = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)
 SIZES = (5, 2)
 
 
@@ -53,13 +49,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     """Those that were run."""
     run: list[Pass] = []
 
-    def run_children(asked: Pass, *others: Any) -> None:
+    def score(asked: Pass, *others: Any) -> None:
         run.append(asked)
         for dataset, missing in enumerate(store.read(asked.folder, asked.key, SIZES, print).missing):
             if len(missing):
                 store.write(asked.folder, asked.key, dataset, missing, values(dataset, missing))
 
-    monkeypatch.setattr(precomputed, "run_children", run_children)
+    monkeypatch.setattr(precomputed, "score", score)
     return run
 
 
@@ -68,13 +64,13 @@ def made(
 ) -> tuple[Precomputed, Inputs]:
     mine = spec(folder, changed)
     inputs = read_inputs(mine, lambda text: None)
-    return precompute(mine, 2, inputs, Processes(None, ALONE), say, again=again), inputs
+    return precompute(mine, 2, inputs, ALONE, say, again=again), inputs
 
 
 def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
     said: list[str] = []
     found, _ = made(folder, say=said.append)
-    assert len(passes) == 1 and passes[0].num_again == 0 and passes[0].micro_batch_size == 2
+    assert len(passes) == 1 and not sum(map(len, passes[0].again)) and passes[0].micro_batch_size == 2
     for dataset, size in enumerate(SIZES):
         assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
     assert len(found.refers) == 2
@@ -84,7 +80,7 @@ def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
     made(folder)
     assert len(passes) == 1
     made(folder, again=True)
-    assert len(passes) == 2 and passes[1].num_again == 4
+    assert len(passes) == 2 and sum(map(len, passes[1].again)) == 4
     (found.folder / "key.json").write_text("{")
     made(folder, say=said.append)
     assert len(passes) == 2
@@ -94,17 +90,17 @@ def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
 def test_it_goes_on_where_it_was_killed(
     folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = precomputed.run_children
+    whole = precomputed.score
 
     def killed(asked: Pass, *others: Any) -> None:
         store.write(asked.folder, asked.key, 0, np.arange(3), values(0, np.arange(3)))
         (asked.folder / "shard-x.safetensors.tmp").write_bytes(b"half")
         raise WorldError("was ended by signal 9")
 
-    monkeypatch.setattr(precomputed, "run_children", killed)
+    monkeypatch.setattr(precomputed, "score", killed)
     with pytest.raises(WorldError):
         made(folder)
-    monkeypatch.setattr(precomputed, "run_children", whole)
+    monkeypatch.setattr(precomputed, "score", whole)
     said: list[str] = []
     found, _ = made(folder, say=said.append)
     assert "4 pairs scored" in said[1] and "3 were there" in said[1]
@@ -112,30 +108,10 @@ def test_it_goes_on_where_it_was_killed(
     assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
 
 
-def test_another_port_where_one_is_taken(
-    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, ports = precomputed.run_children, []
-
-    def taken(asked: Pass, places: list[Launched], *others: Any) -> None:
-        ports.append(places[0].master_port)
-        if len(ports) < 3:
-            raise PortTakenError("port taken")
-        whole(asked, places, *others)
-
-    monkeypatch.setattr(precomputed, "run_children", taken)
-    made(folder)
-    assert len(ports) == 3
-    ports.clear()
-    monkeypatch.setattr(precomputed, "_PORTS", 2)
-    with pytest.raises(PortTakenError):
-        made(folder, data={"max_length": 128})
-
-
 def test_two_jobs_at_once_make_one_store(
     folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, began, waits = precomputed.run_children, threading.Event(), threading.Event()
+    whole, began, waits = precomputed.score, threading.Event(), threading.Event()
     said: list[str] = []
 
     def slow(*given: Any) -> None:
@@ -148,7 +124,7 @@ def test_two_jobs_at_once_make_one_store(
         if "waiting for it" in line:
             waits.set()
 
-    monkeypatch.setattr(precomputed, "run_children", slow)
+    monkeypatch.setattr(precomputed, "score", slow)
     monkeypatch.setattr(precomputed, "_WAIT", 0.05)
     found: list[Precomputed] = []
     other = threading.Thread(target=lambda: found.append(made(folder)[0]))
@@ -188,14 +164,14 @@ def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[Pass]) -
         raise CheckpointError(key.digest)
 
     with pytest.raises(CheckpointError):
-        precompute(mine, 2, inputs, Processes(None, ALONE), print, again=False, known=refuse)
+        precompute(mine, 2, inputs, ALONE, print, again=False, known=refuse)
     assert not passes and not (folder / "runs" / ".cache" / "reference").exists()
 
 
 def test_a_store_that_loses_what_was_written(
     folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precomputed, "run_children", lambda *given: None)
+    monkeypatch.setattr(precomputed, "score", lambda *given: None)
     with pytest.raises(StorageError, match=r"lacks 7 of 7 pairs .* dpo\.reference_store"):
         made(folder)
 
@@ -228,13 +204,12 @@ def test_random_pairs_of_all_datasets_are_chosen() -> None:
     held, seen = store.Stored(logps), set()
     for _ in range(100):
         chosen = choose_again(held, 6)
-        assert sum(len(one.ids) for one in chosen) == 6
+        assert sum(map(len, chosen)) == 6
         for dataset, one in enumerate(chosen):
-            assert np.array_equal(one.logps, logps[dataset][one.ids])
-            seen |= {(dataset, pair) for pair in one.ids.tolist()}
+            seen |= {(dataset, pair) for pair in one.tolist()}
     assert (0, 7) not in seen and len(seen) > 70
-    assert sum(len(one.ids) for one in choose_again(held, 1000)) == 79
-    assert not sum(len(one.ids) for one in choose_again(held, 0))
+    assert sum(map(len, choose_again(held, 1000))) == 79
+    assert not sum(map(len, choose_again(held, 0)))
 
 
 def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_with_the_tokens() -> None:
@@ -245,20 +220,21 @@ def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_wit
 
 def test_what_is_scored_otherwise_is_refused_with_both_values(folder: Path, passes: list[Pass]) -> None:
     found, inputs = made(folder)
-    one = Again(np.array([1, 3]), found.logps[0][[1, 3]])
+    ids = np.array([1, 3])
+    stored = found.logps[0][ids]
     tokens = [
         int(part[1:].sum())
         for part in np.split(inputs.train[3].trained, [inputs.train[3].segment_lengths[0]])
     ]
-    near, far = one.logps.copy(), one.logps.copy()
+    near, far = stored.copy(), stored.copy()
     near[1, 1] += 0.9 * allowed("fp32", tokens[1])
     far[1, 1] += 1.1 * allowed("fp32", tokens[1])
-    check_again(found.folder, inputs.train, one, near, "fp32")
-    check_again(found.folder, inputs.train, one, far, "bf16")
+    check_again(found.folder, inputs.train, ids, stored, near, "fp32")
+    check_again(found.folder, inputs.train, ids, stored, far, "bf16")
     with pytest.raises(CheckpointError) as raised:
-        check_again(found.folder, inputs.train, one, far, "fp32")
+        check_again(found.folder, inputs.train, ids, stored, far, "fp32")
     assert f"{folder}/a.jsonl:4: " in str(raised.value) and "rejected answer" in str(raised.value)
     assert "-103.5" in str(raised.value) and f"{far[1, 1]:.6g}" in str(raised.value)
     far[1, 1] = np.nan
     with pytest.raises(CheckpointError):
-        check_again(found.folder, inputs.train, one, far, "bf16")
+        check_again(found.folder, inputs.train, ids, stored, far, "bf16")

@@ -18,7 +18,7 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import CheckpointError, StorageError
 from dsft.reference import store
 from dsft.reference.key import Key, differences
-from dsft.reference.lookup import look_up
+from dsft.reference.refer import look_up
 
 COMPONENTS: dict[str, Any] = {
     "format": 1,

@@ -9,7 +9,7 @@ import pytest
 
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer
 from dsft.errors import SpecError
-from dsft.reference.tokens import same_tokens
+from dsft.reference.model import same_tokens
 
 
 def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""`--reference_only`: scores the pairs of a preference run by its reference, and ends. Takes a spec and this
+rank's place; writes the store, and prints where it is and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from dsft.engine.start import check_precision, set_tf32
+from dsft.engine.world import join
+from dsft.identity import built_from, of_inputs, of_process
+from dsft.inputs import read_inputs
+from dsft.job.run import together
+from dsft.launch.launched import Launched
+from dsft.launch.pulse import Pulse
+from dsft.launch.stopping import Stopping
+from dsft.plan.reference import reference_layout
+from dsft.reference.precomputed import precompute
+from dsft.reference.score import micro_batch_size
+from dsft.spec.schema import Spec
+
+
+def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse, way_on: str) -> None:
+    """On every rank of a launched world, of any size that the reference's stages divide. way_on: what to type
+    next.
+
+    Raises SpecError where the stages do not divide the ranks; and what a run would raise at its start for the
+    same data and reference.
+    """
+    say: Callable[[str], None] = partial(print, flush=True) if launched.rank == 0 else lambda text: None
+    places = reference_layout(spec, launched.world_size)
+    pulse.mark("load")
+    world = join(launched, places, say, of_process(spec, {}), spec.accelerator)
+    with together(stopping, world) as ranks:
+        world.each(lambda: check_precision(spec.train.precision))
+        set_tf32(spec.train.tf32, world.device)
+        inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
+        world.prove_same(world.each(lambda: of_inputs(spec, inputs, built_from(inputs))))
+        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, say, again=True)
+        say(f"next: {way_on}")
+        ranks.leave()
+        world.close()

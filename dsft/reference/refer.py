@@ -1,0 +1,137 @@
+"""The three ways in which a run's micro-batches get `pairs.reference`: looked up in a store, scored by an
+engine of the reference's own, or scored by the policy's with its adapter off or as it was at the start.
+
+Takes what scores; gives a `Refer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.engine.api import Engine
+from dsft.engine.frozen import Frozen
+from dsft.engine.partition import home_of
+from dsft.model.adapter_names import is_adapter
+from dsft.model.policy import Policy
+from dsft.objective.answers import answer_logps
+from dsft.spec.schema import Spec
+
+Refer = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+"""Micro-batches of pairs -> the same with `pairs.reference`. Of a store it only looks them up; of an engine
+it is a collective, and ranks without the last stage get theirs back as they were."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reference that an engine scores. weights: what this rank holds of them, none of which is trained."""
+
+    refer: Refer
+    weights: Callable[[], Iterator[Tensor]]
+
+
+class WithReference(Sequence[MicroBatch]):
+    """Micro-batches of pairs, each filled when it is asked for: a held-out set may be larger than memory."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:
+        """logps: number and pairs of a micro-batch -> (n, 2) float64."""
+        self._micro_batches, self._logps = micro_batches, logps
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @overload
+    def __getitem__(self, which: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
+    def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
+        if isinstance(which, slice):
+            return tuple(self[i] for i in range(*which.indices(len(self))))
+        batch = self._micro_batches[which]
+        assert batch.pairs is not None, "only pairs have a reference"
+        return replace(batch, pairs=replace(batch.pairs, reference=self._logps(which, batch.pairs)))
+
+
+def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """The `Refer` of a run that needs nothing at this place."""
+    return micro_batches
+
+
+def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
+    """For a rehearsal, which uses no value of the reference."""
+    pairs = micro_batch.pairs
+    if pairs is None:
+        return micro_batch
+    zeros = torch.zeros(len(pairs.ids), 2, dtype=torch.float64)
+    return replace(micro_batch, pairs=replace(pairs, reference=zeros))
+
+
+def filled(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
+    """scored: (n, 2) float64 of each, or nothing where this rank has no last stage."""
+    return WithReference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
+
+
+def look_up(logps: NDArray[np.float64]) -> Refer:
+    """A Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when a
+    micro-batch is used."""
+    table = torch.from_numpy(logps)
+    return lambda micro_batches: WithReference(micro_batches, lambda _, pairs: table[pairs.ids])
+
+
+def refer_to_engine(engine: Frozen) -> Held:
+    """The reference as a second engine beside the policy's. Each micro-batch is scored when it is asked
+    about, without gradients and dropout."""
+
+    def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return filled(micro_batches, engine.score(micro_batches, answer_logps))
+
+    return Held(refer, engine.weights)
+
+
+def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
+    """A new adapter is switched off. One that training continues (model.lora.path) is scored with a frozen
+    copy of its values, and so is what is trained beside an adapter (model.lora.modules_to_save).
+
+    Under ZeRO 3 a new one has a copy, too: its product is 0, and DeepSpeed, which gathers ahead what the last
+    pass used next, sees the same modules in every pass. Raises as `Remembered` does.
+    """
+    lora = spec.model.lora
+    assert lora is not None, "validated"
+    by_copy = lora.path is not None or spec.parallel.zero_stage == 3
+    trained = policy.named_trained().items()
+    at_start = engine.remember([p for name, p in trained if by_copy or not is_adapter(name)])
+
+    def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        with nullcontext() if by_copy else adapter_off(policy), at_start.in_place():
+            sums = engine.score(micro_batches, answer_logps)
+        return filled(micro_batches, sums)
+
+    def weights() -> Iterator[Tensor]:
+        yield from (home_of(p) for p in policy.parameters() if not p.requires_grad)
+        yield from at_start.values
+
+    return Held(refer, weights)
+
+
+@contextmanager
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """Every adapter under `module` has no effect meanwhile. Not by peft's own switch, which would also change
+    what requires a gradient."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,0 +1,261 @@
+"""The pass of a reference over the pairs that a store lacks, in the ranks' own processes and process group:
+takes the pairs, adds shards to the store, closes the reference's engine.
+
+The policy is built afterwards, in the memory that the engine gives back. Longest pairs come first, so that a
+micro-batch that does not fit fails in the first minute. Ranks have equal shares; each writes what it has
+scored twice a minute, so a pass that is killed loses no more than that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsft.data.sets.dataset import Dataset
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.steps import Laid
+from dsft.engine.world import World
+from dsft.errors import NonFiniteError, OutOfMemoryError
+from dsft.inputs import Inputs
+from dsft.objective.answers import answer_logps
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.reference import reference_layout
+from dsft.plan.tables import size_text
+from dsft.reference import store
+from dsft.reference.check import check_again, check_weights
+from dsft.reference.key import Key
+from dsft.reference.model import Reference, open_reference, proven
+from dsft.reference.store import Stored
+from dsft.rehearsal import ran_out
+from dsft.report.memory import resident
+from dsft.spec.schema import Spec
+
+SHARD_SECONDS = 30.0
+_ROUND = 8  # micro-batches of a rank that are dealt together
+
+Ids = NDArray[np.int64]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What is scored, the same on every rank. datasets: of data.train, then of each held-out set; stored:
+    what `folder` holds of them; again: of each dataset stored pairs (k,) that are scored once more, first."""
+
+    spec: Spec
+    key: Key
+    folder: Path
+    micro_batch_size: int
+    datasets: Sequence[Dataset]
+    stored: Stored
+    again: Sequence[Ids]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Progress of all ranks, in pairs and their tokens."""
+
+    done: int
+    total: int
+    tokens: int
+    total_tokens: int
+    name: str = "reference"
+
+    def text(self, seconds: float) -> str:
+        if not self.tokens or seconds <= 0:
+            return f"{self.name}: scoring {self.total:,} pairs of {self.total_tokens:,} tokens"
+        rate = self.tokens / seconds
+        left = (self.total_tokens - self.tokens) / rate
+        return f"{self.name}: {rate:,.0f} tokens/s, {_time(left)} left"
+
+    def count(self) -> str:
+        return f"{self.done:,} of {self.total:,} pairs are scored"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def score(asked: Pass, inputs: Inputs, world: World, say: Say, tell: Callable[[Pace], None]) -> None:
+    """A collective, before the policy is built. `say` gets lines, on every rank; `tell` the progress, on
+    rank 0.
+
+    Raises CheckpointError where the store says something else than the reference, NonFiniteError where the
+    reference has no finite value for a pair, WorldError where its files have changed since the key was made;
+    OutOfMemoryError on the rank whose memory is full.
+    """
+    spec = asked.spec
+    world = replace(world, layout=reference_layout(spec, world.world_size))
+    before = in_use(world.device)
+    with told_when_full("the reference does not fit into memory"):
+        reference = open_reference(spec, inputs.facts, world)
+        world.each(lambda: check_weights(spec, asked.key))
+        for line in proven(reference, spec, inputs, world):
+            say(f"reference: {line}")
+    scorer = Scorer(asked, inputs.pad_id, world, reference)
+    scorer.check()
+    scorer.score(tell if world.rank == 0 else lambda pace: None)
+    while_open = in_use(world.device)
+    reference.engine.close()
+    del scorer, reference
+    say(memory_line(world.gather((before, while_open, in_use(world.device)))))
+
+
+def in_use(device: torch.device) -> int:
+    """Bytes: on a GPU what torch's allocator has given out, else what is resident of this process."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident()
+
+
+def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
+    """ranks: bytes in use on each before the reference was built, while it was there, and after it was
+    closed. Shows the rank on which the most is still in use."""
+    worst = max(ranks, key=lambda rank: rank[2] - rank[0])
+    before, while_open, after = (size_text(size) for size in worst)
+    return f"reference: closed; {before} of memory were in use before, {while_open} with it, {after} after"
+
+
+@contextmanager
+def told_when_full(what: str) -> Iterator[None]:
+    """Raise OutOfMemoryError with the ways out, for an allocation that fails in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemoryError(
+            f"{what} ({str(error).splitlines()[0]}); set dpo.reference_zero_stage to 3, "
+            "dpo.reference_offload to cpu, or a smaller train.micro_batch_size."
+        ) from error
+
+
+def micro_batch_size(spec: Spec, data_parallel: int) -> int:
+    """train.micro_batch_size, or what the other two sizes come to on so many ranks."""
+    train = spec.train
+    if train.micro_batch_size is not None:
+        return train.micro_batch_size
+    assert train.global_batch_size and train.accumulation_steps, "two of the three sizes are given"
+    return max(1, train.global_batch_size // (train.accumulation_steps * data_parallel))
+
+
+def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> BatchSizes:
+    """Of one micro-batch a rank: nothing is accumulated."""
+    sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": 1, "global_batch_size": None}
+    return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data, spec.task)
+
+
+class Scorer:
+    """Scores pairs with an open reference. Every method is a collective."""
+
+    def __init__(self, asked: Pass, pad_id: int, world: World, reference: Reference) -> None:
+        self._asked, self._pad_id, self._world, self._reference = asked, pad_id, world, reference
+        self._batch = scoring_batch(asked.spec, asked.micro_batch_size, world.layout.data_parallel)
+
+    def check(self) -> None:
+        """Score pairs of the store once more. Raises CheckpointError where it says something else."""
+        asked = self._asked
+        for dataset, ids in enumerate(asked.again):
+            if not len(ids):
+                continue
+            mine = list(self._scored(dataset, ids))
+            found = {
+                int(pair): value
+                for part in self._world.gather(mine)
+                for pairs, logps in part
+                for pair, value in zip(pairs, logps, strict=True)
+            }
+            values, stored = np.array([found[int(pair)] for pair in ids]), asked.stored.logps[dataset][ids]
+            precision = asked.spec.train.precision
+            check_again(asked.folder, asked.datasets[dataset], ids, stored, values, precision)
+
+    def score(self, tell: Callable[[Pace], None]) -> None:
+        """Add the missing pairs of each dataset to the store."""
+        missing = self._asked.stored.missing
+        rounds = [(n, ids) for n, of_it in enumerate(missing) for ids in self._rounds(n, of_it)]
+        done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
+        tokens = list(accumulate((self._tokens(*one) for one in rounds), initial=0))
+        writer = Writer(self._asked.folder, self._asked.key)
+        for number, (dataset, ids) in enumerate(rounds):
+            tell(Pace(done[number], done[-1], tokens[number], tokens[-1]))
+            mine = list(self._scored(dataset, ids))
+            self._world.each(partial(self._keep, writer, dataset, mine))
+        self._world.each(writer.close)
+        if rounds:
+            tell(Pace(done[-1], done[-1], tokens[-1], tokens[-1]))
+
+    def _keep(self, writer: Writer, dataset: int, scored: Sequence[tuple[Ids, NDArray[np.float64]]]) -> None:
+        for pairs, logps in scored:
+            self._check_finite(dataset, pairs, logps)
+            writer.add(dataset, pairs, logps)
+
+    def _rounds(self, dataset: int, ids: Ids) -> Iterator[Ids]:
+        """Longest first, as many as fill some micro-batches of each rank."""
+        order = ids[np.argsort(-self._asked.datasets[dataset].lengths[ids], kind="stable")]
+        size = self._batch.micro_batch_size * self._batch.data_parallel * _ROUND
+        yield from (order[i : i + size] for i in range(0, len(order), size))
+
+    def _tokens(self, dataset: int, ids: Ids) -> int:
+        return int(self._asked.datasets[dataset].lengths[ids].sum(dtype=np.int64))
+
+    def _scored(self, dataset: int, ids: Ids) -> Iterator[tuple[Ids, NDArray[np.float64]]]:
+        """This rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing where it does
+        not have the last stage."""
+        rank, rows = self._world.data_rank, self._asked.datasets[dataset]
+        micro_batches = list(Laid(rows, ids, self._batch, rank, self._pad_id))
+        for logps, micro_batch in zip(self._score(micro_batches), micro_batches, strict=False):
+            assert micro_batch.pairs is not None, "the task is dpo"
+            yield micro_batch.pairs.ids.numpy(), logps.double().cpu().numpy()
+
+    def _score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        largest = max((one.input_ids.numel() for one in micro_batches), default=0)
+        with told_when_full(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
+            return self._reference.engine.score(micro_batches, kept=answer_logps)
+
+    def _check_finite(self, dataset: int, pairs: Ids, logps: NDArray[np.float64]) -> None:
+        bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
+        if len(bad):
+            where = self._asked.datasets[dataset].source(int(pairs[bad[0]]))
+            values = ", ".join(f"{value:g}" for value in logps[bad[0]])
+            raise NonFiniteError(
+                f"{where}: the reference gives this pair's answers the log-probabilities {values}, which no "
+                "loss can be made of; look at the row and at the reference's weights, or set train.precision "
+                "to fp32 or bf16."
+            )
+
+
+class Writer:
+    """Writes one rank's shards: when a dataset ends, and when the first waiting pair has waited for
+    SHARD_SECONDS."""
+
+    def __init__(self, folder: Path, key: Key) -> None:
+        self._folder, self._key = folder, key
+        self._dataset = 0
+        self._waiting: list[tuple[Ids, NDArray[np.float64]]] = []
+        self._since = 0.0
+
+    def add(self, dataset: int, pairs: Ids, logps: NDArray[np.float64]) -> None:
+        if dataset != self._dataset:
+            self.close()
+            self._dataset = dataset
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.append((pairs, logps))
+        if time.monotonic() - self._since >= SHARD_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        """Write the waiting pairs. Raises StorageError."""
+        waiting, self._waiting = self._waiting, []
+        pairs = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in waiting)])
+        if len(pairs):
+            logps = np.concatenate([values for _, values in waiting])
+            store.write(self._folder, self._key, self._dataset, pairs, logps)
