@@ -1,79 +1,54 @@
-"""Scores or trains as dsft does, and says what a test wants to know of it.
+"""Runs dsft/train.py, and says what a test wants to know of its reference.
 
-python reference_worker.py score SPEC RANKS [stall] `dsft reference`, with a shard for every micro-batch; with
-                                                    `stall` each rank writes two of them and then waits to be
-                                                    killed
-torchrun … reference_worker.py train SPEC KEY=VALUE training; prints how many models a rank built, and by how
-                                                    much making the store raised its peak of memory
+reference_worker.py stall SPEC …   each rank writes a shard for every micro-batch, and waits after two of them
+reference_worker.py train SPEC …   prints beside how many models each model of a rank was built, and how much
+                                   more memory was resident than when the one before it was built
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import resource
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dsft.model import build
-from dsft.reference import precomputed
-from dsft.reference.passes import Pass
+from dsft.model.policy import Policy
+from dsft.report.memory import resident
 from dsft.system.process import end
+from dsft.train import main
 from tests.launching import LATE
 
 
-class Stalls(float):
-    """As the seconds after which a rank writes a shard: with each micro-batch, twice."""
+def stall() -> None:
+    from dsft.reference import score, store
 
-    def __le__(self, other: object) -> bool:
-        Stalls.written += 1
-        if Stalls.written > 2:
+    plain, written = store.write, []
+    score.SHARD_SECONDS = 0.0
+
+    def write(*given: Any) -> None:
+        if len(written) == 2:
             time.sleep(LATE)
-        return True
+        plain(*given)
+        written.append(given)
 
-    written = 0
-
-
-def score(spec: str, ranks: str, stall: str = "") -> int:
-    from dsft.reference.command import score as scored
-    from tests.integration.reference_worker import Stalls  # by this name the processes that score know it
-
-    seconds = Stalls() if stall else 0.0
-    precomputed.Pass = partial(Pass, shard_seconds=seconds)  # type: ignore[misc, assignment]
-    scored(Path(spec), [], int(ranks))
-    return 0
+    store.write = write
 
 
-def train(*words: str) -> int:
-    raised, models = [0.0], []
-    plain_build, plain_precompute = build.build_model, precomputed.precompute
+def train() -> None:
+    plain, before = build.build_model, []
 
     def counted(*given: Any, **named: Any) -> Any:
-        models.append(1)
-        return plain_build(*given, **named)
+        models = sum(isinstance(one, Policy) for one in gc.get_objects())
+        more = (resident() - before[-1]) / 2**20 if before else 0.0
+        before.append(resident())
+        print(f"rank {os.environ['RANK']}: built beside {models} models and {more:.1f} MiB", flush=True)
+        return plain(*given, **named)
 
-    def measured(*given: Any, **named: Any) -> Any:
-        before = peak()
-        found = plain_precompute(*given, **named)
-        raised.append(peak() - before)
-        return found
-
-    build.build_model, precomputed.precompute = counted, measured
-    from dsft.train import main
-
-    code = main(words)
-    print(f"rank {os.environ['RANK']}: {len(models)} models, peak raised by {sum(raised):.1f} MB", flush=True)
-    return code
-
-
-def peak() -> float:
-    """Of resident memory, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    build.build_model = counted
 
 
 if __name__ == "__main__":
-    modes: dict[str, Callable[..., int]] = {"score": score, "train": train}
-    end(modes[sys.argv[1]](*sys.argv[2:]))
+    {"stall": stall, "train": train}[sys.argv[1]]()
+    end(main(sys.argv[2:]))

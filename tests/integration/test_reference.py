@@ -1,5 +1,5 @@
-"""The stored reference, from its processes to a run: killed and gone on with, made by one of two jobs at
-once, written by other ranks than it is read by, and never in the process that trains."""
+"""The stored reference, from its pass to a run: killed and gone on with, made by one of two jobs at once,
+written by other ranks than it is read by, and its memory given back before the policy is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsft.reference.key import key_of
 from dsft.reference.store import Stored, store_folder
 from dsft.system.lock import hold
 from tests.integration.runs import records
-from tests.launching import LATE, ROOT, end_group, torchrun
+from tests.launching import LATE, ROOT, end_group, free_port, torchrun
 from tests.unit.reference.small import model, rows
 
 WORKER = Path(__file__).parent / "reference_worker.py"
@@ -65,12 +65,40 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(spec: Path, ranks: int, *words: str) -> subprocess.Popen[str]:
+def started(*command: str, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(WORKER), "score", str(spec), str(ranks), *words],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        [sys.executable, *command],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+
+
+def reference(spec: Path) -> subprocess.Popen[str]:
+    """`dsft reference` on one rank."""
+    return started("-c", "from dsft.cli import main; main()", "reference", str(spec))
+
+
+def stalled(folder: Path, spec: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Two ranks without a launcher, once each has written two shards and waits."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        started(str(WORKER), "stall", str(spec), *words, RANK=rank, LOCAL_RANK=rank, **place) for rank in "01"
+    ]
+    while len(list((folder / "runs").glob(".cache/reference/*/shard-*.safetensors"))) < 4:
+        if any(rank.poll() is not None for rank in ranks):
+            pytest.fail("\n".join(said_by(ranks)))
+        time.sleep(0.01)
+    assert not any(psutil.Process(rank.pid).children() for rank in ranks), "a rank scores by itself"
+    return ranks
+
+
+def said_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    """What they have printed once all have ended; a rank that does not end is ended."""
+    try:
+        return [rank.communicate(timeout=LATE)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            end_group(rank.pid)
 
 
 def held(spec_path: Path) -> Stored:
@@ -80,26 +108,18 @@ def held(spec_path: Path) -> Stored:
     return store.read(store_folder(spec, key), key, (PAIRS, HELD_OUT), pytest.fail)
 
 
-def test_killed_and_gone_on_with_by_one_of_two_jobs(folder: Path) -> None:
+def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
-    first = started(spec, 2, "stall")
-    try:
-        shards = folder / "runs" / ".cache" / "reference"
-        while len(list(shards.glob("*/shard-*.safetensors"))) < 4:
-            assert first.poll() is None, first.communicate()[0]
-            time.sleep(0.01)
-        children = psutil.Process(first.pid).children(recursive=True)
-        assert len(children) == 2
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
-        assert not psutil.wait_procs(children, timeout=LATE)[1], "a child outlives its parent"
-    finally:
-        end_group(first.pid)
+    ranks = stalled(folder, spec, "--reference_only")
+    ranks[1].kill()
+    said, _ = said_by(ranks)
+    assert "rank 0: rank 1 has ended before its time, and so does this one" in said
+    assert [rank.returncode for rank in ranks] == [69, -signal.SIGKILL]
     there = PAIRS + HELD_OUT - held(spec).num_missing
     assert 0 < there < PAIRS + HELD_OUT
 
-    (store_of_it,) = shards.iterdir()
-    both = [started(spec, 1) for _ in range(2)]
+    (store_of_it,) = (folder / "runs" / ".cache" / "reference").iterdir()
+    both = [reference(spec) for _ in range(2)]
     try:
         with hold(store_of_it, store.LOCK):
             told = [until_it_waits(job) for job in both]
@@ -112,6 +132,7 @@ def test_killed_and_gone_on_with_by_one_of_two_jobs(folder: Path) -> None:
     assert len(made) == 1, said
     assert f"{PAIRS + HELD_OUT - there} pairs scored in" in made[0] and f"{there} were there" in made[0]
     assert "4 of these scored again, with the same result" in made[0]
+    assert f"next: deepspeed dsft/train.py {spec}" in made[0]
     check_values(spec, folder / "model", held(spec))
 
 
@@ -142,16 +163,31 @@ def check_values(spec_path: Path, where: Path, found: Stored) -> None:
             assert np.isclose(found.logps[0][pair, answer], expected, rtol=0, atol=1e-3)
 
 
-def test_the_process_that_trains_never_has_the_reference(folder: Path) -> None:
+def test_a_run_is_stopped_in_the_pass(folder: Path) -> None:
+    spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
+    ranks = stalled(folder, spec)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    said, _ = said_by(ranks)
+    assert "stopped by SIGTERM before its first step; the same command starts it again" in said
+    assert [rank.returncode for rank in ranks] == [75, 75]
+    assert 0 < held(spec).num_missing < PAIRS + HELD_OUT
+
+
+def test_the_memory_of_the_reference_is_given_back_before_the_policy_is_built(folder: Path) -> None:
     spec = write_spec(folder, "larger", {"from_config": LARGER})
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().splitlines()[0] + "\n")
     result = torchrun(WORKER, 2, ["train", str(spec), "data.train.0.max_rows=12"])
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "13 pairs scored in" in result.stdout
-    told = re.findall(r"rank (\d): (\d+) models, peak raised by (.*) MB", result.stdout)
-    assert sorted(rank for rank, _, _ in told) == ["0", "1"]
-    for _, models, raised in told:
-        assert models == "1" and float(raised) < MODEL_MB / 3
+    assert "13 pairs scored in" in result.stdout and "reference: closed; " in result.stdout
+    told = re.findall(r"rank (\d): built beside (\d+) models and (.*) MiB", result.stdout)
+    assert sorted((rank, models) for rank, models, _ in told) == [
+        ("0", "0"),
+        ("0", "0"),
+        ("1", "0"),
+        ("1", "0"),
+    ]
+    assert max(float(more) for *_, more in told) < MODEL_MB / 2, "code that the pass has loaded stays"
     losses = records(folder / "runs" / "larger", "train/loss")
     assert abs(losses[1] - np.log(2)) < 1e-5 and losses[2] != losses[1]
     assert (folder / "runs" / "larger" / "reference.json").is_file()

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 from dsft.engine.partition import Remembered
-from dsft.errors import CheckpointError, DsftError, MissingInputError
+from dsft.errors import CheckpointError, DsftError, MissingInputError, WorldError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
+from dsft.plan.reference import reference_model
 from dsft.reference.check import Unchanged, weights_digest
+from dsft.reference.key import Key, weights_of
 from dsft.reference.refer import Held, adapter_off, filled, refer_to_start
 from dsft.spec.schema import Spec
 
@@ -184,16 +186,21 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
-    unchanged = Unchanged.of_files(spec(tmp_path, {"name_or_path": str(folder)}))
+    asked = spec(tmp_path, {"name_or_path": str(folder)})
+    key = Key(weights_of(asked, reference_model(asked)))
+    unchanged = Unchanged.of_files(asked, key)
     assert isinstance(proof(unchanged), str)
     save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
     found = proof(unchanged)
     assert isinstance(found, CheckpointError) and "files are not what they were" in str(found)
+    with pytest.raises(WorldError, match=r"weight file model\.safetensors holds other bytes than then"):
+        Unchanged.of_files(asked, key)
     (folder / "model.safetensors").unlink()
     folder.rmdir()
     assert isinstance(proof(unchanged), MissingInputError)
 
 
 def test_a_fresh_reference_has_no_files_to_speak_of(tmp_path: Path) -> None:
-    unchanged = Unchanged.of_files(spec(tmp_path, {"from_config": {"model_type": "llama"}}))
+    asked = spec(tmp_path, {"from_config": {"model_type": "llama"}})
+    unchanged = Unchanged.of_files(asked, Key(weights_of(asked, reference_model(asked))))
     assert proof(unchanged) == "reference: its config and seed are what they were at the start"
