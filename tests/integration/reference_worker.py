@@ -40,6 +40,7 @@ def train() -> None:
     plain, before = build.build_model, []
 
     def counted(*given: Any, **named: Any) -> Any:
+        gc.collect()
         models = sum(isinstance(one, Policy) for one in gc.get_objects())
         more = (resident() - before[-1]) / 2**20 if before else 0.0
         before.append(resident())

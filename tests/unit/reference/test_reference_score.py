@@ -1,0 +1,95 @@
+"""The pass over the pairs: messages on a full memory and on values that are not finite, and its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsft.errors import NonFiniteError, OutOfMemoryError
+from dsft.inputs import read_inputs
+from dsft.plan.reference import reference_model
+from dsft.reference import score, store
+from dsft.reference.key import key_of
+from dsft.reference.score import Pass, Scorer, memory_line
+from tests.unit.reference.small import ALONE, model, rows, spec
+
+PAIRS = 5
+ADVICE = (
+    "set dpo.reference_zero_stage to 3, dpo.reference_offload to cpu, or a smaller train.micro_batch_size"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model(tmp_path / "model")
+    rows(tmp_path / "a.jsonl", PAIRS)
+    rows(tmp_path / "b.jsonl", 1, "held out")
+    return tmp_path
+
+
+def scored(folder: Path, values: Callable[[Any], Any]) -> None:
+    """A pass whose engine gives `values` of each micro-batch."""
+    asked = spec(folder)
+    inputs = read_inputs(asked, lambda text: None)
+    key = key_of(asked, reference_model(asked), inputs)
+    given = Pass(
+        asked, key, folder / "store", 2, [inputs.train], store.Stored((np.full((PAIRS, 2), np.nan),)), ()
+    )
+    store.prepare(given.folder, key)
+    engine: Any = SimpleNamespace(score=lambda batches, kept: tuple(values(batch) for batch in batches))
+    reference: Any = SimpleNamespace(engine=engine)
+    Scorer(given, inputs.pad_id, ALONE, reference).score(lambda pace: None)
+
+
+def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -> None:
+    def full(batch: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(OutOfMemoryError, match=r"beside a micro-batch of \d+ tokens \(CUDA out") as raised:
+        scored(folder, full)
+    assert ADVICE in str(raised.value)
+
+
+def test_a_reference_that_does_not_fit_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(score, "open_reference", full)
+    asked = spec(folder)
+    inputs = read_inputs(asked, lambda text: None)
+    given = Pass(asked, key_of(asked, reference_model(asked), inputs), folder, 2, [], store.Stored(()), ())
+    with pytest.raises(OutOfMemoryError, match="the reference does not fit into memory") as raised:
+        score.score(given, inputs, ALONE, print, print)
+    assert ADVICE in str(raised.value)
+
+
+def test_another_error_is_left_as_it_is(folder: Path) -> None:
+    def wrong(batch: Any) -> Any:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        scored(folder, wrong)
+
+
+def test_a_value_that_is_not_finite_ends_the_pass_with_its_row(folder: Path) -> None:
+    def values(batch: Any) -> Any:
+        found = torch.full((len(batch.pairs.ids), 2), -1.0)
+        found[batch.pairs.ids == 3, 1] = float("nan")
+        return found
+
+    with pytest.raises(NonFiniteError, match=r"a\.jsonl:4: the reference gives .* -1, nan, which no loss"):
+        scored(folder, values)
+    scored(folder, lambda batch: torch.full((len(batch.pairs.ids), 2), -1.0))
+
+
+def test_the_memory_line_shows_the_rank_that_got_back_the_least() -> None:
+    said = memory_line([(10 << 20, 90 << 20, 11 << 20), (20 << 20, 80 << 20, 25 << 20)])
+    assert said == (
+        "reference: closed; 20.0 MiB of memory were in use before, 80.0 MiB with it, 25.0 MiB after"
+    )
