@@ -1,4 +1,4 @@
-"""The pass over the pairs: messages on a full memory and on values that are not finite, and its own memory."""
+"""The pass over the pairs: messages on a full memory and on values that are not finite, and its memory."""
 
 from __future__ import annotations
 
