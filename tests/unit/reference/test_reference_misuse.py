@@ -1,16 +1,21 @@
-"""What `dsft reference` and `--reference_only` say where there is nothing to score."""
+"""What `dsft reference` starts, and what it and `--reference_only` say where there is nothing to score."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dsft import cli
 from dsft.errors import SpecError
 from dsft.plan.reference import check_precomputed
 from dsft.reference.score import micro_batch_size, scoring_batch
-from tests.unit.reference.small import spec
+from tests.launching import ROOT
+from tests.unit.reference.small import model, rows, spec
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,32 @@ def test_nothing_to_score(changed: dict[str, Any], said: str, tmp_path: Path) ->
     with pytest.raises(SpecError) as raised:
         check_precomputed(asked, "dsft reference")
     assert "nothing for dsft reference to score" in str(raised.value) and said in str(raised.value)
+
+
+def test_dsft_reference_becomes_train_py_on_its_own_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(tmp_path / "model")
+    rows(tmp_path / "a.jsonl", 2)
+    rows(tmp_path / "b.jsonl", 1)
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(spec(tmp_path).model_dump(mode="json", exclude_unset=True)))
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    for name in ("RANK", "SLURM_PROCID", "NNODES", "KEPT"):
+        monkeypatch.setenv(name, "1")
+    cli.reference(path, ["train.seed=1"], 1)
+    cli.reference(path, None, 3)
+    for _, argv, environ in started:
+        assert argv[:3] == [sys.executable, str(ROOT / "dsft" / "train.py"), str(path)]
+        assert environ["KEPT"] == "1" and not {"RANK", "SLURM_PROCID", "NNODES"} & environ.keys()
+    assert [argv[3:] for _, argv, _ in started] == [
+        ["train.seed=1", "--reference_only", "--any_ranks"],
+        ["--reference_only", "--any_ranks", "--num_gpus", "3"],
+    ]
+    with pytest.raises(SpecError, match="nothing for dsft reference to score"):
+        cli.reference(path, ["dpo.reference=live"], 1)
+    assert len(started) == 2
 
 
 def test_a_pass_has_the_runs_micro_batches_on_any_number_of_ranks(tmp_path: Path) -> None:
