@@ -266,19 +266,9 @@ def reference(
     ] = None,
 ) -> None:
     """Score the pairs of a preference run by its reference, ahead of the run; it goes on where it stopped."""
-    from dsft.launch.environment import without_a_place
-    from dsft.plan.promised import load
-    from dsft.plan.reference import check_precomputed
+    from dsft.reference.start import start
 
-    check_precomputed(load(spec, overrides or ()), "dsft reference")
-    if ranks is None:
-        import torch
-
-        ranks = torch.cuda.device_count() or 1
-    count = ["--num_gpus", str(ranks)] if ranks > 1 else []
-    words = [str(spec), *(overrides or ()), "--reference_only", "--any_ranks", *count]
-    script = str(Path(__file__).with_name("train.py"))
-    os.execve(sys.executable, [sys.executable, script, *words], without_a_place(os.environ))
+    start(spec, overrides or (), ranks)
 
 
 @app.command()

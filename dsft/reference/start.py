@@ -1,0 +1,27 @@
+"""`dsft reference`: takes a spec and a number of ranks, and becomes dsft/train.py --reference_only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsft.launch.environment import without_a_place
+from dsft.plan.promised import load
+from dsft.plan.reference import check_precomputed
+
+SCRIPT = Path(__file__).parents[1] / "train.py"
+
+
+def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> None:
+    """ranks: of this host; by default one a GPU, one where there is none. train.py becomes torchrun for more
+    than one. Does not return. Raises SpecError where the spec has nothing to score."""
+    check_precomputed(load(spec, overrides), "dsft reference")
+    if ranks is None:
+        import torch
+
+        ranks = torch.cuda.device_count() or 1
+    count = ["--num_gpus", str(ranks)] if ranks > 1 else []
+    words = [str(spec), *overrides, "--reference_only", "--any_ranks", *count]
+    os.execve(sys.executable, [sys.executable, str(SCRIPT), *words], without_a_place(os.environ))
