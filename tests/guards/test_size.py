@@ -15,7 +15,6 @@ ALL = 44_000
 OF_A_FILE, LONG_FILES = (
     400,
     {
-        "dsft/cli.py": 424,
         "dsft/data/render/masks.py": 424,
         "dsft/doctor/network.py": 464,
         "dsft/plan/ds_config.py": 451,
