@@ -3,7 +3,7 @@ host's order. Pure.
 
 By default the agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …). Under
 `--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, which the commands
-`deepspeed` and `torchrun` start there too (deepspeed/launcher/multinode_runner.py:94).
+`deepspeed` and `torchrun` start there too (deepspeed/launcher/multinode_runner.py:94 active_workers).
 """
 
 from __future__ import annotations
