@@ -16,7 +16,6 @@ OF_A_FILE, LONG_FILES = (
     400,
     {
         "dsft/data/render/masks.py": 424,
-        "dsft/doctor/network.py": 464,
         "dsft/plan/ds_config.py": 451,
         "dsft/spec/combinations.py": 524,
         "dsft/spec/schema.py": 605,
