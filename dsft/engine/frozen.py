@@ -54,7 +54,7 @@ class Frozen:
     def close(self) -> None:
         """Free its parameters, and give their memory back. It scores no more, and nothing of it is left in
         DeepSpeed, which otherwise keeps every module under ZeRO 3: in a list of the running modules, and in a
-        cache of what each one releases (partitioned_param_coordinator.py:633 __params_to_release)."""
+        cache of what each one releases (partitioned_param_coordinator.py:634 __params_to_release)."""
         if self._module is not self._policy:
             self._module.destroy()
             stack = parameter_offload.FWD_MODULE_STACK
