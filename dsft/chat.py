@@ -26,7 +26,7 @@ from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, plain
 from dsft.model.config import read_config
-from dsft.spec.json_file import read_json
+from dsft.system.json_file import read_json
 
 Message = dict[str, str]
 Write = Callable[[str], None]

@@ -22,7 +22,7 @@ from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
-from dsft.report.making import shown
+from dsft.report.console import shown
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec, Train
 

@@ -16,7 +16,7 @@ from dsft.data.render.template import choose_template
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
-from dsft.report.making import shown
+from dsft.report.console import shown
 from dsft.spec.preferences import shares_prompts
 
 say = partial(print, flush=True)

@@ -23,7 +23,7 @@ import psutil
 
 from dsft.errors import MissingInputError, plain
 from dsft.report.jsonl import STEP
-from dsft.spec.json_file import read_json
+from dsft.system.json_file import read_json
 from dsft.system.lock import NAME as LOCK
 
 STALE = 15.0

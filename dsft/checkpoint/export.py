@@ -42,11 +42,11 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import read_config
-from dsft.model.dtypes import DTYPES
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.names import file_names, has_file_names
-from dsft.spec.json_file import read_json
+from dsft.model.weights import DTYPES
 from dsft.system.files import sync_folder
+from dsft.system.json_file import read_json
 
 SHARD = 4 * 2**30
 """Bytes of one safetensors file."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from dsft.checkpoint.files import Written, damage, damages
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
-from dsft.spec.json_file import read_json
+from dsft.system.json_file import read_json
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"

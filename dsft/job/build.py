@@ -23,11 +23,10 @@ from dsft.job.api import Job
 from dsft.job.resolve import Resolved
 from dsft.loop import Progress, Record
 from dsft.model.attention import attend_per_segment, check_can_compile
-from dsft.model.build import build_model, check_trainable
-from dsft.model.dropout import switch_off_dropout
-from dsft.model.dtypes import DTYPES
+from dsft.model.build import build_model, check_trainable, switch_off_dropout
 from dsft.model.names import kept_beside
 from dsft.model.policy import Policy
+from dsft.model.weights import DTYPES
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
@@ -38,7 +37,7 @@ from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.precomputed import Precomputed
 from dsft.reference.refer import adapter_off
 from dsft.reference.source import Source, Start, source_of, store_of
-from dsft.report.memory_file import MemoryFile
+from dsft.report.memory import MemoryFile
 from dsft.spec.schema import Spec
 
 

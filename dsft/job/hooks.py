@@ -33,8 +33,7 @@ from dsft.loop import Doing, Progress, Record, Run
 from dsft.plan.census import Census
 from dsft.plan.flops import peak_tflops, work
 from dsft.report.hosts import HostWatch, Place
-from dsft.report.memory import Phase
-from dsft.report.memory_file import MemoryFile
+from dsft.report.memory import MemoryFile, Phase
 from dsft.report.profile import StepTrace
 from dsft.report.run import Report
 from dsft.system.lock import Held

@@ -27,8 +27,7 @@ from dsft.plan.reference import has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.reference.model import config_of
 from dsft.report.folder import Origin, versions, write_folder
-from dsft.report.memory import PHASES, MemoryMeter, Peaks, Phase
-from dsft.report.memory_file import MemoryFile
+from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
 from dsft.spec.load import dump_spec
 

@@ -25,7 +25,7 @@ import psutil
 from dsft.errors import WorldError
 from dsft.launch.launched import Launched, counted
 from dsft.plan.hostfile import parse, render
-from dsft.plan.worlds import worlds
+from dsft.plan.layout import worlds
 from dsft.remote import is_this_machine
 from dsft.spec.schema import Cluster
 

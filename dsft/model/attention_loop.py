@@ -6,7 +6,7 @@ every device and in every type, with soft-caps too; on a GPU each segment costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsft.errors import DsftError
-from dsft.model.attention_asked import NOT_SAID, refuse_unknown
+
+NOT_SAID = -1  # a model that hands no window over, where one without a window hands None
+# What models hand to their attention that changes nothing in it here; is_causal is looked at.
+HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict"})
 
 SEGMENTS = "dsft_segments"
 KEYWORD = "segments"
@@ -151,3 +154,36 @@ def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softca
 def _band(length: int, reach: int, device: torch.device) -> Tensor:
     """(length, length) bool: a token sees itself and the reach - 1 before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - reach)
+
+
+def refuse_unknown(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    is_told: bool,
+    window: int | None,
+    asked: Mapping[str, Any],
+) -> None:
+    """Raise DsftError where a model's attention asks more than is computed here. is_told: the segments came
+    down to it; window: NOT_SAID where it hands none over; asked: the other keywords."""
+    unknown = [name for name, value in asked.items() if not _is_harmless(name, value)]
+    config = getattr(module, "config", None)
+    if not is_told:
+        reason = "hands no segments down to its attention"
+    elif attention_mask is not None:
+        reason = "makes a mask of its own for its attention"
+    elif unknown:
+        reason = f"asks {' and '.join(sorted(unknown))} of its attention"
+    elif not asked.get("is_causal", getattr(module, "is_causal", True)):
+        reason = "looks ahead"
+    elif window == NOT_SAID and getattr(config, "sliding_window", None) is not None:
+        reason = "does not tell its attention which layers have a sliding window"
+    else:
+        return
+    raise DsftError(
+        f"{type(module).__name__} {reason}, so packed rows would not be exact; set data.packing to false, or "
+        "model.attention to eager, which takes the model's own masks."
+    )
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    return name in HARMLESS or value is None or value is False

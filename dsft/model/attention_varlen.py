@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from dsft.errors import DsftError
-from dsft.model.attention_asked import NOT_SAID, refuse_unknown
+from dsft.model.attention_loop import NOT_SAID, refuse_unknown
 
 KEY_INDEX = "key_index"
 """Keyword of the tokens of the row that are the segments' keys, (K,); None: each token once."""

@@ -8,14 +8,15 @@ only its own parameters, and an engine that keeps a share of each never holds th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import Problem, SpecError
-from dsft.model.compiled import compile_layers
 from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.files import FileValues, NotUnderstood, weight_files
 from dsft.model.init import FreshWeights
@@ -26,11 +27,11 @@ from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.stage import cut_to_stage
-from dsft.model.trainable import train_only
 from dsft.model.vocabulary import NewRows, Values, WithNewRows
 from dsft.model.weights import Keep, Weights
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
+from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
 WHOLE = Keep()
@@ -155,3 +156,59 @@ def _weights(
     weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))
     warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)
     return weights
+
+
+def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Freeze every parameter that no pattern fits; a tied one is trained where one of its names fits.
+
+    Raises SpecError for a pattern that fits no parameter.
+    """
+    named = list(causal_lm.named_parameters(remove_duplicate=False))
+    problems = list(unmatched("model.trainable.{}", patterns, [name for name, _ in named]))
+    if problems:
+        raise SpecError("The model cannot be trained so.", problems)
+    causal_lm.requires_grad_(False)
+    for name, parameter in named:
+        if any(matches(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(True)
+
+
+def compile_layers(causal_lm: PreTrainedModel) -> None:
+    """Have each decoder layer compiled by torch.compile at its first use, in place. One layer at a time,
+    since all layers of a kind share one graph; with dynamic shapes, since each micro-batch has its own
+    length. Gradient checkpointing is compiled with the layer; attention with padded rows too. Parameters keep
+    their names."""
+    for module in causal_lm.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True, backend="inductor")
+
+
+def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:
+    """Set every probability of dropout to 0: of dropout modules, of modules that keep one as a number
+    (attention_dropout, layerdrop), and in the config, which some read in each forward pass.
+
+    Gives "NAME VALUE" of each that was on, by the config's names where it has any.
+    """
+    found: dict[str, float] = {}
+    for path, module in causal_lm.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            found |= _off(module, ("p",), path.rpartition(".")[2])
+        else:
+            found |= _off(module, _named(module))
+    config: Any = causal_lm.config
+    by_config = _off(config, _named(config))
+    text = config.get_text_config()
+    by_config |= _off(text, _named(text))
+    return tuple(f"{name} {value:g}" for name, value in sorted((by_config or found).items()))
+
+
+def _named(owner: object) -> tuple[str, ...]:
+    return tuple(name for name in vars(owner) if "drop" in name)
+
+
+def _off(owner: object, names: tuple[str, ...], shown: str | None = None) -> dict[str, float]:
+    """Those that were on, by name."""
+    on = {name: value for name in names if isinstance(value := getattr(owner, name), float) and value > 0}
+    for name in on:
+        setattr(owner, name, 0.0)
+    return {shown or name: value for name, value in on.items()}

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.adapter_names import plain_name
 from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.joints import joints_of
+from dsft.model.names import plain_name
 from dsft.model.stage import Joints
 from dsft.spec.schema import Model
 

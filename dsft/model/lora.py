@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
-from dsft.model.adapter_names import ADAPTER, is_adapter, plain_name
 from dsft.model.init import module_seed
+from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Keep, Weights, check_finite
 from dsft.spec.patterns import no_match

@@ -1,4 +1,5 @@
-"""Tensor names in files: takes a transformers model, gives each parameter's name in the folders of its kind.
+"""Tensor names in files, and without peft's own parts: takes a transformers model, gives each parameter's
+name in the folders of its kind; takes a name that peft has changed, gives the plain one.
 
 They differ where transformers renames on the way in (GPT-NeoX's files say embed_out, its modules lm_head).
 The names are turned back by transformers' own mapping, as its save_pretrained does.
@@ -6,12 +7,20 @@ The names are turned back by transformers' own mapping, as its save_pretrained d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+ADAPTER = "default"
+"""peft's name of the adapter."""
+
+_ADAPTED = re.compile(r"\.base_layer(?=\.|$)")
+_FACTOR = re.compile(rf"(\.lora_[AB])\.{ADAPTER}(?=\.|$)")
+_MAGNITUDE = re.compile(rf"(\.lora_magnitude_vector)\.{ADAPTER}\.weight$")
 
 
 def has_file_names(model: PreTrainedModel) -> bool:
@@ -50,3 +59,14 @@ def _reversed(model: PreTrainedModel) -> tuple[list[WeightConverter], list[Weigh
     turned = [c.reverse_transform() for c in conversions if not isinstance(c, PrefixChange)]
     converters = [c for c in turned if isinstance(c, WeightConverter)]
     return converters, [c for c in turned if isinstance(c, WeightRenaming)]
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or module has without adapters; an adapter's weight gets its name in an
+    adapter's file, without the prefix there."""
+    return _MAGNITUDE.sub(r"\1", _FACTOR.sub(r"\1", _ADAPTED.sub("", name)))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name, in files or in the module, is that of an adapter's weight."""
+    return ".lora_" in name

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Borders, MicroBatch
-from dsft.model.adapter_names import plain_name
 from dsft.model.attention import LONGEST, packed_keywords
 from dsft.model.head import install_head, plain_logps
+from dsft.model.names import plain_name
 from dsft.model.stage import Entry, Exit
 
 

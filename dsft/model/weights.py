@@ -19,6 +19,9 @@ from transformers import PreTrainedModel
 
 from dsft.errors import DsftError, MissingInputError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of a model's parameters, by train.precision."""
+
 
 def _whole(numel: int) -> tuple[int, int]:
     return 0, numel

@@ -24,11 +24,11 @@ from dsft.plan.ds_values import wrong_values
 from dsft.spec.aliases import descriptions
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
-from dsft.spec.json_file import read_json
 from dsft.spec.not_offered import in_json, switched_off_keys
 from dsft.spec.rules import refused
 from dsft.spec.schema import Spec
 from dsft.spec.wording import worded
+from dsft.system.json_file import read_json
 
 LARGEST = 2**20
 """Bytes of a file; those in use have a few thousand."""

@@ -1,8 +1,9 @@
-"""Which rank holds which pipeline stage and which share of the data. Takes a spec's `parallel` section and a
-number of processes, gives a frozen layout; pure."""
+"""Which rank holds which pipeline stage and which share of the data, and how many ranks some hosts have.
+Takes a spec's `parallel` section and a number of processes, or hosts and slots; pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
@@ -58,3 +59,15 @@ def _not_divided(stages: int, world_size: int) -> str:
         f"{stages} does not divide the {world_size} processes, and every stage needs the same number; "
         f"set {choices}, or start a multiple of {stages}"
     )
+
+
+def worlds(hosts: Mapping[str, int], fewest: int) -> dict[int, frozenset[int]]:
+    """Number of hosts (`fewest` to all) -> the numbers of processes that so many of them have."""
+    sums: list[set[int]] = [{0}, *(set[int]() for _ in hosts)]
+    if len(set(hosts.values())) == 1:  # the usual case, at any number of hosts
+        slots = next(iter(hosts.values()))
+        return {count: frozenset({count * slots}) for count in range(fewest, len(hosts) + 1)}
+    for slots in hosts.values():
+        for count in range(len(hosts), 0, -1):
+            sums[count] |= {total + slots for total in sums[count - 1]}
+    return {count: frozenset(sums[count]) for count in range(fewest, len(hosts) + 1)}

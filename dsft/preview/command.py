@@ -16,7 +16,7 @@ from dsft.preview.collect import collect
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import Wanted, as_mapping, view
-from dsft.report.making import shown
+from dsft.report.console import shown
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
 PAGE_PROBLEMS, PROBLEMS = 100, 1000  # of each kind

@@ -20,12 +20,11 @@ from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.dropout import switch_off_dropout
-from dsft.model.dtypes import DTYPES
 from dsft.model.policy import Policy
+from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import cut_of
 from dsft.plan.reference import dpo_of, reference_model, reference_parallel

@@ -27,7 +27,7 @@ from dsft.reference.key import Components, Key, differences, key_of
 from dsft.reference.refer import Refer, look_up
 from dsft.reference.score import Pass, score
 from dsft.reference.store import Stored
-from dsft.report.making import shown
+from dsft.report.console import shown
 from dsft.spec.schema import Spec
 from dsft.system.files import atomic_write, cached_json, write_error
 from dsft.system.lock import hold, holder

@@ -20,7 +20,7 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.frozen import Frozen
 from dsft.engine.partition import home_of
-from dsft.model.adapter_names import is_adapter
+from dsft.model.names import is_adapter
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.spec.schema import Spec

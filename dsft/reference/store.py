@@ -28,9 +28,9 @@ from safetensors.numpy import load, save
 from dsft.errors import CheckpointError, StorageError
 from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
-from dsft.spec.json_file import read_json
 from dsft.spec.schema import Spec
 from dsft.system.files import TEMPORARY, atomic_write, sync_folder
+from dsft.system.json_file import read_json
 
 KEY = "key.json"
 LOCK = ".store.lock"

@@ -1,4 +1,5 @@
-"""What rank 0 says: takes lines and records, gives a progress bar on a terminal and plain lines elsewhere.
+"""What rank 0 says of a run, and how far a longer task is: takes lines, records and paces, gives a progress
+bar on a terminal and plain lines elsewhere.
 
 Writes to standard output and to one log file, which gets the plain lines in either case.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Protocol
@@ -19,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dsft.report.jsonl import STEP
 from dsft.system.files import write_error
+
+EVERY_SECONDS = 10.0
 
 
 class Console:
@@ -32,15 +35,14 @@ class Console:
         self._began = time.monotonic()
         self._log = log
         self._alone = threading.Lock()  # threads of W&B and others speak too; no line runs into another
-        terminal = terminal or Terminal()
-        self._show: _Output = (
-            _Bar(terminal, total_steps, first_step) if terminal.is_terminal else _Lines(terminal.file)
-        )
+        self._terminal = terminal or Terminal()
+        self._bar = _bar(self._terminal) if self._terminal.is_terminal else None
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step) if self._bar else None
 
     def line(self, text: str) -> None:
         """From any thread."""
         with self._alone:
-            self._show.line(text)
+            self._print(text)
             self._write(text)
 
     def metrics(self, record: Mapping[str, float]) -> None:
@@ -50,16 +52,29 @@ class Console:
             self.line(f"{where}  {facts}")
             return
         remaining = self._remaining(step)
+        shown = facts if remaining is None else f"{facts}  {remaining} left"
         with self._alone:
-            self._show.metrics(step, where, facts if remaining is None else f"{facts}  {remaining} left")
+            if self._bar is not None and self._task is not None:  # drawn from the first record on
+                self._bar.start()
+                self._bar.update(self._task, completed=step, description=shown)
+            else:
+                self._print(f"{where}  {shown}")
             self._write(f"{where}  {facts}")
 
     def close(self) -> None:
-        self._show.close()
+        if self._bar is not None:
+            self._bar.stop()
         if self._log is not None:
             with suppress(OSError):  # `_write` has told it
                 self._log.close()
             self._log = None
+
+    def _print(self, text: str) -> None:
+        """Above the bar, where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._terminal.file, flush=True)
 
     def _remaining(self, step: int) -> timedelta | None:
         """From the mean pace of this start; None before its first step is done and after the last."""
@@ -101,44 +116,57 @@ def named_losses(record: Mapping[str, float]) -> dict[str, float]:
     return {match[1]: value for match, value in found if match}
 
 
-class _Output(Protocol):
-    def line(self, text: str) -> None: ...
-    def metrics(self, step: int, where: str, facts: str) -> None: ...
-    def close(self) -> None: ...
+def _bar(terminal: Terminal, *, transient: bool = False) -> Progress:
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    return Progress(*columns, console=terminal, transient=transient)
 
 
-class _Lines:
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
+class Pace(Protocol):
+    """How far a task is: its name, what is done, and the total."""
 
-    def line(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    def text(self, seconds: float) -> str:
+        """After so many seconds."""
+        ...
 
-    def metrics(self, step: int, where: str, facts: str) -> None:
-        self.line(f"{where}  {facts}")
-
-    def close(self) -> None:
-        pass
+    def count(self) -> str:
+        """What is done, of how many."""
+        ...
 
 
-class _Bar:
-    """Drawn from the first record on. What else is printed meanwhile stands above it."""
+@contextmanager
+def shown(
+    say: Callable[[str], None], terminal: Terminal | None = None, *, first: bool = True
+) -> Iterator[Callable[[Pace], None]]:
+    """Give the block a function to call with each Pace of what is being made. On a terminal a bar shows it,
+    which only the `first` rank draws, which goes at the end, and above which `say` prints. Elsewhere `say`
+    gets a line every EVERY_SECONDS, the first after as many: what is quick is not told."""
+    terminal = terminal or Terminal()
+    bar = _bar(terminal, transient=True) if first and terminal.is_terminal else None
+    task = None if bar is None else bar.add_task("", total=None)
+    name: str | None = None
+    began = told = 0.0
 
-    def __init__(self, terminal: Terminal, total_steps: int, first_step: int) -> None:
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=terminal,
-        )
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+    def tell(pace: Pace) -> None:
+        nonlocal name, began, told
+        now = time.monotonic()
+        if pace.name != name:
+            name, began, told = pace.name, now, now
+        if bar is not None and task is not None:
+            bar.start()
+            description = pace.text(now - began)
+            bar.update(task, completed=pace.done, total=pace.total, description=description)
+        elif now - told >= EVERY_SECONDS:
+            told = now
+            say(f"{pace.text(now - began)}, {pace.count()}")
 
-    def line(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def metrics(self, step: int, where: str, facts: str) -> None:
-        self._progress.start()
-        self._progress.update(self._task, completed=step, description=facts)
-
-    def close(self) -> None:
-        self._progress.stop()
+    try:
+        yield tell
+    finally:
+        if bar is not None:
+            bar.stop()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.attention import attend_per_segment
-from dsft.model.dropout import switch_off_dropout
+from dsft.model.build import switch_off_dropout
 from dsft.model.joints import joints_of
 from dsft.model.policy import Policy
 from dsft.model.stage import Joints, cut_to_stage

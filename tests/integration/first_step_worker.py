@@ -35,9 +35,8 @@ from dsft.engine.world import World, join
 from dsft.errors import SpecError
 from dsft.launch.environment import detect
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.config import TokenFacts
-from dsft.model.dropout import switch_off_dropout
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.preference import preference

@@ -58,12 +58,12 @@ from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
 from dsft.launch.environment import detect
 from dsft.loop import Record
-from dsft.model.adapter_names import plain_name
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.head import Head
 from dsft.model.lora import PREFIX, WEIGHTS
+from dsft.model.names import plain_name
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, means
 from dsft.objective.next_token import next_token

@@ -43,8 +43,7 @@ from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.dtypes import DTYPES
-from dsft.model.weights import Keep, Places
+from dsft.model.weights import DTYPES, Keep, Places
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Elements, census_from

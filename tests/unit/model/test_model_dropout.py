@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from dsft.model.dropout import switch_off_dropout
+from dsft.model.build import switch_off_dropout
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 CONFIGS: dict[str, Any] = {

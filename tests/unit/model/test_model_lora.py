@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.adapter_names import plain_name
 from dsft.model.build import build_model, choose_trained, first_values
 from dsft.model.lora import PREFIX, WEIGHTS, scale
+from dsft.model.names import plain_name
 from dsft.model.policy import Policy
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Lora, Model

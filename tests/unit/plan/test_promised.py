@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import SpecError
+from dsft.plan.layout import worlds
 from dsft.plan.promised import load, promised_batch
-from dsft.plan.worlds import worlds
 
 SPECS = Path(__file__).resolve().parents[3] / "specs"
 TWO_NODES = SPECS / "two_nodes.yaml"

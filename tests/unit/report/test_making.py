@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console as Terminal
 
 from dsft.data.cache.store import Pace
-from dsft.report import making
-from dsft.report.making import shown
+from dsft.report import console
+from dsft.report.console import shown
 
 
 def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
@@ -26,7 +26,7 @@ def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
 
 def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100, 1000, 4))
-    monkeypatch.setattr(making.time, "monotonic", lambda: float(next(now)))  # a pace every four seconds
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(now)))  # a pace every four seconds
     lines, out = told(False)
     assert lines == [
         "a.jsonl: 3,000 rows are tokens, 250 rows/s, 3 of 3 blocks are made",

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dsft.plan.memory.sizes import GIB
-from dsft.report.memory import MemoryMeter
-from dsft.report.memory_file import MemoryFile, compared
+from dsft.report.memory import MemoryFile, MemoryMeter, compared
 
 
 def test_the_file_has_each_phase_with_the_plans_figure_and_the_error(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.spec.json_file import DEPTH, read_json
+from dsft.system.json_file import DEPTH, read_json
 
 
 @pytest.mark.parametrize(
