@@ -39,6 +39,9 @@ WHOLE = Keep()
 MIXING = ("experts", "router", "router_gate")
 """What transformers calls the parts of a mixture of experts."""
 
+BACKEND = "inductor"
+"""What torch.compile makes of a layer's graph."""
+
 
 def build_model(
     model: Model,
@@ -180,7 +183,7 @@ def compile_layers(causal_lm: PreTrainedModel) -> None:
     their names."""
     for module in causal_lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True, backend="inductor")
+            module.compile(dynamic=True, backend=BACKEND)
 
 
 def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:

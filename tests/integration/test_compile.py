@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.errors import SpecError
-from dsft.model import compiled
+from dsft.model import build
 from dsft.model.attention import attend_per_segment, check_can_compile, use
 from dsft.model.attention_choice import VARLEN
 from dsft.model.build import build_model
@@ -52,7 +52,7 @@ def trained(compile: bool, checkpointing: bool) -> tuple[list[Tensor], dict[str,
 def test_compiled_layers_give_the_same(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
     import torch._dynamo
 
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(build, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected, found = trained(False, checkpointing), trained(True, checkpointing)
@@ -88,7 +88,7 @@ def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
 def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(build, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected = packed(False)
