@@ -1,2 +1,2 @@
-"""How this process was started: takes environment variables and the parents' command lines, gives a
-`Launched`; touches no torch and starts nothing."""
+"""Detect how this process was started: read a launcher's environment variables and the parents' command lines
+into a `Launched`. Starts nothing and imports no torch."""

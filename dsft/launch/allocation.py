@@ -1,7 +1,7 @@
-"""The hosts of a Slurm allocation, from the variables that Slurm sets in it. Takes an environment; asks no
-daemon, starts nothing.
+"""Read the hosts of a Slurm allocation from the variables that Slurm sets in it. Asks no daemon, starts
+nothing.
 
-What the variables hold: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+Format of the variables: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ _TIMES = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """hosts: host -> slots, in Slurm's order; source: what said the slots, in words."""
+    """The hosts of a Slurm job.
+
+    hosts   host -> slots, in Slurm's order
+    source  the option or variable that the slots come from, as `NAME=value`
+    """
 
     hosts: Mapping[str, int]
     source: str
 
 
 def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocation:
-    """Of this job. slots: of each host; without it the GPUs of a node, else its tasks.
+    """Return the hosts of this Slurm job. slots: slots per host; None: the GPUs of a node, else its tasks.
 
-    Raises WorldError outside a job, and where Slurm tells no slots; SpecError where a variable does not hold
-    what Slurm writes there.
+    Raises WorldError outside a job and where Slurm sets no number of slots; SpecError where a variable has
+    another format than Slurm's.
     """
     nodes = environ.get(NODES)
     if not nodes:
@@ -76,7 +80,7 @@ def _of_tasks(names: list[str], environ: Mapping[str, str]) -> Allocation:
 
 
 def _gpus(name: str, value: str) -> int:
-    """`8`, `a100:8` or `a100:4,h100:4`; 0 where there is none."""
+    """Return the number of GPUs in `8`, `a100:8` or `a100:4,h100:4`; 0 for an empty value."""
     total = 0
     for part in value.split(",") if value else ():
         number = part.rpartition(":")[2]
@@ -87,7 +91,7 @@ def _gpus(name: str, value: str) -> int:
 
 
 def _counts(name: str, value: str) -> list[int]:
-    """`2(x3),1` as 2, 2, 2, 1."""
+    """Expand `2(x3),1` to [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in value.split(","):
         match = _TIMES.fullmatch(part)

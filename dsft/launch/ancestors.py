@@ -1,18 +1,18 @@
-"""A rank ends soon after its launcher, however that ends: takes this process's parents and their command
-lines from /proc, watches them in a thread. Without torch.
+"""End a rank soon after its launcher, however the launcher ends: a thread watches this process's ancestors in
+/proc. Without torch.
 
-Watched are the processes above this one up to the outermost launcher that is known:
+Watched are the ancestors of this process up to the outermost known launcher:
 
-    deepspeed, one host       rank ← launch.py ← deepspeed
-    deepspeed, several hosts  rank ← launch.py ← shell ← sshd's session; on the host where it was typed also
-                              pdsh, found by its command line, and above it deepspeed
-    torchrun                  rank ← torchrun, and what a ssh without a terminal has above it
-    srun, sbatch              rank ← slurmstepd
-    mpirun                    rank ← mpirun, or orted on other hosts
-    dsft launch               rank ← dsft's agent, which has rules of its own for what is above it; under
-                              `--launcher torchrun` rank ← torchrun ← the agent
+deepspeed, one host       rank ← launch.py ← deepspeed
+deepspeed, several hosts  rank ← launch.py ← shell ← sshd's session; on the host where deepspeed was typed
+                          also pdsh, found by its command line, and its parent deepspeed
+torchrun                  rank ← torchrun, and the parents of a torchrun started by ssh without a terminal
+srun, sbatch              rank ← slurmstepd
+mpirun                    rank ← mpirun, or orted on other hosts
+dsft launch               rank ← dsft's agent, which has its own rules for its parents; under
+                          `--launcher torchrun` rank ← torchrun ← the agent
 
-A shell, a terminal's session or init is never waited for: what was started in the background lives on.
+A shell, a terminal's session and init are never watched: a run started in the background lives on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from dsft.errors import WorldError
 from dsft.launch.stopping import Stopping
 from dsft.system.process import die_with
 
-EVERY = 0.5  # seconds between two looks
+EVERY = 0.5  # seconds between two checks
 SAVES = 3.0
-"""Seconds that a run has for its step and its checkpoint once its launcher is gone."""
+"""Seconds that a run has to finish its step and save a checkpoint after its launcher has ended."""
 PATIENCE = 30.0
-"""Seconds that it has where it was asked to stop before: as long as deepspeed and torchrun wait for ranks."""
+"""The same, where the run had already been asked to stop: as long as deepspeed and torchrun wait for
+ranks."""
 
 _PROC = Path("/proc")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
@@ -46,8 +47,11 @@ _NODE, _RUNNER, _AGENT = "deepspeed's launch.py", "deepspeed", "dsft's agent"
 
 @dataclass(frozen=True)
 class Ancestor:
-    """started: in clock ticks since the host's start, which no two processes of one number share; what: as
-    a sentence names it."""
+    """A watched process above this one.
+
+    started  start time, in clock ticks since the host booted: a later process with the same pid has another
+    what     the process's name in messages
+    """
 
     pid: int
     started: int
@@ -55,11 +59,14 @@ class Ancestor:
 
 
 def watch(stopping: Stopping) -> tuple[Ancestor, ...]:
-    """Those that are watched from now on, the nearest first. Once one of them is gone the run is asked to
-    stop; this process ends with 69 where it has not saved and stopped within SAVES, or PATIENCE, seconds."""
+    """Start watching this process's ancestors and return them, the nearest first.
+
+    Once one of them has ended, the run is asked to stop; this process exits with 69 if it has not saved and
+    ended within SAVES seconds, or PATIENCE seconds where it had been asked to stop before.
+    """
     above = ancestors(os.getpid())
     if above and above[0].what in (_NODE, "torchrun"):
-        die_with(above[0].pid)  # even where Python gets no turn; their main thread starts the ranks
+        die_with(above[0].pid)  # works even while Python is blocked; their main thread starts the ranks
     if above:
         threading.Thread(target=_watch, args=(above, stopping), name="ancestors", daemon=True).start()
     return above
@@ -82,17 +89,19 @@ def lives(ancestor: Ancestor) -> bool:
 
 
 def _stat(pid: int) -> tuple[int, bool] | None:
-    """When it started, and whether it has ended but for its entry; None: there is no such process."""
+    """Return (start time in clock ticks, whether it is a zombie or dead); None if there is no such
+    process."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything; see proc(5)
+    fields = text.rpartition(")")[2].split()  # after the name, which may contain anything; see proc(5)
     return int(fields[19]), fields[0] in "ZX"
 
 
 def ancestors(pid: int) -> tuple[Ancestor, ...]:
-    """Of the process `pid`, the nearest first; none where no known launcher is above it."""
+    """Return the ancestors of process `pid` up to the outermost launcher, the nearest first; () if none of
+    them is a known launcher."""
     above = _parents(pid)
     kinds = [_kind(each) for each in above]
     if _AGENT in kinds:
@@ -113,7 +122,7 @@ def ancestors(pid: int) -> tuple[Ancestor, ...]:
 def _parents(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).parents()
-    except psutil.Error:  # of another user, or ending just now
+    except psutil.Error:  # another user's process, or one that is just ending
         return []
 
 
@@ -127,7 +136,7 @@ def _named(above: Sequence[psutil.Process], kinds: Sequence[str | None]) -> tupl
 
 
 def _kind(process: psutil.Process) -> str | None:
-    """The launcher that it is."""
+    """Return which launcher the process is; None if it is none."""
     program = _program(_words(process))
     if program == "-m deepspeed.launcher.launch":
         return _NODE
@@ -144,7 +153,7 @@ def _kind(process: psutil.Process) -> str | None:
 
 
 def _program(words: Sequence[str]) -> str:
-    """`-m MODULE`, or the script's name, behind Python and its options; else the program's own name."""
+    """Return `-m MODULE` or the script's name where the command is Python's, else the program's own name."""
     for place, word in enumerate(words):
         if word == "-m":
             return " ".join(words[place : place + 2])
@@ -168,8 +177,11 @@ def _name(process: psutil.Process) -> str:
 
 
 def _session_above(above: Sequence[psutil.Process], top: int) -> int | None:
-    """The place of sshd's session, where nothing but shells stands between it and the launcher, nobody has
-    taken the launcher out of it (setsid, tmux, nohup), and it has no terminal, which would tell by itself."""
+    """Return the index of sshd's session above the launcher; None where it must not be watched.
+
+    It is watched where only shells are between it and the launcher, the launcher was not detached from it
+    (setsid, tmux, nohup), and it has no terminal: a terminal sends SIGHUP itself.
+    """
     for place in range(top + 1, len(above)):
         name = _name(above[place])
         if name in _SSHD:
@@ -191,7 +203,7 @@ def _same_session(one: int, other: int) -> bool:
 
 
 def _ignores_hangup(pid: int) -> bool:
-    """As nohup makes it: bit 0 of the signals that it ignores (SigIgn in proc(5)) is SIGHUP's."""
+    """Return whether the process ignores SIGHUP, as under nohup: bit 0 of SigIgn (proc(5))."""
     try:
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
     except OSError:
@@ -200,8 +212,8 @@ def _ignores_hangup(pid: int) -> bool:
 
 
 def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
-    """pdsh and deepspeed, on the host where deepspeed was typed: ssh stands between them and the ranks, so
-    they are known by the world that they gave to launch.py."""
+    """Return pdsh and deepspeed on the host where deepspeed was typed. ssh is between them and the ranks, so
+    they are found by the --world_info that they passed to launch.py."""
     world = next((word for word in _words(node) if word.startswith("--world_info=")), None)
     if world is None:
         return ()
@@ -214,7 +226,8 @@ def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
 
 
 def _same_host(pid: int) -> bool:
-    """Not one of another host that shares this one's kernel, as containers do."""
+    """Return whether the process has this one's UTS namespace: containers share a kernel, but count as other
+    hosts."""
     try:
         own, other = (os.readlink(_PROC / str(each) / "ns" / "uts") for each in ("self", pid))
     except OSError:

@@ -1,9 +1,8 @@
-"""The cores of a host that one of its ranks keeps to, where the optimizer steps in the host's memory. Takes a
-spec and how this process was launched. Reads /sys and /proc; without torch, which counts its threads when it
-is imported.
+"""Bind each rank to its share of the host's cores where the optimizer steps in host memory. Reads /sys and
+/proc; without torch, which counts its threads on import.
 
-All ranks of a host step at the same moment. Left alone each would use a thread per core of the host, under
-torchrun a single one (torch/distributed/run.py:872), and the kernel would move them about.
+All ranks of a host step at the same time. By default each would use one thread per core of the host (under
+torchrun a single thread: torch/distributed/run.py:872), and the kernel would move the threads between cores.
 """
 
 from __future__ import annotations
@@ -25,15 +24,20 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Share:
-    """cpus: numbers of the processors that are this rank's alone; threads: one per physical core, whose two
-    processors share what an optimizer step needs; ranks: of this host."""
+    """One rank's share of the host's cores.
+
+    cpus     numbers of the logical processors that only this rank uses
+    threads  one per physical core: its two hardware threads share the units that an optimizer step needs
+    ranks    number of ranks on this host
+    """
 
     cpus: frozenset[int]
     threads: int
     ranks: int
 
     def bind(self) -> str:
-        """Keep all threads of this process to its cores. A line that says so, or that the host forbids it."""
+        """Bind all threads of this process to its cores. Returns a log line that says so, or that the host
+        forbids it."""
         each = f"each of the {self.ranks} ranks of a host steps its offloaded states with"
         count = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         try:
@@ -46,8 +50,9 @@ class Share:
 
 
 def share_of(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> Share | None:
-    """None where no optimizer steps on the host's cores, where a rank has the host to itself, where there are
-    fewer cores than ranks, and where whoever started this process has chosen threads or cores."""
+    """Return this rank's share of the cores; None where no optimizer steps on the CPU, where the rank is
+    alone on the host, where there are fewer cores than ranks, and where the caller has already chosen threads
+    or cores."""
     ranks = launched.local_world_size or 1
     if spec.parallel.offload_optimizer.device == "none" or ranks == 1 or _is_chosen(spec, launched, environ):
         return None
@@ -65,6 +70,6 @@ def _is_chosen(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> bo
         if set(starter.cpu_affinity()) != os.sched_getaffinity(0):
             return True
         by_torchrun = launched.launcher == "torchrun" and THREADS not in starter.environ()
-    except psutil.Error:  # another user's process: what it chose is not known
+    except psutil.Error:  # another user's process: its choice is unknown
         return True
     return THREADS in environment(spec.cluster) or (THREADS in environ and not by_torchrun)

@@ -1,16 +1,16 @@
-"""Takes the environment that a launcher left, gives this process's place in the world: the one module that
-knows every way in. It reads variables and writes none.
+"""Detect this process's place in the world from the environment that its launcher left. The only module that
+knows every launcher; it reads variables and writes none.
 
-    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID
-    deepspeed     the same five and CROSS_RANK
-    dsft launch   the same five, and DSFT_JOB
-    environment   the same five, set by hand or by another program
-    mpirun        OMPI_COMM_WORLD_RANK and its like (`dsft.launch.openmpi`)
-    srun          SLURM_PROCID and its like in a task of srun (`dsft.launch.slurm`)
-    python        none of them: one process
+torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID
+deepspeed     the same five and CROSS_RANK
+dsft launch   the same five and DSFT_JOB
+environment   the same five, set by hand or by another program
+mpirun        OMPI_COMM_WORLD_RANK etc. (`dsft.launch.openmpi`)
+srun          SLURM_PROCID etc. in a task of srun (`dsft.launch.slurm`)
+python        none of them: one process
 
-The innermost counts: torchrun inside a task of srun is torchrun. Two that speak of the same processes must
-agree.
+The innermost launcher counts: torchrun inside a task of srun is torchrun. Where two launchers describe the
+same processes, they must agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from dsft.system.host import free_port
 __all__ = ["RENDEZVOUS", "Launched", "detect", "without_a_place"]
 
 AGENT = "DSFT_JOB"
-"""Set where `dsft launch` started this process: its five variables go before those of the task around it."""
+"""Set where `dsft launch` started this process: its five variables override those of a surrounding Slurm or
+MPI task."""
 
 
 _OF_A_PLACE = re.compile(
@@ -44,7 +45,7 @@ _OF_A_PLACE = re.compile(
 
 
 def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the variables that say which rank this process is, of how many: for a command that
+    """Return `environ` without the variables that set this process's rank and world size: for a command that
     starts ranks of its own inside another launcher's process."""
     return {
         name: value
@@ -54,7 +55,8 @@ def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def detect(environ: Mapping[str, str]) -> Launched:
-    """Raises WorldError where the variables are set by half, are no numbers, or contradict each other."""
+    """Return this process's place in the world. Raises WorldError where the variables are incomplete, not
+    numbers, or contradict each other."""
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launched = _by_five(environ)
     elif openmpi.is_process(environ):
@@ -80,7 +82,7 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
     # deepspeed's names are those of launcher/launch.py:177 MASTER_ADDR
     names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") if by_torchrun else ("CROSS_SIZE", "LOCAL_SIZE")
     if not by_torchrun and not by_deepspeed:
-        names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")  # as torchrun's, where someone sets them
+        names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")  # torchrun's names, where they are set by hand
         _check_around(environ)
     hosts, local = (optional_number(environ, name) for name in names)
     if local is not None and not local_rank < local <= world_size:
@@ -107,7 +109,8 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
 
 
 def _check_around(environ: Mapping[str, str]) -> None:
-    """That the five, set by hand in a process of srun or mpirun, are what those say."""
+    """Check that the five variables, set by hand in a process of srun or mpirun, agree with that
+    launcher's."""
     if environ.get(AGENT):
         return
     pairs = []
@@ -131,9 +134,9 @@ def _agree(environ: Mapping[str, str], one: str, other: str, of_one: str, of_oth
 
 
 def _check_wished(environ: Mapping[str, str], launched: Launched) -> None:
-    """That NNODES and NPROC_PER_NODE, where they are numbers, are what the launcher started: who sets them
-    and gives torchrun or deepspeed others has not got what they wanted. After an elastic restart there may be
-    other hosts."""
+    """Check that NNODES and NPROC_PER_NODE, where they are numbers, match what the launcher started: a user
+    who sets them and gives torchrun or deepspeed other numbers did not get the run they wanted. After an
+    elastic restart the number of hosts may differ."""
     came = {"NNODES": launched.hosts, "NPROC_PER_NODE": launched.local_world_size}
     for name, number in came.items():
         wished = environ.get(name, "")

@@ -1,5 +1,5 @@
-"""The command `dsft hostfile`: takes words like `node[01-16]:8`, or Slurm's variables; prints a hostfile or
-writes one, and leaves one alone that holds something else."""
+"""Run `dsft hostfile`: build a hostfile from words such as `node[01-16]:8` or from Slurm's variables, and
+print or write it. An existing file with other content is not overwritten without --force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dsft.plan.hostfile import of_words, render
 def hosts_of(
     words: Sequence[str], environ: Mapping[str, str], slots: int | None, *, from_slurm: bool
 ) -> Mapping[str, int]:
-    """Host -> slots. SpecError where both sources are asked for, or none; else as they raise."""
+    """Return host -> slots. Raises SpecError where both sources are given, or none, and whatever they
+    raise."""
     if from_slurm == bool(words):
         given = f"{' '.join(words)} and --from-slurm" if words else "nothing"
         raise SpecError(
@@ -30,8 +31,8 @@ def hosts_of(
 
 
 def put(hosts: Mapping[str, int], out: Path | None, *, force: bool) -> None:
-    """Print the hostfile, or write it to `out`. StorageError where that cannot be written, or is there and
-    differs, without force."""
+    """Print the hostfile, or write it to `out`. Raises StorageError where `out` cannot be written, or exists
+    with other content and force is not set."""
     text = render(hosts)
     if out is None:
         print(text, end="")

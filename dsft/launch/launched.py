@@ -1,5 +1,5 @@
-"""This process's place in the world, as a launcher told it, and how its variables are read. Takes environment
-variables, gives frozen values; writes none but those that DeepSpeed and torch look for (`export`)."""
+"""Represent this process's place in the world as its launcher set it, and parse the variables. Writes none
+but those that DeepSpeed and torch read (`Launched.export`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launched:
-    """rank of world_size processes; local_rank on this host; where rank 0 listens; who started it.
+    """A process's place in the world: its rank and local rank, the world size, the address and port at which
+    rank 0 listens, and the launcher's name.
 
-    local_world_size  processes on this host, None where the launcher does not tell
-    hosts             number of hosts, None where the launcher does not tell
-    slots             processes of each host, in the order of the hosts, None where the launcher does not tell
-    told_by           the variables that were believed, for the run's first line
+    local_world_size  processes on this host; None where the launcher does not set it
+    hosts             number of hosts; None where the launcher does not set it
+    slots             processes of each host, in the order of the hosts; None where it does not set it
+    told_by           the variables that were used, for the run's first line
     """
 
     launcher: str
@@ -33,12 +34,12 @@ class Launched:
     told_by: tuple[str, ...] = ()
 
     def export(self, environ: MutableMapping[str, str]) -> None:
-        """Write the rendezvous variables, for a launcher that does not."""
+        """Write the rendezvous variables, for a launcher that does not set them."""
         values = (self.rank, self.world_size, self.local_rank, self.master_addr, self.master_port)
         environ.update({name: str(value) for name, value in zip(RENDEZVOUS, values, strict=True)})
 
     def line(self) -> str:
-        """Which launcher was seen, by what, and what it started."""
+        """Return a log line: the launcher, the variables it was recognized by, and what it started."""
         if self.launcher == "python":
             return "launcher: none, python alone: 1 process"
         hosts = "" if self.hosts is None else f" on {counted(self.hosts, 'host')}"
@@ -50,12 +51,12 @@ class Launched:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 host`, `2 hosts`, `3 processes`."""
+    """Format `1 host`, `2 hosts`, `3 processes`."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int:
-    """Of a variable that is set. Raises WorldError where it is no whole number."""
+    """Return the value of a variable that is set. Raises WorldError if it is not a whole number."""
     try:
         return int(environ[name])
     except ValueError:
@@ -66,13 +67,13 @@ def whole_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def optional_number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Of the first that is set."""
+    """Return the value of the first of these variables that is set; None if none is."""
     name = next((name for name in names if environ.get(name)), None)
     return None if name is None else whole_number(environ, name)
 
 
 def master_port(environ: Mapping[str, str]) -> int | None:
-    """MASTER_PORT, where it is set. Raises WorldError where it is none."""
+    """Return MASTER_PORT, or None if it is not set. Raises WorldError if it is not a port."""
     port = optional_number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise WorldError(f"MASTER_PORT={port} is no port; give one of 1 to 65535, or unset it.")
@@ -80,7 +81,7 @@ def master_port(environ: Mapping[str, str]) -> int | None:
 
 
 def check_ranks(environ: Mapping[str, str], rank: str, world_size: str, local_rank: str) -> None:
-    """Raises WorldError where the numbers of these three variables contradict each other."""
+    """Raise WorldError if the values of these three variables contradict each other."""
     mine, world, local = (whole_number(environ, name) for name in (rank, world_size, local_rank))
     if not 0 <= mine < world or not 0 <= local < world:
         raise WorldError(
@@ -90,7 +91,7 @@ def check_ranks(environ: Mapping[str, str], rank: str, world_size: str, local_ra
 
 
 def check_complete(environ: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
-    """Raises WorldError where one of the variables that the launcher sets is missing."""
+    """Raise WorldError if one of the variables that the launcher sets is missing."""
     absent = [name for name in names if not environ.get(name)]
     if absent:
         present = [name for name in names if environ.get(name)]
@@ -101,6 +102,6 @@ def check_complete(environ: Mapping[str, str], names: tuple[str, ...], launcher:
 
 
 def port_of_job(number: int) -> int:
-    """The same port on every rank of a job, and another for the next job: below those that the kernel gives
-    away by itself (32768 and up)."""
+    """Return a port that is the same on every rank of a job and usually differs between jobs: 10000 to 29999,
+    below the kernel's ephemeral ports (32768 and up)."""
     return 10_000 + number % 20_000

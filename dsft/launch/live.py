@@ -1,5 +1,5 @@
-"""What a rank does beside its work from its first moment on: it keeps its log, sends heartbeats, handles
-signals, ends with its launcher, and ends its own compilers. Takes its place and its environment."""
+"""Set up a rank's process: log redirection, heartbeat, signal handling, exit when the launcher ends, and
+cleanup of its compilers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dsft.launch.stopping import Stopping
 
 
 def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stopping]:
-    """To be called once, in the main thread. Signals are handled before the first pulse is sent, so that
-    whoever has received one may send a signal."""
+    """Set up this process. Call once, in the main thread. Signals are handled before the first heartbeat is
+    sent, so that whoever has received a heartbeat may send a signal."""
     sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
     keep_log(environ.get(LOGS), launched.rank, launched.world_size)
     pulse = Pulse(launched.rank, launched.local_rank, environ.get(SOCKET))
@@ -35,8 +35,9 @@ def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stoppin
 
 
 def unbroken(descriptor: int, output: io.TextIOBase | Any) -> io.TextIOWrapper:
-    """`output`, line by line, as a stream to its descriptor; once nobody reads that any more, as when ssh has
-    ended, what is written is lost, and no error: a run that is to save does so."""
+    """Return `output` as a line-buffered stream to `descriptor` that ignores a broken pipe: once the reader
+    is gone, for example because ssh has ended, output is discarded without an error, so that the run can
+    still save."""
     output.flush()
     raw = io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding=output.encoding, errors="backslashreplace", line_buffering=True)

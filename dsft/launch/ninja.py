@@ -1,5 +1,5 @@
-"""ninja, which starts the compiler of DeepSpeed's operations: `has_ninja` finds it beside this Python, in a
-folder that ssh's PATH does not name, and writes the environment's PATH; `end_ninja` ends it."""
+"""Find and end ninja, which runs the compiler of DeepSpeed's operations: `has_ninja` also looks beside this
+Python, a folder that ssh's PATH may lack, and extends PATH; `end_ninja` ends it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import psutil
 
 
 def has_ninja(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether it is on PATH, after the folder of this Python was put at its end where it is there alone."""
+    """Return whether ninja is on PATH. If it is only in this Python's folder, append that folder to PATH
+    first."""
     path = environ.get("PATH", os.defpath)
     if shutil.which("ninja", path=path) is not None:
         return True
@@ -27,8 +28,8 @@ def has_ninja(environ: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def end_ninja() -> None:
-    """Send SIGTERM to a ninja that this process has started, which removes what is half written, and to its
-    compilers. To be called right before this process ends: else its main thread sees a build that failed."""
+    """Send SIGTERM to a ninja that this process has started (ninja then removes half-written files) and to
+    its compilers. Call right before this process ends: otherwise its main thread sees a failed build."""
     found = []
     with suppress(psutil.Error):
         for child in psutil.Process().children():

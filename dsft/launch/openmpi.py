@@ -1,9 +1,9 @@
-"""Open MPI's variables: takes the environment of a process of `mpirun`, gives its place in the world. No MPI
-library is needed, as dsft's processes talk through torch.
+"""Read Open MPI's variables: the place in the world of a process of `mpirun`. No MPI library is needed, since
+dsft's processes communicate through torch.
 
-mpirun tells ranks, but not where rank 0 is. Open MPI 3 and 4 tell where mpirun itself runs
-(OMPI_MCA_orte_hnp_uri), which is rank 0's host wherever the first line of the hostfile is this machine;
-rank 0 looks whether it is, and its end ends all (orte_abort_on_non_zero_status).
+mpirun sets the ranks, but not rank 0's address. Open MPI 3 and 4 set the address of mpirun itself
+(OMPI_MCA_orte_hnp_uri), which is rank 0's host if the first line of the hostfile is this machine. Rank 0
+checks that it is; if it is not, rank 0 exits and mpirun ends all ranks (orte_abort_on_non_zero_status).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def is_process(environ: Mapping[str, str]) -> bool:
 
 
 def process_of(environ: Mapping[str, str]) -> Launched:
-    """Raises WorldError where variables are missing or contradict each other, and where nothing tells where
-    rank 0 is."""
+    """Return this process's place. Raises WorldError where variables are missing or contradict each other,
+    and where no variable gives rank 0's address."""
     check_complete(environ, PROCESS, "mpirun")
     check_ranks(environ, *PROCESS)
     rank, world_size, local_rank = (whole_number(environ, name) for name in PROCESS)

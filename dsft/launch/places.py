@@ -1,5 +1,5 @@
-"""Where each rank is and on which device: takes what all ranks have told of themselves, compares it with the
-promise, gives the rank map, which is the same text for every way in."""
+"""Map each rank to its host and device: compare the places of all ranks with the promised hosts, and format
+the rank map, which is the same text under every launcher."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from dsft.launch.launched import Launched
 from dsft.launch.promise import Promise, broken
 
 RANKS = "ranks.json"
-"""In the run's folder."""
+"""File name of the rank map in the run's folder."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """kind: cpu, cuda, …; memory: in bytes; capability: sm_90, …; uuid: of this GPU or part of one."""
+    """A rank's device.
+
+    kind        cpu, cuda, …
+    memory      bytes
+    capability  sm_90, …
+    uuid        of this GPU or MIG instance
+    """
 
     kind: str
     name: str
@@ -41,8 +47,12 @@ CPU = Device("cpu", "CPU")
 
 @dataclass(frozen=True)
 class Place:
-    """Of one rank. host: its host's name; machine: of equal ones on one host, or in one container of it;
-    address: its own on the way to rank 0, None where there is no way."""
+    """Where one rank runs.
+
+    host     host name
+    machine  equal for ranks on one host (or in one container of it), and only for these
+    address  this rank's own address on the route to rank 0; None if there is no route
+    """
 
     host: str
     machine: str
@@ -52,7 +62,8 @@ class Place:
 
 
 def here(local_rank: int, device: Device = CPU, address: str | None = None) -> Place:
-    """Of this process. Two hosts may have one name, two containers of a host one kernel."""
+    """Return this process's place. The machine's name includes boot id and PID namespace: two hosts may have
+    the same name, two containers of a host the same kernel."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         processes = os.readlink("/proc/self/ns/pid")
@@ -63,7 +74,8 @@ def here(local_rank: int, device: Device = CPU, address: str | None = None) -> P
 
 
 def shared_device(places: Sequence[Place]) -> str | None:
-    """places: of all ranks, by rank. What is wrong where two ranks claim one device."""
+    """Return an error message if two ranks claim the same device, else None. places: of all ranks, by
+    rank."""
     by_number: dict[tuple[str, int], int] = {}
     by_uuid: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -85,8 +97,8 @@ def shared_device(places: Sequence[Place]) -> str | None:
 
 
 def check_places(promise: Promise, places: Sequence[Place], launched: Launched) -> None:
-    """places: of all ranks, by rank. Raises WorldError, the same on every rank, where another number of hosts
-    or of ranks on them came than promised."""
+    """Raise WorldError, the same on every rank, if the number of hosts or of ranks per host differs from the
+    promise. places: of all ranks, by rank."""
     if promise.hosts is None:
         return
     came = Counter(place.machine for place in places)
@@ -96,8 +108,8 @@ def check_places(promise: Promise, places: Sequence[Place], launched: Launched) 
 
 
 def rank_map(places: Sequence[Place]) -> str:
-    """One line: `rank map: 0-1 = node1 0-1, 2-3 = node2 0-1`, each a rank or range of ranks, a host, and
-    their local ranks there."""
+    """Format one line: `rank map: 0-1 = node1 0-1, 2-3 = node2 0-1`, each entry a rank or range of ranks, a
+    host, and the local ranks on it."""
     runs: list[tuple[int, int]] = []  # first rank, last rank
     for rank, place in enumerate(places):
         before = places[rank - 1]
@@ -115,8 +127,8 @@ def rank_map(places: Sequence[Place]) -> str:
 
 
 def devices_lines(places: Sequence[Place], versions: str) -> list[str]:
-    """`devices: 8 × NVIDIA H200 (139.8 GiB, sm_90, driver 580.95.05); torch …`; where they differ, the ranks
-    of each, and a warning."""
+    """Format `devices: 8 × NVIDIA H200 (139.8 GiB, sm_90, driver 580.95.05); torch …`; if devices differ, the
+    ranks of each device, and a warning."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place.device.text(), []).append(rank)
@@ -130,7 +142,7 @@ def devices_lines(places: Sequence[Place], versions: str) -> list[str]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """`0-3, 6` of 0, 1, 2, 3, 6."""
+    """Format 0, 1, 2, 3, 6 as `0-3, 6`."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:
@@ -145,7 +157,7 @@ def _range(first: int, last: int) -> str:
 
 
 def rank_map_json(places: Sequence[Place]) -> str:
-    """The text of RANKS: an array with an object for each rank, one a line."""
+    """Return the text of RANKS: a JSON array with one object per rank, each on a line."""
     rows = [
         json.dumps(
             {

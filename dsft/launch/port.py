@@ -1,5 +1,4 @@
-"""The port at which rank 0 listens for the other ranks, where another program has it: takes a rank's place
-and its environment, says what chooses another port. Without torch."""
+"""Check that rank 0's port is free, and name what chooses another port if it is not. Without torch."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from dsft.launch.launched import Launched
 
 
 def check_port(launched: Launched, environ: Mapping[str, str]) -> None:
-    """Raises WorldError on rank 0 where another program listens at its port: in the first second, before the
-    other ranks can meet that program, which may be another run.
+    """Raise WorldError on rank 0 if another program listens at its port. Called in the first second, before
+    other ranks connect to that program, which may be another run.
 
-    Under torchrun it is torchrun that listens there, and rank 0 does not.
+    Under torchrun nothing is checked: there torchrun listens at the port, not rank 0.
     """
     if launched.rank != 0 or launched.launcher == "torchrun":
         return
     with socket.socket() as probe:
-        # As torch's TCPStore sets it. Without listen(), so that no rank takes this socket for rank 0's.
+        # Same option as torch's TCPStore. No listen(), so that no rank takes this socket for rank 0's.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", launched.master_port))
@@ -31,7 +30,7 @@ def check_port(launched: Launched, environ: Mapping[str, str]) -> None:
 
 
 def port_taken(launched: Launched, environ: Mapping[str, str]) -> WorldError:
-    """The error that names what chooses the port: the launcher's flag, or a variable."""
+    """Return the error, which names what chooses the port: the launcher's flag, or a variable."""
     if environ.get(AGENT):
         way = "unset MASTER_PORT, so that dsft launch finds a free one, or start again"
     elif launched.launcher in ("deepspeed", "torchrun"):

@@ -1,13 +1,14 @@
-"""Takes what was promised (the spec's cluster, the hostfile on the launcher's command line) and what
-came (`Launched`), and stops a run in its first second where they differ. Reads parents' command lines.
+"""Stop a run in its first second if the launcher started other hosts or processes than promised. The promise
+is the spec's cluster, or the hostfile on the launcher's command line, which is read from this process's
+parents.
 
-DeepSpeed only warns of a hostfile that does not exist and then trains on this machine alone
-(deepspeed/launcher/runner.py, fetch_hostfile), and forgets the file's name before it starts the ranks;
-so the launcher's command line is looked up among the parents of this process. Where it is none of them, as
-under pdsh, the part of it that starts a host's ranks is, with all hosts and slots (`--world_info`).
+DeepSpeed only warns of a hostfile that does not exist, and then trains on this machine alone
+(deepspeed/launcher/runner.py, fetch_hostfile); it does not pass the file's name to the ranks. So the
+launcher's command line is looked up among this process's parents. Under pdsh it is not among them; there the
+command that starts a host's ranks is, and it has all hosts and slots (`--world_info`).
 
-Every rank comes to the same verdict, as all are told the same numbers; what a rank is not told, such as the
-hosts of the others under torchrun, is compared once all have met (`dsft.launch.places`).
+Every rank reaches the same verdict, since all get the same numbers. What a rank cannot know alone, such as
+the other hosts under torchrun, is compared once all ranks have met (`dsft.launch.places`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from dsft.remote import is_this_machine
 from dsft.spec.schema import Cluster
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-"""That deepspeed reads where none is named (runner.py:35 DLTS_HOSTFILE)."""
+"""The hostfile that deepspeed reads if none is named (runner.py:35 DLTS_HOSTFILE)."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """hosts: host -> slots, None where nothing is promised; fewest: hosts that may come of them; by: who
-    promised; hostfile: the text of the launcher's, None without one; slots: processes of each host that the
-    launcher started, None where it does not tell."""
+    """The hosts and processes that a run was promised.
+
+    hosts     host -> slots; None if nothing was promised
+    fewest    fewest of these hosts that the run may start with
+    by        source of the promise: "cluster.hosts" or "--hostfile"
+    hostfile  text of the launcher's hostfile; None without one
+    slots     processes of each host that the launcher started; None where it does not set them
+    """
 
     hosts: Mapping[str, int] | None = None
     fewest: int = 1
@@ -47,8 +53,8 @@ class Promise:
 
 
 def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
-    """Raises WorldError where processes, hosts or slots are not those of the spec's cluster, or of the
-    hostfile."""
+    """Return the promise. Raises WorldError if processes, hosts or slots differ from the spec's cluster or
+    from the hostfile."""
     hostfile, hosts = _check_hostfile(launched)
     started = next(_started(), None) if launched.launcher == "deepspeed" else None
     slots = tuple(started.values()) if started else launched.slots
@@ -63,8 +69,8 @@ def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
 
 
 def check_hosts(cluster: Cluster | None, hosts: Mapping[str, int], source: str) -> None:
-    """Ahead of a start: raises WorldError where the ranks on these hosts (host -> slots) would break the
-    cluster's promise. source: where the hosts stand."""
+    """Raise WorldError if ranks on these hosts (host -> slots) would break the cluster's promise; for use
+    before a start. source: where the hosts come from, for the message."""
     if cluster is None:
         return
     promised, slots = cluster.hosts, list(hosts.values())
@@ -98,8 +104,8 @@ def _check_numbers(promise: Promise, launched: Launched) -> None:
 
 
 def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) -> WorldError:
-    """What was expected, what came, the likely cause. slots: processes of each host that came, None where
-    that is not known."""
+    """Return the error: what was promised, what was started, and the likely cause. slots: processes of each
+    host that were started; None if unknown."""
     assert promise.hosts is not None
     fewer = f", or of at least {promise.fewest} of these hosts" if promise.fewest < len(promise.hosts) else ""
     came = f"{launched.world_size}"
@@ -134,7 +140,8 @@ def _cause(promise: Promise, launched: Launched) -> str:
 
 
 def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] | None]:
-    """The hostfile's text, and what the launcher was to start by it: host -> slots."""
+    """Return the hostfile's text and the promised processes (host -> slots); (None, None) without a
+    hostfile."""
     for arguments, folder in _deepspeed_commands():
         named = arguments.hostfile
         if named is None and not Path(DEFAULT_HOSTFILE).is_file():
@@ -167,8 +174,8 @@ def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] |
 
 
 def _started() -> Iterator[dict[str, int]]:
-    """host -> processes, of deepspeed's part that has started those of this host
-    (deepspeed/launcher/launch.py)."""
+    """Yield host -> processes from the command line of deepspeed's launch.py, which has started this host's
+    ranks (deepspeed/launcher/launch.py)."""
     for command, _ in _parents():
         for word in command:
             name, _, value = word.partition("=")
@@ -176,12 +183,12 @@ def _started() -> Iterator[dict[str, int]]:
                 try:
                     world = json.loads(base64.urlsafe_b64decode(value))
                     yield {str(host): len(slots) for host, slots in world.items()}
-                except (ValueError, AttributeError, TypeError):  # another version's
+                except (ValueError, AttributeError, TypeError):  # another version's format
                     return
 
 
 def _parents() -> Iterator[tuple[list[str], str]]:
-    """Command and working folder of each process above this one."""
+    """Yield the command and working folder of each ancestor of this process."""
     for parent in psutil.Process().parents():
         try:
             yield parent.cmdline(), parent.cwd()
@@ -190,7 +197,7 @@ def _parents() -> Iterator[tuple[list[str], str]]:
 
 
 def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
-    """The parsed command and working folder of each `deepspeed` launcher above this process."""
+    """Yield the parsed command and the working folder of each `deepspeed` launcher above this process."""
     for command, folder in _parents():
         arguments = deepspeed_arguments(command)
         if arguments is not None:
@@ -198,13 +205,13 @@ def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
 
 
 def deepspeed_arguments(command: Sequence[str]) -> argparse.Namespace | None:
-    """The launcher's own options in a command line such as `python …/deepspeed --hostfile F train.py …`,
-    None where the command is not the `deepspeed` launcher."""
+    """Parse the launcher's own options in a command line such as `python …/deepspeed --hostfile F train.py
+    …`. Returns None if the command is not the `deepspeed` launcher."""
     words = [Path(word).name == "deepspeed" or word == "deepspeed.launcher.runner" for word in command[:4]]
     if not any(words):
         return None
-    # Options that take a value, from deepspeed/launcher/runner.py; the others are flags, and the first
-    # word that is neither is the script, behind which options are the script's.
+    # Options that take a value, from deepspeed/launcher/runner.py; the others are flags. The first word that
+    # is neither is the script; options after it are the script's.
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("-H", "--hostfile")
     parser.add_argument("-i", "--include", default="")
@@ -234,8 +241,9 @@ FLAGS = (
 
 
 def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> dict[str, int]:
-    """How many processes the launcher starts on which of these hosts: include or exclude
-    (`host:0,2@host2`), else the first num_nodes hosts with num_gpus slots each."""
+    """Return the number of processes that the launcher starts on each of these hosts: with --include or
+    --exclude (`host:0,2@host2`) the hosts and slots these leave, else the first num_nodes hosts with num_gpus
+    slots each."""
     if arguments.include or arguments.exclude:
         slots = {host: set(range(count)) for host, count in hosts.items()}
         named: dict[str, set[int]] = {}

@@ -1,18 +1,18 @@
-"""What a rank tells of itself while it lives: takes its place and marks of its progress, sends one datagram a
-second to whoever listens. Without torch.
+"""Send a rank's heartbeats: one datagram per second with its phase and step. Also redirects its output to a
+log. Without torch.
 
-    DSFT_PULSE   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); nothing is sent where it is not set
-    DSFT_LOGS    folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
+DSFT_PULSE   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); if not set, nothing is sent
+DSFT_LOGS    folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
 
 A datagram is one JSON object:
 
-    {"rank": 3, "local_rank": 1, "host": "node2", "pid": 4711, "step": 120, "phase": "step",
-     "progress_at": 8143.25}
-    {"ended": 75, "message": "stopped by …", …the same}     the last one of a rank that ends by itself
+{"rank": 3, "local_rank": 1, "host": "node2", "pid": 4711, "step": 120, "phase": "step",
+ "progress_at": 8143.25}
+{"ended": 75, "message": "stopped by …", …the same}     the last one of a rank that ends by itself
 
-phase is one of PHASES; step counts the optimizer steps done; progress_at is time.monotonic() of the last
-mark, a clock that all processes of a host share. A rank that lives sends, however long its main thread waits
-in a collective: what then stands still is progress_at.
+phase is one of PHASES; step counts finished optimizer steps; progress_at is the time.monotonic() of the last
+`mark`, a clock that all processes of a host share. A living rank sends even while its main thread waits in a
+collective: then only progress_at stops advancing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVERY = 1.0  # seconds between two datagrams
 
 
 class Pulse:
-    """Of one rank. `mark` is for its main thread, and costs an assignment."""
+    """The heartbeat of one rank. `mark` is called by the main thread and costs one assignment."""
 
     def __init__(self, rank: int, local_rank: int, path: str | None) -> None:
         """path: of the socket; None or empty: nothing is ever sent."""
@@ -54,12 +54,12 @@ class Pulse:
             self._socket.setblocking(False)
 
     def start(self) -> None:
-        """Send the first datagram, then one a second from a thread of its own, until the process ends."""
+        """Send the first datagram, then one per second from a separate thread until the process ends."""
         if self._path:
             threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def mark(self, phase: Phase, step: int | None = None) -> None:
-        """Progress: what begins now. step: done so far, None: as before."""
+        """Record progress: the phase that begins now. step: number of finished steps; None: unchanged."""
         self._at = (phase, self._at[1] if step is None else step, time.monotonic())
 
     @property
@@ -67,7 +67,8 @@ class Pulse:
         return self._at[0]
 
     def end(self, code: int, message: str | None = None) -> None:
-        """This rank ends by itself, with this exit code. message: what went wrong, in a sentence."""
+        """Send the last datagram: this rank ends by itself with this exit code. message: the error, in one
+        sentence."""
         self._send({"ended": code, "message": message} | self._now())
 
     def _beat(self) -> None:
@@ -82,21 +83,21 @@ class Pulse:
     def _send(self, message: Mapping[str, object]) -> None:
         if self._socket is None or not self._path:
             return
-        with contextlib.suppress(OSError):  # nobody listens, or is too busy to read: a run does without
+        with contextlib.suppress(OSError):  # no listener, or it is too busy to read: not an error
             self._socket.sendto(json.dumps(message).encode(), self._path)
 
 
 def keep_log(folder: str | None, rank: int, world_size: int) -> None:
-    """Append this process's standard output and error, of all that it starts too, to folder/rank-N.log, and
-    every thread's stack to folder/rank-N.stack on SIGUSR2. Nothing where the folder is None or empty; what
-    cannot be written is said on the error output as it is."""
+    """Append standard output and error of this process and its children to folder/rank-N.log, and on SIGUSR2
+    every thread's stack to folder/rank-N.stack. Does nothing if the folder is None or empty; if it cannot be
+    written, prints a warning to the original standard error."""
     if not folder:
         return
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
         log = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        # Not inherited: it is written to by this process alone, as long as it lives.
+        # Not inherited by children: only this process writes to it.
         stack = os.open(place / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         print(f"warning: {LOGS}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
@@ -108,7 +109,7 @@ def keep_log(folder: str | None, rank: int, world_size: int) -> None:
         os.dup2(log, stream)
     os.close(log)
     for output in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # another's, as in a test
+        with contextlib.suppress(AttributeError):  # a replaced stream, as in a test
             output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()

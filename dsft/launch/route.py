@@ -1,4 +1,5 @@
-"""This host's interfaces, and which leads to another host. Asks the kernel's routes; sends nothing."""
+"""List this host's network interfaces and find the one that leads to another host. Asks the kernel's routing
+table; sends nothing."""
 
 from __future__ import annotations
 
@@ -15,31 +16,32 @@ if TYPE_CHECKING:
 
 
 def address_towards(host: str) -> str | None:
-    """This host's own address on the way to `host`, a name or an address; None where there is no way."""
+    """Return this host's own address on the route to `host`, a name or an address; None if there is no
+    route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: it chooses the route
+            probe.connect(target)  # on a datagram socket this only chooses the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def interface_towards(places: Sequence[Place], rank: int) -> str | None:
-    """The interface over which `rank` reaches ranks of other hosts; None where there are none, or no way.
-    `places`: of all ranks, by rank."""
+    """Return the interface over which `rank` reaches the ranks of other hosts; None if there are none, or no
+    route. places: of all ranks, by rank."""
     own = places[rank].address
     others = [place.address for place in places if place.machine != places[rank].machine]
     if not others:
         return None
-    if own is None or is_loopback(own):  # rank 0's name stands for a loopback address on its own host
+    if own is None or is_loopback(own):  # on its own host, rank 0's name resolves to a loopback address
         reached = next((address for address in others if address and not is_loopback(address)), None)
         own = address_towards(reached) if reached else None
     return interface_of(own) if own else None
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
+    """Return the name of the interface that has this address; None if none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return name
@@ -47,8 +49,8 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Name -> whether it is up, its IPv4 and IPv6 addresses, and the device's speed in Mbit/s (0: unknown, or
-    no device)."""
+    """Return per interface name whether it is up, its IPv4 and IPv6 addresses, and the device's speed in
+    Mbit/s (0: unknown, or no device)."""
     stats = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():

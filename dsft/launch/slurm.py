@@ -1,8 +1,8 @@
-"""Slurm's variables: takes the environment of a task of `srun`, gives its place in the world. Asks no
-program of Slurm's: what a task needs is in its environment (srun(1), "OUTPUT ENVIRONMENT VARIABLES").
+"""Read Slurm's variables: the place in the world of a task of `srun`. Calls no Slurm program: the environment
+contains all that is needed (srun(1), "OUTPUT ENVIRONMENT VARIABLES").
 
-A task has SLURM_STEP_ID; the script that sbatch runs and salloc's shell have SLURM_NTASKS, and even
-SLURM_PROCID=0, but are no tasks: a run that they start without srun would be alone.
+A task has SLURM_STEP_ID. The script that sbatch runs and salloc's shell have SLURM_NTASKS, and even
+SLURM_PROCID=0, but are not tasks: a run started in them without srun would be a single process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 _NO_STEP = 0xFFFF_FFFA
-"""From here on step numbers are those of scripts and shells, not of srun's tasks (slurm.h:
+"""First of the step numbers reserved for scripts and shells, which are not srun's tasks (slurm.h:
 SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, …)."""
 
 
@@ -36,8 +36,8 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def task_of(environ: Mapping[str, str]) -> Launched:
-    """Rank, world, local rank and the first host of the step. MASTER_ADDR and MASTER_PORT go before what
-    follows from SLURM_STEP_NODELIST and the job's number.
+    """Return the place of this task. MASTER_ADDR and MASTER_PORT, if set, override the address and port
+    derived from SLURM_STEP_NODELIST and the job's number.
 
     Raises WorldError where variables are missing or contradict each other.
     """
@@ -68,7 +68,7 @@ def task_of(environ: Mapping[str, str]) -> Launched:
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """From SLURM_STEP_TASKS_PER_NODE, such as `2(x3),1`; None where it is not set or reads otherwise."""
+    """Parse SLURM_STEP_TASKS_PER_NODE, such as `2(x3),1`; None if it is not set or has another format."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -79,7 +79,7 @@ def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def first_host(environ: Mapping[str, str]) -> str:
-    """Of SLURM_STEP_NODELIST, where rank 0 is."""
+    """Return the first host of SLURM_STEP_NODELIST, where rank 0 runs."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
     name, text = _nodelist(environ)
@@ -88,7 +88,7 @@ def first_host(environ: Mapping[str, str]) -> str:
             "srun's SLURM_STEP_NODELIST and SLURM_NODELIST are not set, so nobody tells where rank 0 "
             "listens; set MASTER_ADDR to the first host's name."
         )
-    # ClusterShell sorts, Slurm keeps its own order: only the first host of the text is expanded.
+    # ClusterShell sorts hosts, Slurm has its own order: so expand only the first host of the text.
     first = re.split(r",(?![^\[]*\])", text)[0]
     first = re.sub(r"\[([^,\]]*)[^\]]*\]", r"[\1]", first)
     try:
@@ -106,8 +106,8 @@ def _nodelist(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def refuse_without_srun(environ: Mapping[str, str]) -> None:
-    """Raises WorldError in an allocation of several tasks or nodes, outside any task: one process would train
-    alone."""
+    """Raise WorldError in an allocation of several tasks or nodes outside any task: a single process would
+    train."""
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         if environ.get(name, "1") not in ("", "1"):
             raise WorldError(

@@ -1,4 +1,4 @@
-"""Versions of what decides a run's numbers, read from the installed packages without importing them."""
+"""Read the versions of all software that affects a run's numbers, from package metadata without importing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from packaging.specifiers import SpecifierSet
 from dsft import __version__
 
 DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "liger-kernel")
-"""Packages whose version can change a loss, a mask or an update: the same on all ranks of a run."""
+"""Packages whose version can change a loss, a mask or an update; all ranks of a run must have the same."""
 
 RANGES = {"torch": ">=2.10", "deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.17,<6"}
-"""The versions that dsft is made for, as pyproject.toml has them."""
+"""Supported versions, equal to those in pyproject.toml."""
 
 SWITCHES = (
     "ATEN_CPU_CAPABILITY",
@@ -33,21 +33,22 @@ SWITCHES = (
     "TORCH_COMPILE_DISABLE",
     "USE_HUB_KERNELS",
 )
-"""Environment variables that choose another kernel or another precision of arithmetic."""
+"""Environment variables that select other kernels or another arithmetic precision."""
 
 OWN = Path(__file__).resolve().parents[1]
 
 
 def decisive_versions() -> dict[str, str | None]:
-    """The version of each package in DECISIVE, None where it is not installed; of dsft also a digest of its
-    files, since two checkouts of one version may hold different code."""
+    """Return the version of each package in DECISIVE, None if not installed; for dsft also a digest of its
+    files, since two checkouts of one version may contain different code."""
     return {"dsft": f"{__version__}, files {code_digest()[:12]}"} | {
         name: version_of(name) for name in DECISIVE
     }
 
 
 def outside(versions: Mapping[str, str | None]) -> list[str]:
-    """A clause for each package of RANGES whose version is not in its range; none for one that is missing."""
+    """Return a clause for each package of RANGES whose version is out of range; missing packages are
+    skipped."""
     return [
         f"{name} {version} is not in the range {RANGES[name]} that dsft is made for"
         for name, version in versions.items()
@@ -57,19 +58,19 @@ def outside(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def switches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of SWITCHES that are set."""
+    """Return the variables of SWITCHES that are set."""
     return {name: environ[name] for name in SWITCHES if name in environ}
 
 
 def versions_line(torch: str) -> str:
-    """`torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0, dsft 0.1.0`. torch: its version, with that
-    of CUDA, as it says it itself."""
+    """Format `torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0, dsft 0.1.0`. torch: its version with
+    that of CUDA, as in torch.__version__."""
     named = (f"{name} {version_of(name)}" for name in ("deepspeed", "transformers"))
     return ", ".join([f"torch {torch}", *named, f"dsft {__version__}"])
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +78,7 @@ def version_of(name: str) -> str | None:
 
 
 def code_digest(folder: Path = OWN) -> str:
-    """SHA-256, as hex, over the names and contents of all Python files of dsft."""
+    """Return the hex SHA-256 over the names and contents of all Python files of dsft."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("[!.]*.py") if path.is_file()):
         digest.update(f"{file.relative_to(folder)}\0".encode())

@@ -1,23 +1,24 @@
-"""Being asked to stop: takes signals, a time limit and the launcher's end, gives the reason, for which the
-loop asks at each step. Without torch.
+"""Turn signals, a time limit and the launcher's end into one request to stop, which the training loop checks
+at each step. Without torch.
 
-What SIGTERM, SIGINT (Ctrl-C) and SIGHUP (the terminal is gone; not where it was ignored, as under nohup) do
+The effect of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (the terminal closed; not if it was ignored, as under nohup)
 depends on the stage:
 
-    load    nothing is to be saved yet: the process ends at once, with 75, since the same command does it all
-    train   the step is finished, a checkpoint saved, and the run ends with 75
-    end     all is saved: what is left (an export) is finished
+load    there is nothing to save yet: the process exits at once with 75; the same command starts over
+train   the run finishes the step, saves a checkpoint and exits with 75
+end     everything is saved: the run finishes what is left (an export)
 
-A second one ends the process at once with 128 + its number, as a shell tells of a signal; what follows the
-first within SAME seconds is still the first, since a terminal and `deepspeed` both send one. SIGUSR1, with
-which Slurm announces the end of a job's time, and `cluster.time_limit` wait for the first step, so that every
-start gets somewhere, and count as nobody's first.
+A second such signal ends the process at once with 128 + its number, the shell's convention. Signals within
+SAME seconds of the first count as the first, since a terminal and `deepspeed` both send one. SIGUSR1, which
+Slurm sends before a job's time ends, and `cluster.time_limit` take effect only after the first step, so that
+every start makes progress, and do not count as a first signal.
 
-In a process that has called `hold`, signals wait until `listen`: one that comes during the imports, by which
-Python would end, is treated as one before the first step.
+After `hold`, signals are blocked until `listen`: one that arrives during the imports, where Python would end,
+is treated as one before the first step.
 
-Python runs its handlers in the main thread, between two of its instructions: never, while that waits in a
-collective. So the handlers do nothing, and a thread reads what the kernel has C code write (set_wakeup_fd).
+Python runs signal handlers in the main thread between two bytecodes, so never while that waits in a
+collective. The handlers therefore do nothing; a thread reads the signal numbers that C code writes
+(set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ REASONS = (
     "the end of its launcher",
     *(each.name for each in HARD),
 )
-"""What ranks agree on by number, the first of them being 1: of several the highest is told."""
+"""Reasons to stop. Ranks agree on one by its number, from 1; if they differ, the highest is reported."""
 
 Stage = Literal["load", "train", "end"]
 
@@ -54,25 +55,26 @@ _PROMISE: dict[Stage, str] = {
 
 
 def hold() -> None:
-    """Let these signals wait until `listen`. To be called before anything else is imported."""
+    """Block these signals until `listen`. Call before anything else is imported."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*HARD, *SOFT))
 
 
 def release() -> None:
-    """Handle the signals that `hold` has kept, and all later ones: before this process becomes another."""
+    """Unblock these signals: those that arrived since `hold` and all later ones. For a process about to
+    exec."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*HARD, *SOFT))
 
 
 def ignore(code: int, message: str) -> None:
-    """Nobody is told."""
+    """Do nothing: the default callback of Stopping."""
 
 
 class Stopping:
-    """Of one process. It only remembers, unless `listen` was called."""
+    """The stop request of one process. Handles no signals until `listen` is called."""
 
     def __init__(self, told: Callable[[int, str], None] = ignore, *, speaks: bool = False) -> None:
-        """told: is called with exit code and message before the process ends at once; speaks: on standard
-        error, one process for all."""
+        """told: called with exit code and message before the process ends at once. speaks: whether this
+        process prints messages to standard error; True on one rank."""
         self.stage: Stage = "load"
         self.asked_at: float | None = None  # time.monotonic()
         self._told, self._speaks = told, speaks
@@ -81,24 +83,24 @@ class Stopping:
         self._began, self._limit = time.monotonic(), float("inf")
 
     def limit(self, seconds: float | None) -> None:
-        """From this object's beginning on; None: no limit."""
+        """Set the time limit, in seconds since this object was created; None: no limit."""
         self._limit = float("inf") if seconds is None else seconds
 
     def ask(self, reason: str) -> None:
-        """One of REASONS. The first one stays."""
+        """Request a stop. reason: one of REASONS; the first one is kept."""
         if self._reason is None:
             self._reason, self.asked_at = reason, time.monotonic()
 
     @property
     def reason(self) -> str | None:
-        """Why this process is to stop, one of REASONS; None: it is not."""
+        """The reason to stop, one of REASONS; None: no stop was requested."""
         if self._reason is None and time.monotonic() - self._began >= self._limit:
             self.ask("cluster.time_limit")
         return self._reason
 
     def listen(self) -> None:
-        """To the signals, from now on, in a thread of its own; to be called in the main thread. Processes
-        that this one forks hear them as if it had not been called."""
+        """Handle signals from now on, in a separate thread. Call in the main thread. Forked children get the
+        previous handlers back."""
         hard = [each for each in HARD if signal.getsignal(each) is not signal.SIG_IGN]
         before = {each: signal.getsignal(each) for each in (*hard, *SOFT)}
         reading, writing = os.pipe()
@@ -136,7 +138,8 @@ class Stopping:
         self._say(f"{asked.name}: {_PROMISE[self.stage]}; a second one ends it at once")
 
     def now(self, code: int, message: str, *, speaks: bool = False) -> NoReturn:
-        """End this process, whatever its other threads do. speaks: though it is not the one that does."""
+        """End this process at once, whatever its other threads do. speaks: print the message even if this
+        process is not the one that prints."""
         self._say(message, speaks=speaks)
         self._told(code, message)
         os._exit(code)

@@ -1,12 +1,12 @@
-"""A run's own folder for what DeepSpeed swaps to a disk, held by every rank of the host and removed by the
-last one; what a run that was killed has left is removed at the next start.
+"""Manage a run's own folder for DeepSpeed's swap files: all ranks of a host share it, the last one removes
+it, and the next start removes stale folders of killed runs.
 
-    nvme_path/dsft-swap-<nonce>/dsft-swap.json     the marker: whose folder it is; locked while a rank lives
-                               /zero_stage_3/…     DeepSpeed's files (*.swp), in folders that it names
+nvme_path/dsft-swap-<nonce>/dsft-swap.json     marker: the run that owns the folder; locked by living ranks
+                           /zero_stage_3/…     DeepSpeed's files (*.swp), in folders that it names
 
-The lock is flock(2), shared by the ranks, which the kernel drops when a process ends, however it ends: a
-folder is removed by whoever gets it alone, so never that of a living process. Of it go the marker,
-DeepSpeed's files by their ending, and folders that are then empty; anything else stays, and is told.
+The lock is a shared flock(2), which the kernel releases however a process ends. A folder is removed only by a
+process that gets the lock exclusively, so never while a rank lives. Removed are the marker, DeepSpeed's files
+(by their suffix) and folders that are then empty; other files stay and are reported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ MARKER = "dsft-swap.json"
 
 @contextmanager
 def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
-    """By every rank of a host, with the same nonce. Removed when the last one leaves. run: whose it is.
+    """Create, lock and yield the run's swap folder, on every rank of a host with the same nonce. The last
+    rank to leave removes it. run: the run's folder, written to the marker.
 
-    Raises StorageError where it cannot be made.
+    Raises StorageError if it cannot be created.
     """
     folder = nvme_path / f"{PREFIX}{nonce}"
     facts = {"folder": folder.name, "run": str(run), "host": socket.gethostname()}
@@ -43,8 +44,8 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
         try:
             fcntl.flock(
                 marker, fcntl.LOCK_SH
-            )  # before it says whose it is: an empty one is nobody's to remove
-            os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # the same bytes by every rank
+            )  # before the marker is written: an empty marker protects the folder
+            os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # every rank writes the same bytes
         except OSError as error:
             raise _not_made(folder, error) from None
         yield folder
@@ -59,12 +60,12 @@ def _not_made(folder: Path, error: OSError) -> StorageError:
 
 
 def clear_left_over(nvme_path: Path) -> Iterator[str]:
-    """Remove folders of runs that have ended without doing so; a line for each."""
+    """Remove stale folders of ended runs; yield a line for each."""
     for folder in sorted(nvme_path.glob(f"{PREFIX}*")):
         facts = _facts(folder)
         if facts is None:
             continue
-        with suppress(OSError):  # another user's, or gone meanwhile
+        with suppress(OSError):  # another user's, or removed meanwhile
             marker = os.open(folder / MARKER, os.O_RDONLY)
             try:
                 size = sum(path.stat().st_size for path in folder.rglob("*.swp"))
@@ -76,7 +77,7 @@ def clear_left_over(nvme_path: Path) -> Iterator[str]:
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:
-    """What its marker says; None where it is none of ours."""
+    """Return the marker's content; None if the folder was not made by dsft."""
     try:
         facts = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -86,7 +87,8 @@ def _facts(folder: Path) -> dict[str, Any] | None:
 
 
 def _remove_alone(folder: Path, marker: int) -> bool:
-    """Whether no process held it, so that it was removed. marker: its open file."""
+    """Remove the folder if no other process has it locked; return whether it was removed. marker: descriptor
+    of its open marker."""
     try:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""Who starts one command on each host, with the number of the host, gets torchrun: takes train.py's flags and
-the environment, gives the argument vector of the torchrun that this process becomes (exec).
+"""Start torchrun from one command per host: from train.py's flags or the environment, build the argument
+vector of the torchrun that this process becomes (exec).
 
-    python dsft/train.py --num_nodes 2 --node_rank 0 --master_addr node1 --master_port 29500 --num_gpus 8 SPEC
-    NPROC_PER_NODE=8 NNODES=2 NODE_RANK=0 ADDR=node1 PORT=29500 python dsft/train.py SPEC
+python dsft/train.py --num_nodes 2 --node_rank 0 --master_addr node1 --master_port 29500 --num_gpus 8 SPEC
+NPROC_PER_NODE=8 NNODES=2 NODE_RANK=0 ADDR=node1 PORT=29500 python dsft/train.py SPEC
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dsft.spec.hosts import is_host
 
 @dataclass(frozen=True)
 class _Wish:
-    """What one of the two styles says; None: nothing. names: what the five are called there."""
+    """The settings from one of the two styles; None: not set. names: the five settings' names in that
+    style."""
 
     processes: int | None
     hosts: int | None
@@ -34,7 +35,7 @@ class _Wish:
 
 
 def flags() -> argparse.ArgumentParser:
-    """The flags, as a parent of train.py's parser."""
+    """Return the flags, as a parent of train.py's parser."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     group = parser.add_argument_group(
         "one command on each host", "This process becomes torchrun for its host. NPROC_PER_NODE, NNODES, "
@@ -53,9 +54,11 @@ def flags() -> argparse.ArgumentParser:
 
 
 def torchrun_argv(arguments: Sequence[str], environ: Mapping[str, str], script: str) -> list[str] | None:
-    """arguments: train.py's. None where neither flags nor variables ask for it.
+    """Return torchrun's argument vector; None if neither flags nor variables ask for it. arguments:
+    train.py's.
 
-    Raises WorldError where they are set by half, contradict each other or the launcher around this process.
+    Raises WorldError where the settings are incomplete, contradict each other or the launcher that started
+    this process.
     """
     given, rest = flags().parse_known_args(list(arguments))
     by_flags = _Wish(
@@ -83,7 +86,7 @@ def torchrun_argv(arguments: Sequence[str], environ: Mapping[str, str], script: 
 
 
 def _by_variables(environ: Mapping[str, str]) -> _Wish:
-    """ADDR and PORT as XTuner's users set them; others set MASTER_ADDR and MASTER_PORT beside NNODES."""
+    """Read the variables: ADDR and PORT as users of XTuner set them, else MASTER_ADDR and MASTER_PORT."""
     for one, other in (("ADDR", "MASTER_ADDR"), ("PORT", "MASTER_PORT")):
         if environ.get(one) and environ.get(other) and environ[one] != environ[other]:
             raise WorldError(
@@ -100,7 +103,7 @@ def _by_variables(environ: Mapping[str, str]) -> _Wish:
 
 
 def _check_same(one: _Wish, other: _Wish) -> None:
-    """That what both say is the same; addresses and ports are left to the flags."""
+    """Check that settings given in both styles are equal; for address and port the flags take precedence."""
     numbers = zip(_values(one)[:3], _values(other)[:3], one.names[:3], other.names[:3], strict=True)
     for left, right, name, variable in numbers:
         if left is not None and right is not None and left != right:
@@ -108,7 +111,7 @@ def _check_same(one: _Wish, other: _Wish) -> None:
 
 
 def _filled(one: _Wish, other: _Wish) -> _Wish:
-    """What `one` leaves open, from the other."""
+    """Return `one` with its unset fields taken from `other`."""
     names = ("processes", "hosts", "host_rank", "address", "port")
     return replace(one, **{name: getattr(other, name) for name in names if getattr(one, name) is None})
 
@@ -118,7 +121,7 @@ def _values(wish: _Wish) -> tuple[Any, ...]:
 
 
 def _options(wish: _Wish) -> list[str]:
-    """torchrun's, for a static rendezvous."""
+    """Return torchrun's options for a static rendezvous."""
     processes, hosts, rank, address, port = wish.names
     if wish.processes is None or (wish.hosts is None and wish.host_rank is not None):
         missing = processes if wish.processes is None else hosts
@@ -158,7 +161,7 @@ def _options(wish: _Wish) -> list[str]:
 
 
 def _check_task(wish: _Wish, environ: Mapping[str, str]) -> None:
-    """A task of srun or mpirun may become torchrun where there is one for each host."""
+    """Check that a process of srun or mpirun that becomes torchrun is the only one on its host."""
     around: tuple[str, str] | None = None
     if openmpi.is_process(environ):
         around = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
