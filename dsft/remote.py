@@ -1,13 +1,13 @@
-"""The one channel to processes on other hosts: starts a Python module on a host, as itself where the host is
-this machine, else through ssh or srun, and exchanges JSON objects with it, one a line, over its standard
-input and output. Takes host names and environment variables. Imports no torch.
+"""Start a Python module on a host and exchange JSON messages with it, one per line, over its standard input
+and output. The only channel to other hosts: directly if the host is this machine, else through ssh or srun.
+Imports no torch.
 
-    caller     `Channel.open(module_command(host, module), variables)`, on asyncio
-    module     `serve(answer)` for questions and answers, `own_connection()` for a program on asyncio
+caller     `Channel.open(module_command(host, module), variables)`, on asyncio
+module     `serve(answer)` for questions and answers, `own_connection()` for a program on asyncio
 
-The module ends with its input, so nothing outlives a connection. The command line that ssh hands to the other
-host's shell holds the code's folder, the interpreter and the module's name, quoted; everything else, secrets
-too, goes through standard input, where no `ps` shows it.
+The module ends when its input does, so nothing outlives a connection. The command line that ssh passes to the
+remote shell contains only the code's folder, the interpreter and the module's name, quoted. Everything else,
+including secrets, goes through standard input, where `ps` does not show it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The folder that holds the package `dsft`: the same path on every host."""
+"""The folder that contains the package `dsft`: the same path on every host."""
 
 SSH_ARGS = "DSFT_SSH_ARGS"
-"""Further options of ssh, as a shell reads them, such as `-F lab_config -p 2222`. Where it is not set,
-PDSH_SSH_ARGS_APPEND, which DeepSpeed's users know, is read."""
+"""Further options of ssh, as a shell reads them, such as `-F lab_config -p 2222`. If it is not set,
+PDSH_SSH_ARGS_APPEND is read, the variable of pdsh that DeepSpeed's users know."""
 
 CONNECT = 5  # seconds that a host may take to answer
-MARK = b"dsft:"  # begins a message; what a shell's start-up file prints comes without it
+MARK = b"dsft:"  # begins a message; output of a shell's start-up file lacks it
 LONGEST = 2**26  # bytes of a message
-FULL = 2**20  # bytes that may wait to be written before messages that may be dropped are
-SAID = 50  # lines kept of what the other side prints besides
+FULL = 2**20  # bytes waiting to be written from which on messages with may_drop are dropped
+SAID = 50  # lines kept of the other side's further output
 
 FORWARDED = (
     "HF_*", "HUGGING_FACE_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "SWANLAB_*",
@@ -61,13 +61,12 @@ FORWARDED = (
     "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
     "LANG", "LC_ALL", "TZ",
 )  # fmt: skip
-"""Variables that other hosts get from this one. They have others of their own, or get them by
-`cluster.env`."""
+"""Variables that other hosts get from this one; further ones are set by `cluster.env`."""
 
 NOT_FORWARDED = frozenset({
     "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "DSFT_JOB", "DSFT_LOGS", "DSFT_PULSE", "DSFT_SSH_ARGS",
 })  # fmt: skip
-"""Of those, what differs from host to host, or is for this process alone."""
+"""Those of them that differ from host to host, or are for this process alone."""
 
 _FORWARDED = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in FORWARDED))
 
@@ -77,13 +76,13 @@ _OF_A_LAUNCHER = re.compile(
     r"DSFT_(?:JOB|LOGS|PULSE)|"
     r"SLURM_(?:PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_.*|STEPID|TASKS_PER_NODE|NTASKS_PER_NODE|GTIDS|TASK_PID)"
 )
-"""Variables by which a launcher gives a process its place. Whoever starts a module here is no rank, and the
-ranks that the module starts get their own."""
+"""Variables by which a launcher gives a process its place. A process that starts modules here is not a rank,
+and the ranks that a module starts get their own."""
 
 
 def forwarded(environ: Mapping[str, str], cluster: Cluster | None) -> dict[str, str]:
-    """What every program of dsft on a host gets: the variables of FORWARDED, then those of the spec's
-    cluster."""
+    """Return the variables for every program of dsft on another host: those of FORWARDED, then those of the
+    spec's cluster."""
     named = {
         name: value
         for name, value in environ.items()
@@ -93,12 +92,13 @@ def forwarded(environ: Mapping[str, str], cluster: Cluster | None) -> dict[str, 
 
 
 def is_this_machine(host: str) -> bool:
-    """By its name, or by an address that one of this machine's interfaces has. Asks the name service."""
+    """Return whether the name is this host's, or resolves only to addresses of its interfaces. Asks the name
+    service."""
     if host == "localhost" or host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
         return True
     try:
         found = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
-    except OSError:  # unknown: the connection will fail, and say so
+    except OSError:  # unknown: connecting will fail with a message
         return False
     own = {address.address.partition("%")[0] for each in psutil.net_if_addrs().values() for address in each}
     return all(address in own or address.startswith("127.") for address in found)
@@ -107,12 +107,12 @@ def is_this_machine(host: str) -> bool:
 def module_command(
     host: str, module: str, through: Literal["ssh", "srun"] = "ssh", environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """The argument vector of `python -m module` on the host, in the folder ROOT. through: srun inside of a
-    Slurm job, whose hosts may allow no ssh.
+    """Return the argument vector of `python -m module` on the host, in the folder ROOT. through: srun inside
+    a Slurm job, whose hosts may not allow ssh.
 
-    Raises WorldError for what is no host name: ssh would read `-o…` as an option, and a shell `$(…)`.
+    Raises WorldError for an invalid host name: ssh would read `-o…` as an option, and a shell `$(…)`.
     """
-    from dsft.spec.hosts import is_host  # here: a module that is started needs no pydantic
+    from dsft.spec.hosts import is_host  # imported here: a started module needs no pydantic
 
     if not is_host(host):
         raise WorldError(
@@ -129,8 +129,8 @@ def module_command(
 
 
 def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
-    """`ssh` with its options: it asks for nothing, gives up soon, and notices a peer that is gone. Raises
-    WorldError for further ones that a shell could not read."""
+    """Return `ssh` with options: no prompts, a short connection timeout, keep-alives. Raises WorldError if
+    the further options are not valid shell words."""
     name = SSH_ARGS if environ.get(SSH_ARGS) else "PDSH_SSH_ARGS_APPEND"
     try:
         further = shlex.split(environ.get(name) or "")
@@ -143,8 +143,11 @@ def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
 
 
 class NoAnswer(Exception):
-    """A module gave no (further) answer. code: the exit code of what was started for it, None while that
-    runs; said: what it, or ssh, printed besides."""
+    """A module gave no (further) answer.
+
+    code  exit code of the process started for it; None while that runs
+    said  other output of it, or of ssh
+    """
 
     def __init__(self, text: str, code: int | None, said: str) -> None:
         super().__init__(text)
@@ -152,20 +155,21 @@ class NoAnswer(Exception):
 
 
 class Lines:
-    """Messages over a pair of streams, on either side. said: the last lines that are no messages."""
+    """Messages over a pair of streams, on either side. said: the last lines that are not messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.said: deque[str] = deque(maxlen=SAID)
 
     def send(self, message: Mapping[str, Any], *, may_drop: bool = False) -> None:
-        """Without waiting: a host whose link is down reads nothing. may_drop: if much is waiting already."""
+        """Queue a message without waiting: a host whose link is down reads nothing. may_drop: drop it if more
+        than FULL bytes are waiting."""
         transport = self._writer.transport
         if not transport.is_closing() and not (may_drop and transport.get_write_buffer_size() > FULL):
             self._writer.write(_line(message))
 
     async def receive(self) -> Message | None:
-        """The next message; None once the other side has ended."""
+        """Return the next message; None once the other side has ended."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -178,7 +182,7 @@ class Lines:
                 return message
 
     async def flush(self, seconds: float) -> None:
-        """Until all is written; `seconds` at most."""
+        """Wait until everything is written, for at most `seconds`."""
         until, transport = time.monotonic() + seconds, self._writer.transport
         while transport.get_write_buffer_size() and time.monotonic() < until and not transport.is_closing():
             await asyncio.sleep(0.01)
@@ -193,8 +197,8 @@ class Lines:
 
 
 class Channel(Lines):
-    """The caller's side. Use it with `async with`, or call `close`. errors: the last lines of the error
-    output."""
+    """The caller's side. Use it with `async with`, or call `close`. errors: the last lines of standard
+    error."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -205,9 +209,9 @@ class Channel(Lines):
 
     @classmethod
     async def open(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Channel:
-        """argv: of `module_command`; environ: variables that the module gets before its first message. The
-        process has a session of its own: Ctrl-C in a terminal is for this process alone. Raises NoAnswer
-        where there is no such program."""
+        """Start the process. argv: from `module_command`; environ: variables that the module gets before its
+        first message. The process has its own session, so that Ctrl-C in a terminal does not reach it. Raises
+        NoAnswer if there is no such program."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv, cwd=ROOT, start_new_session=True, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=LONGEST
@@ -227,7 +231,8 @@ class Channel(Lines):
 
     @property
     def code(self) -> int | None:
-        """The exit code of the process on this machine (the module's own, ssh's or srun's), once it ended."""
+        """The exit code of the process on this machine (the module's own, ssh's or srun's); None while it
+        runs."""
         return self._process.returncode
 
     @property
@@ -235,7 +240,7 @@ class Channel(Lines):
         return self._process.pid
 
     async def ask(self, message: Mapping[str, Any], seconds: float) -> Message:
-        """The next message after this one was sent. Raises NoAnswer where none comes in this time: do not
+        """Send a message and return the next one. Raises NoAnswer if none arrives within `seconds`; do not
         ask again then, since a late answer would be taken for the next one."""
         self.send(message)
         try:
@@ -248,7 +253,7 @@ class Channel(Lines):
         return answer
 
     async def reason(self) -> str:
-        """Why it ended: the last line that it said, else its exit code."""
+        """Return why the process ended: the last line of its output, else its exit code."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(self._process.wait(), asyncio.shield(self._keeping)), 1.0)
         for lines in (self.errors, self.said):
@@ -257,11 +262,11 @@ class Channel(Lines):
         return "no answer" if self.code is None else f"exit code {self.code}"
 
     def cut(self) -> None:
-        """Kill the process, and let `receive` give None at once."""
+        """Kill the process and make `receive` return None at once."""
         self._process._transport.close()  # type: ignore[attr-defined]
 
     async def close(self, seconds: float = 2.0) -> None:
-        """End it by the end of its input; kill it if it is still there after `seconds`."""
+        """Close the process's input so that it ends; kill it if it still runs after `seconds`."""
         self._writer.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), seconds)
@@ -271,7 +276,7 @@ class Channel(Lines):
             await self._process.wait()
         self._keeping.cancel()
         await asyncio.wait([self._keeping])
-        self.cut()  # pipes that a grandchild still has
+        self.cut()  # pipes that a grandchild keeps open
 
     async def _keep_errors(self) -> None:
         assert self._process.stderr is not None
@@ -282,7 +287,8 @@ class Channel(Lines):
 
 
 async def own_connection() -> Lines:
-    """Of a module that a Channel started. Its environment is set as the caller wants it."""
+    """Return the connection of a module that a Channel started, after setting the environment that the caller
+    sent."""
     loop = asyncio.get_running_loop()
     output = _own_output()
     reader = asyncio.StreamReader(LONGEST)
@@ -296,10 +302,12 @@ async def own_connection() -> Lines:
 
 
 def serve(answer: Callable[[Message], Iterable[Message]], silence: float = 60.0) -> None:
-    """Send what `answer` gives (or yields, bit by bit) for each message of the caller, one message after the
-    other, from a thread of its own; an exception is sent as {"fault": text}. Returns when the input ends, or
-    nothing was asked and worked on for `silence` seconds, even if an answer is still being worked on: end the
-    process then by `os._exit`."""
+    """Answer the caller's messages one after the other, in a separate thread, with what `answer` returns or
+    yields; an exception is sent as {"fault": text}.
+
+    Returns when the input ends, or when no message arrived and none was worked on for `silence` seconds. An
+    answer may still be in progress when the input ends, so end the process with `os._exit` then.
+    """
     orders: queue.Queue[Message] = queue.Queue()
     threading.Thread(target=_work, args=(answer, orders, _own_output()), name="answers", daemon=True).start()
     rest, heard = b"", time.monotonic()
@@ -330,7 +338,7 @@ def _work(answer: Callable[[Message], Iterable[Message]], orders: queue.Queue[Me
             try:
                 for each in answer(message):
                     _write(output, each)
-            except Exception as error:  # of a system that is unlike those that were tried
+            except Exception as error:  # a system that differs from the tested ones
                 _write(output, {"fault": f"{type(error).__name__}: {error}"})
         orders.task_done()
 
@@ -343,8 +351,8 @@ def _write(output: int, message: Mapping[str, Any]) -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Make this process's environment that of a program the caller starts: without the place of a rank, with
-    the caller's variables, and this interpreter first on PATH."""
+    """Set this process's environment for a program of the caller: remove variables of a rank's place, add the
+    caller's variables, and put this interpreter first on PATH."""
     for name in [name for name in os.environ if _OF_A_LAUNCHER.fullmatch(name)]:
         del os.environ[name]
     paths = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
@@ -356,7 +364,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def _own_output() -> int:
-    """Where messages go. What this process prints goes to its error output from now on."""
+    """Return a descriptor for messages; from now on, what this process prints goes to standard error."""
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
@@ -364,13 +372,14 @@ def _own_output() -> int:
 
 
 def _line(message: Mapping[str, Any]) -> bytes:
-    """Begins with a line's end: a shell's start-up file may have printed half a line."""
+    """Encode a message as a line. It begins with a newline, since a shell's start-up file may have printed
+    half a line."""
     return b"\n" + MARK + json.dumps(message).encode() + b"\n"
 
 
 def _parsed(text: bytes) -> Message | None:
     try:
         message = json.loads(text)
-    except ValueError:  # cut off
+    except ValueError:  # truncated
         return None
     return message if isinstance(message, dict) else None

@@ -26,7 +26,7 @@ class Allocation:
     """The hosts of a Slurm job.
 
     hosts   host -> slots, in Slurm's order
-    source  the option or variable that the slots come from, as `NAME=value`
+    source  where the slots come from: `--slots N`, or `NAME=value` of a variable
     """
 
     hosts: Mapping[str, int]

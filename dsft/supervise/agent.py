@@ -1,14 +1,14 @@
-"""The program on each host of a run: starts the host's ranks, tells what happens to them, and ends them all
-when it is told to, or when it hears nothing of the supervisor any more.
+"""Run on each host of a run: start the host's ranks, report what happens to them, and end them all when asked
+to, or when the supervisor falls silent.
 
-    python -m dsft.supervise.agent    a module of `dsft.remote`: orders come in, answers go out
+python -m dsft.supervise.agent    a module of `dsft.remote`, which exchanges messages with the supervisor
 
 To it:    {"order": Order} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1}, {"end": seconds};
-          or {"sweep": job} alone: kill what an agent that is gone has left.
-From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"pulses": [heartbeat, …]} each second and a
-          rank's first, {"lines": [text, …]} of rank 0, {"died": rank, "code", "pulse": its last, "lines": the
-          end of its log}, {"part": exit code of all that was started, "lines"}, {"fault": text}, and last
-          {"end": number of processes that are left}.
+          or only {"sweep": job}: kill the processes that a lost agent has left.
+From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"pulses": [heartbeat, …]} each second and
+          at a rank's first one, {"lines": [text, …]} of rank 0, {"died": rank, "code", "pulse": its last,
+          "lines": the end of its log}, {"part": exit code of all that was started, "lines"}, {"fault": text},
+          and last {"end": number of processes that are left}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from dsft.system.process import die_with
 
 PING = 1.0  # seconds
 SILENCE = 15.0
-"""Seconds without a word after which an agent takes the supervisor, or the supervisor an agent, for lost."""
+"""Seconds without a message after which an agent considers the supervisor lost, or the supervisor an
+agent."""
 
 TICK = 0.1
 LARGEST = 2**16  # bytes of a datagram
@@ -48,7 +49,7 @@ LARGEST = 2**16  # bytes of a datagram
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        # A terminal's, a scheduler's: the supervisor tells what to do. Not ignored: ranks would inherit it.
+        # Sent by a terminal or scheduler; the supervisor decides. Not SIG_IGN, which ranks would inherit.
         signal.signal(number, lambda number, frame: None)
     scratch = Path(tempfile.mkdtemp(prefix="dsft-agent-"))
     try:
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 class Agent:
-    """scratch: a folder for the socket of the heartbeats, which no other user may write to."""
+    """The agent of one host. scratch: folder of the heartbeat socket; must not be writable by other users."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -81,7 +82,7 @@ class Agent:
             while (message := await asyncio.wait_for(connection.receive(), SILENCE)) is not None:
                 self._obey(message, connection)
         except TimeoutError:
-            pass  # nobody would tell it to end
+            pass  # the supervisor is lost: end
         finally:
             self._finish.set()
 
@@ -112,7 +113,7 @@ class Agent:
 
 
 def hello() -> Message:
-    """Where this host is reached, and a port that is free on it."""
+    """Return this host's addresses per interface, and a free port."""
     addresses = {
         name: [each.address for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
         for name, found in psutil.net_if_addrs().items()
@@ -122,8 +123,11 @@ def hello() -> Message:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A rank's heartbeat, which `dsft.launch.pulse` sends. heard_at, progress_at: of this host's monotonic
-    clock. ended, message: of a rank that ends by itself."""
+    """A rank's last heartbeat, as sent by `dsft.launch.pulse`.
+
+    heard_at, progress_at  on this host's monotonic clock
+    ended, message         exit code and error of a rank that ends by itself
+    """
 
     rank: int
     pid: int
@@ -135,7 +139,7 @@ class Pulse:
     message: str | None = None
 
     def told(self) -> dict[str, Any]:
-        """Its ages in seconds: clocks of other hosts say nothing here."""
+        """Return the heartbeat as a message, with ages in seconds instead of times: hosts' clocks differ."""
         now = time.monotonic()
         facts = {"rank": self.rank, "pid": self.pid, "step": self.step, "phase": self.phase}
         ages = {"silent": round(now - self.heard_at, 1), "idle": round(now - self.progress_at, 1)}
@@ -143,7 +147,7 @@ class Pulse:
 
 
 def read_pulse(datagram: bytes, now: float) -> Pulse | None:
-    """None for what is no heartbeat."""
+    """Parse a datagram; None if it is not a heartbeat."""
     try:
         fields = json.loads(datagram)
         ended, message = fields.get("ended"), fields.get("message")
@@ -163,7 +167,11 @@ def read_pulse(datagram: bytes, now: float) -> Pulse | None:
 
 @dataclass
 class Rank:
-    """process: None under a launcher, whose child it is. log_start: bytes that its log had before."""
+    """A rank of this host.
+
+    log_start  bytes in its log before this start
+    process    None if a launcher is the rank's parent
+    """
 
     log: Path
     log_start: int
@@ -175,8 +183,8 @@ class Rank:
 
 
 class Part:
-    """What runs on this host: one process for each rank or, where the order is so, a launcher that starts
-    them, whose ranks are known by their heartbeats."""
+    """The processes of one run on this host: one per rank or, if the order says so, a launcher that starts
+    them, whose ranks are known from their heartbeats."""
 
     def __init__(self, order: Order, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
         self._order, self._connection, self._finish = order, connection, finish
@@ -186,13 +194,13 @@ class Part:
         self._launcher_start = _size(self._launcher_log)
         self._path = str(scratch / "pulse")
         self._loop = asyncio.get_running_loop()
-        self._asked: int | None = None  # the signal that every rank is to get
+        self._asked: int | None = None  # the signal to send to every rank
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending: asyncio.Task[None] | None = None
         self._follower: Follower | None = None
 
     def start(self) -> None:
-        """Raises OSError where something cannot be started or written."""
+        """Start the processes. Raises OSError if one cannot be started or a file cannot be written."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self._path)
         self._socket.setblocking(False)
@@ -228,8 +236,8 @@ class Part:
         return process
 
     def _watch(self, pid: int, number: int) -> None:
-        """Its end is told as soon as the kernel knows of it."""
-        with suppress(OSError):  # a launcher's rank that has just ended
+        """Call `_died` as soon as the kernel reports the process's end."""
+        with suppress(OSError):  # a rank of a launcher that has just ended
             descriptor = os.pidfd_open(pid)
             self._loop.add_reader(descriptor, self._died, number, descriptor)
 
@@ -273,8 +281,8 @@ class Part:
         self._pass_on()
 
     def signal(self, number: int) -> None:
-        """Send it once to every rank, as soon as the rank has sent a heartbeat: before that it does not
-        handle signals. A launcher does not get it, since each reacts in another way."""
+        """Send a signal once to every rank, after the rank's first heartbeat: before that it does not handle
+        signals. A launcher does not get it, since each launcher reacts differently."""
         self._asked = number
         self._pass_on()
 
@@ -285,7 +293,7 @@ class Part:
                 send(rank.pulse.pid, self._asked)
 
     def stacks(self) -> None:
-        """Ask the ranks that send heartbeats for their stacks; a stopped one is woken for it."""
+        """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones for it."""
         for rank in self.ranks.values():
             if rank.pulse and rank.pid and not rank.ended:
                 stopped = is_stopped(rank.pid)
@@ -294,12 +302,12 @@ class Part:
                     send(rank.pid, signal.SIGCONT)
 
     def _show(self, lines: list[str]) -> None:
-        """Called by the follower's thread."""
+        """Send lines of rank 0's log. Called in the follower's thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._connection.send({"lines": lines}, may_drop=True))
 
     async def _until_ended(self) -> None:
-        """Of what was started here; then of what that has started (W&B's service)."""
+        """Wait for the processes started here, then for those that they have started (W&B's service)."""
         while any(process.poll() is None for process in self._processes):
             await asyncio.sleep(TICK)
         for number, rank in self.ranks.items():
@@ -322,10 +330,10 @@ class Part:
             until = time.monotonic() + PATIENCE
             while not self._follower.ended.is_set() and time.monotonic() < until:
                 await asyncio.sleep(TICK / 10)
-            await asyncio.sleep(0)  # what its thread gave to the loop
+            await asyncio.sleep(0)  # let the callbacks of its thread run
 
     async def end(self) -> list[int]:
-        """Kill all that there is of the job on this host. What could not be killed."""
+        """Kill all processes of the job on this host. Returns the pids that could not be killed."""
         if self._ending is not None:
             self._ending.cancel()
         left = kill_job(self._order.job, [each.pid for each in self._processes if each.poll() is None])

@@ -1,6 +1,5 @@
-"""One start of a run on all of its hosts, from the agents' first word to the end of the last process. Takes
-what each host is to run; starts agents, hears them, and ends all of it when one part of it fails.
-"""
+"""Run one start on all hosts of a run, from the first message of the agents to the end of the last process:
+start the agents, receive their reports, and end everything once one part fails."""
 
 from __future__ import annotations
 
@@ -29,27 +28,28 @@ from dsft.supervise.world import World, address_of
 Tell = Callable[[str], None]
 
 ANSWER = 30.0  # seconds that an agent may take to say hello
-GRACE = 1.0  # seconds for ranks to say what they have to say, once one has failed
-END = 4.0  # seconds after it in which an agent ends its part
-LINGER = 10.0  # seconds for what a rank has started (W&B's service) after a part that ended well
-UNHEARD = 3.0  # seconds without a word of an agent in which no rank is called silent
+GRACE = 1.0  # seconds for the other ranks to report, once one has failed
+END = 4.0  # seconds after that in which an agent must have ended its processes
+LINGER = 10.0  # seconds for processes that a rank has started (W&B's service) after a successful end
+UNHEARD = 3.0  # seconds without a message of an agent after which ranks are not checked for hangs
 STACKS = 2.0  # seconds for hung ranks to write their stacks
-TOGETHER = 60.0  # seconds between the first and the last rank of a run that was stopped
+TOGETHER = 60.0  # seconds that ranks of a stopped run have to end after the first one
 SILENT_FOR = 60.0  # seconds without a heartbeat until a warning, where no hang_timeout ends the run
 TICK = 0.1
 
 
 @dataclass
 class Requests:
-    """What signals have asked of this process: none, to stop (`stops` 1), to end at once (2)."""
+    """The requests of signals to this process. stops: 0 none, 1 stop, 2 end at once."""
 
     stops: int = 0
     signal: int = signal.SIGTERM
     first_at: float = 0.0
 
     def take(self, number: int) -> None:
-        """A terminal and a scheduler may send two that mean one. SIGUSR1 announces the end of a job's time,
-        so the signal after it is the first that asks for a stop."""
+        """Count a signal. Signals within half a second count as one, since a terminal and a scheduler may
+        send two. SIGUSR1 announces the end of a job's time, so the signal after it is the first that asks to
+        stop."""
         if self.stops == 0 or (self.signal == signal.SIGUSR1 != number and self.stops == 1):
             self.stops, self.signal, self.first_at = 1, number, time.monotonic()
         elif time.monotonic() > self.first_at + 0.5:
@@ -58,8 +58,14 @@ class Requests:
 
 @dataclass(frozen=True)
 class Outcome:
-    """code: of the command. failure: the first real one. lost: hosts that did not answer or went away.
-    stacks: ranks of a hung run, which have written theirs."""
+    """The result of one start.
+
+    code     exit code of the command
+    failure  the first real failure
+    lost     hosts that did not answer or were lost
+    seconds  duration
+    stacks   ranks of a hung run that have written their stacks
+    """
 
     code: int
     failure: Failure | None
@@ -70,8 +76,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Terms:
-    """environ: what every host gets beside its own. hang_timeout: seconds. interface, port: of rank 0, where
-    they were chosen."""
+    """Settings of a start.
+
+    environ          variables for every host, beside its own
+    hang_timeout     seconds; None: a hang does not end the run
+    interface, port  rank 0's, where they were chosen
+    """
 
     environ: Mapping[str, str]
     hang_timeout: float | None = None
@@ -81,7 +91,12 @@ class Terms:
 
 @dataclass
 class _Host:
-    """part: the exit code of what its agent started. over: its agent has ended, or is lost."""
+    """A host and its agent.
+
+    heard  time of its last message
+    part   exit code of the processes that its agent started
+    over   its agent has ended or is lost
+    """
 
     name: str
     channel: Channel | None = None
@@ -99,7 +114,7 @@ class _Host:
 
 @dataclass
 class _Rank:
-    """pulse: its last heartbeat, which came at `heard`."""
+    """A rank, and its last heartbeat, which arrived at `heard`."""
 
     host: str
     pid: int | None = None
@@ -114,7 +129,7 @@ class _Rank:
 
 
 class Attempt:
-    """command: the agent's argument vector of a host."""
+    """One start. command: host -> argument vector of its agent."""
 
     def __init__(
         self,
@@ -131,8 +146,8 @@ class Attempt:
         self._terms, self._requests, self.tell = terms, requests, tell
         self._command = command or world.agent
         self._hosts = {host: _Host(host) for host in world.hosts}
-        self._asked: tuple[int, int] | None = None  # how many signals, and the last of them
-        self._ended_as_asked: int | None = None  # the exit code, where a signal ended all at once
+        self._asked: tuple[int, int] | None = None  # number of signals, and the last one
+        self._ended_as_asked: int | None = None  # the exit code, if a signal ended all at once
         self._stopped = False  # a rank has ended with 75
         self._began = time.monotonic()
 
@@ -148,7 +163,7 @@ class Attempt:
     # A host
 
     async def _attend(self, host: _Host) -> None:
-        """From its agent's start to its end."""
+        """Run a host's agent from its start to its end."""
         try:
             host.channel = await Channel.open(self._command(host.name), self._terms.environ)
             while "end" not in (message := await self._next(host, host.channel)):
@@ -163,7 +178,7 @@ class Attempt:
                 await host.channel.close(0 if host.lost else 2)
 
     async def _next(self, host: _Host, channel: Channel) -> Message:
-        """Raises NoAnswer where the agent has ended, or is silent."""
+        """Return the next message. Raises NoAnswer if the agent has ended or is silent."""
         limit = self._began + ANSWER - time.monotonic() if host.hello is None else SILENCE
         try:
             message = await asyncio.wait_for(channel.receive(), limit)
@@ -207,7 +222,7 @@ class Attempt:
     def _died(self, number: int, code: int | None, lines: list[str]) -> None:
         rank = self.ranks[number]
         rank.died, rank.code = True, code
-        if code is None or code == 0:  # unseen: its launcher's code says how it was
+        if code is None or code == 0:  # not seen: the launcher's exit code counts
             return
         if code < 0:
             code = rank.code = 128 - code
@@ -244,7 +259,7 @@ class Attempt:
     # All hosts
 
     async def _greet(self) -> None:
-        """Once every host has answered or failed to: all start together, or none."""
+        """Wait until every host has answered or failed to; then start all of them, or none."""
         await asyncio.gather(*(host.greeted.wait() for host in self._hosts.values()))
         if self.state != "starting":
             return
@@ -267,8 +282,9 @@ class Attempt:
             await asyncio.sleep(PING)
 
     async def _obey(self) -> None:
-        """A first signal is passed on to the ranks, which save and end; where none of them has given a sign
-        of life there is nothing to save, and all is ended. SIGUSR1 lets every rank do its first step."""
+        """Act on signals. The first is passed on to the ranks, which save and end; if none of them has sent a
+        heartbeat there is nothing to save, and all are ended. SIGUSR1 lets every rank finish its first
+        step."""
         while True:
             await asyncio.sleep(TICK)
             stops, number = self._requests.stops, self._requests.signal
@@ -292,7 +308,7 @@ class Attempt:
                 self._end(0)
 
     async def _look(self) -> None:
-        """For ranks that hang."""
+        """Watch for ranks that hang."""
         warned: set[int] = set()
         limit = self._terms.hang_timeout
         while True:
@@ -300,7 +316,7 @@ class Attempt:
             now = time.monotonic()
             unheard = any(now > host.heard + UNHEARD for host in self._hosts.values() if not host.over)
             if self.state not in {"running", "stopping"} or unheard:
-                continue  # a host may be lost, and its ranks with it
+                continue  # a host may be lost, so its ranks' ages are not known
             found = hung(self._silence(), limit or SILENT_FOR)
             if limit is None:
                 for each in found:
@@ -319,7 +335,7 @@ class Attempt:
                 self._fail(failure)
 
     def _silence(self) -> list[Seen]:
-        """Of the ranks that have sent heartbeats and live, as their agents told it last."""
+        """Return the last reported ages of living ranks that have sent heartbeats."""
         return [
             Seen(number, rank.host, int(rank.pulse["pid"]), rank.pulse["step"], str(rank.pulse["phase"]),
                  rank.pulse["silent"], rank.pulse["idle"])
@@ -345,7 +361,7 @@ class Attempt:
         asyncio.get_running_loop().call_later(grace + END, self._give_up)
 
     def _give_up(self) -> None:
-        """On hosts that have not ended by now."""
+        """Cut the connection to hosts that have not ended by now."""
         for host in self._hosts.values():
             if not host.over:
                 host.lost = True
@@ -371,7 +387,7 @@ class Attempt:
         return Outcome(code, failure, lost, time.monotonic() - self._began, stacks)
 
     def facts(self) -> dict[str, Any]:
-        """What status.json says of the ranks, and of the state."""
+        """Return the state and the ranks for status.json."""
         now = time.monotonic()
         ranks = {}
         for number, rank in self.ranks.items():

@@ -1,6 +1,5 @@
-"""The command `dsft launch`: takes a spec's path, overrides and options, starts the run on all of its hosts,
-watches it to its end, and starts it again where that was asked for. Gives the exit code.
-"""
+"""Run `dsft launch`: start a run on all of its hosts, watch it to its end, restart it if asked to, and return
+the exit code."""
 
 from __future__ import annotations
 
@@ -33,20 +32,21 @@ from dsft.supervise.verdict import HEADING, STOPPED, may_pass
 from dsft.supervise.world import LAUNCHERS, TRAIN, World
 from dsft.system.lock import hold
 
-PAUSE = 3.0  # seconds before a new start: ports close, the kernel frees the devices' memory
-RETURN = 60.0  # seconds that a host which was lost may take to answer again
+PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
+RETURN = 60.0  # seconds that a lost host has to answer again
 SHOWN = 12  # lines of the failed rank's log
-SWEEP = 12.0  # seconds to reach a lost host once more, of which ssh may take 5 to connect
-EVERY = 2.0  # seconds between two status.json
+SWEEP = 12.0  # seconds to reach a lost host again, of which ssh may take 5 to connect
+EVERY = 2.0  # seconds between two writes of status.json
 OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
-"""Checks of the doctor about pdsh, its file, and a fixed port: here rank 0's host finds a free one."""
+"""The doctor's checks that do not concern `dsft launch`: pdsh, its hostfile, and a fixed port (here rank 0's
+host finds a free one)."""
 
 DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line, beside the spec and its overrides."""
+    """Options of the command line, beside the spec and its overrides."""
 
     launcher: str | None = None
     restarts: int = 0
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Start:
-    """What all attempts have in common."""
+    """Settings shared by all attempts."""
 
     spec: Spec
     path: Path
@@ -75,7 +75,7 @@ class Start:
 
 
 def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
-    """The exit code of the run. Raises DsftError where it could not be started."""
+    """Launch the run and return its exit code. Raises DsftError if it could not be started."""
     start = prepared(path, tuple(overrides), options)
     if options.dry_run:
         for line in dry_run(start):
@@ -87,7 +87,8 @@ def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
 
 
 def run(start: Start) -> int:
-    """Its exit code. LockedError where another one supervises it already."""
+    """Supervise the run and return its exit code. Raises LockedError if another process supervises it
+    already."""
     try:
         start.logs.mkdir(parents=True, exist_ok=True)
         log = (start.logs / "launch.log").open("a", encoding="utf-8")
@@ -121,9 +122,9 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
 
 
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
-    """Host -> slots: of --hostfile, of the Slurm job, of the spec, else all devices of this machine.
+    """Return host -> slots: from --hostfile, the Slurm job or the spec, else all devices of this machine.
 
-    Raises SpecError where --num_gpus has nothing to say, WorldError where the spec promises other hosts.
+    Raises SpecError if --num_gpus has no effect, WorldError if the spec promises other hosts.
     """
     others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
     if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
@@ -148,8 +149,8 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
 
 
 def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
-    """The hosts of this job. Their names are Slurm's to choose; how many there are, and the slots of each,
-    are the spec's, where it has a cluster. WorldError outside a job, and where the numbers differ."""
+    """Return the hosts of this Slurm job. Slurm chooses their names; their number and slots must be those of
+    the spec's cluster, if it has one. Raises WorldError outside a job, and if the number of hosts differs."""
     if spec.cluster is None:
         return dict(allocation(environ, None).hosts)
     promised = spec.cluster.hosts
@@ -165,7 +166,8 @@ def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def devices_here() -> int:
-    """As many as `deepspeed dsft/train.py` would take: DeepSpeed is asked, in a process of its own."""
+    """Return the number of devices that `deepspeed dsft/train.py` would use, from DeepSpeed in a separate
+    process."""
     try:
         said = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -177,7 +179,7 @@ def devices_here() -> int:
 
 
 def examine(start: Start) -> None:
-    """The doctor's quick part. Raises WorldError where a run could not start."""
+    """Run the doctor's quick checks. Raises WorldError if a run could not start."""
     from dsft.doctor.command import quick
     from dsft.doctor.finding import failures
 
@@ -194,7 +196,7 @@ def examine(start: Start) -> None:
 
 
 def dry_run(start: Start) -> Iterator[str]:
-    """The exact commands; the address and the port of rank 0 are found when it starts."""
+    """Yield the exact commands; the address and the port of rank 0 are only known at the start."""
     hidden = start.environ
     first = next(iter(start.world.hosts))
     alone = len(start.world.hosts) == 1
@@ -215,7 +217,7 @@ def dry_run(start: Start) -> Iterator[str]:
 
 
 async def supervised(start: Start, tell: Tell) -> int:
-    """All attempts, and what is said at the end."""
+    """Run all attempts, print the end of the run, and return its exit code."""
     asked, status = listen(), Status(start.logs)
     common: dict[str, object] = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": start.again,
@@ -247,10 +249,10 @@ async def supervised(start: Start, tell: Tell) -> int:
 
 
 def listen() -> Requests:
-    """Signals are counted from now on."""
+    """Count signals from now on."""
     asked, loop = Requests(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             loop.add_signal_handler(number, asked.take, number)
     return asked
 
@@ -264,7 +266,7 @@ def terms(start: Start) -> Terms:
 async def one_attempt(
     start: Start, running: Attempt, status: Status, facts: Mapping[str, object]
 ) -> tuple[Outcome, list[str]]:
-    """Its outcome, and what may be left on hosts that were lost."""
+    """Run one attempt. Returns its outcome, and what may be left on lost hosts."""
     world = running.world
 
     async def report() -> None:
@@ -290,9 +292,9 @@ def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests)
 
 
 async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
-    """The hosts of the next start: all that were promised, once they answer; those that do, where the spec's
-    cluster.min_hosts allows so few. None where they are too few for RETURN seconds, or a stop was asked for
-    meanwhile."""
+    """Return the hosts of the next start (host -> slots): all promised ones once they answer, or those that
+    answer if the spec's cluster.min_hosts allows that few. None if too few answer for RETURN seconds, or a
+    stop is requested meanwhile."""
     promised, cluster = start.world.hosts, start.spec.cluster
     if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
         return dict(promised)
@@ -309,8 +311,8 @@ async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str
 
 
 async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
-    """End what lost hosts still run of a job, by a second agent that only kills. Gives what is not known to
-    have ended, in words."""
+    """Kill the processes of a job on lost hosts, by a second agent. Returns a sentence for each host on which
+    some may still run."""
     names = list(hosts)
     left = await asyncio.gather(*(_left(world.agent(host), world.job_of(host)) for host in names))
     unknown = (
@@ -325,13 +327,14 @@ async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
 
 
 async def absent(world: World) -> list[str]:
-    """Hosts whose agent does not answer."""
+    """Return the hosts whose agent does not answer."""
     left = await asyncio.gather(*(_left(world.agent(host), "none") for host in world.hosts))
     return [host for host, count in zip(world.hosts, left, strict=True) if count is None]
 
 
 async def _left(argv: list[str], job: str) -> int | None:
-    """Processes of the job that could not be killed; None where nobody answers."""
+    """Return the number of processes of the job that could not be killed; None if the host does not
+    answer."""
     try:
         async with asyncio.timeout(SWEEP), await Channel.open(argv, {}) as channel:
             channel.send({"sweep": job})
@@ -344,7 +347,8 @@ async def _left(argv: list[str], job: str) -> int | None:
 
 
 def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
-    """left: what may still run on hosts that were lost."""
+    """Yield the lines printed at the end of a run. left: sentences about processes that may still run on lost
+    hosts."""
     folder = start.logs.parent
     for text in left:
         yield f"warning: {text}"
@@ -370,7 +374,7 @@ def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """By its number, of those that are whole enough to have a manifest."""
+    """Return the checkpoint with the highest step that has a manifest; None if there is none."""
     found = [path.parent for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")]
     steps = [path for path in found if path.name.removeprefix("step-").isdecimal()]
     return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)

@@ -1,14 +1,14 @@
-"""What `dsft launch` prints and writes: lines for the terminal and launch.log, and status.json; and the lines
-of a rank's log as it grows. All by threads of their own: a disk that does not answer, or a terminal that was
-stopped (Ctrl-S), must not keep the supervisor and its agents from hearing each other.
+"""Write what `dsft launch` outputs (lines on the terminal and in launch.log, status.json), and follow a
+rank's log as it grows. Each in a separate thread: a hanging disk or a stopped terminal (Ctrl-S) must not
+block the messages between supervisor and agents.
 
-runs/NAME/logs/status.json, replaced whole every two seconds and at the end, is for `dsft status` and other
-programs:
+runs/NAME/logs/status.json, replaced atomically every two seconds and at the end, is for `dsft status` and
+other programs:
 
-    {"pid", "host", "command", "job", "launcher", "hosts": {host: slots}, "started", "updated": ISO times,
-     "state": starting | running | stopping | ending | ended, "attempt": 1, "restarts": N,
-     "ranks": {"0": {"host", "pid", "step", "phase", "pulse_age", "progress_age"}, …},   ages in seconds
-     "exit_code": null | n, "error": null | text}
+{"pid", "host", "command", "job", "launcher", "hosts": {host: slots}, "started", "updated": ISO times,
+ "state": starting | running | stopping | ending | ended, "attempt": 1, "restarts": N,
+ "ranks": {"0": {"host", "pid", "step", "phase", "pulse_age", "progress_age"}, …},   ages in seconds
+ "exit_code": null | n, "error": null | text}
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import IO, Any
 from dsft.errors import plain
 from dsft.system.files import atomic_write
 
-WAITING = 20_000  # lines that may wait for a terminal or a disk; of more, the oldest are left out
-PATIENCE = 3.0  # seconds that the end waits for them
-EVERY = 0.2  # seconds between two looks at a log that grows
+WAITING = 20_000  # lines that may wait for a terminal or a disk; beyond that the oldest are dropped
+PATIENCE = 3.0  # seconds that `close` waits for them
+EVERY = 0.2  # seconds between two reads of a growing log
 TAIL = 40  # lines
 STDOUT = 1
 
 
 class Background:
-    """Texts that are written by a thread. What cannot be written is left out: the run goes on."""
+    """A queue of texts that a thread writes. Texts that cannot be written are dropped: the run continues."""
 
     def __init__(self, write: Callable[[str], object], waiting: int = WAITING) -> None:
         self._write = write
@@ -66,15 +66,15 @@ class Background:
 
 
 class Voice:
-    """Lines that are printed, and kept in a log."""
+    """Print lines and append them to a log."""
 
     def __init__(self, log: IO[str]) -> None:
         sys.stdout.flush()
-        # By the descriptor: no lock of Python's stands in the way of the interpreter's end.
+        # By descriptor: a lock of Python's streams cannot block the interpreter's exit.
         self._outputs = [Background(_to(descriptor)) for descriptor in (STDOUT, log.fileno())]
 
     def __call__(self, line: str) -> None:
-        line = plain(line.rstrip("\r").rpartition("\r")[2], colours=True)  # of a progress bar its last state
+        line = plain(line.rstrip("\r").rpartition("\r")[2], colours=True)  # last state of a progress bar
         for each in self._outputs:
             each.put(line)
 
@@ -93,7 +93,7 @@ def _to(descriptor: int) -> Callable[[str], None]:
 
 
 class Status:
-    """status.json."""
+    """Writer of status.json."""
 
     def __init__(self, logs: Path) -> None:
         self._path = logs / "status.json"
@@ -115,7 +115,7 @@ def now() -> str:
 
 
 class Follower:
-    """Calls `tell`, in its thread, with the whole lines that a file gets from byte `start` on."""
+    """Call `tell`, in a separate thread, with the complete lines that a file gets from byte `start` on."""
 
     def __init__(self, path: Path, start: int, tell: Callable[[list[str]], None]) -> None:
         self._path, self._read, self._tell = path, start, tell
@@ -124,7 +124,7 @@ class Follower:
         threading.Thread(target=self._follow, name="follower", daemon=True).start()
 
     def end(self) -> None:
-        """No more will come: half a line is one too. `ended` is set once it is read."""
+        """Read what is left, including an incomplete last line, and stop; sets `ended` when done."""
         self._ending.set()
 
     def _follow(self) -> None:
@@ -144,7 +144,7 @@ class Follower:
 
 
 def last_lines(path: Path, start: int = 0, count: int = TAIL) -> list[str]:
-    """Of what the file has from byte `start` on."""
+    """Return up to `count` last lines of the file's content from byte `start` on, from its last 64 KiB."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

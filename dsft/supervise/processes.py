@@ -1,6 +1,5 @@
-"""The processes of a job on this host: found by the variable DSFT_JOB, which each inherits, and ended. Reads
-/proc; kills processes that have the variable, or that one of them started, and no others.
-"""
+"""Find and kill the processes of a job on this host, by the variable DSFT_JOB, which every process of it
+inherits. Reads /proc; kills only processes that have the variable, and their descendants."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from pathlib import Path
 import psutil
 
 JOB = "DSFT_JOB"
-GONE = 3.0  # seconds that killed processes may take to be gone
+GONE = 3.0  # seconds that killed processes may take to end
 
 
 def job_processes(job: str) -> list[int]:
-    """Living ones, oldest first, without this process."""
+    """Return the pids of the job's living processes in ascending order, without this one."""
     wanted, own = f"{JOB}={job}".encode(), os.getpid()
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdecimal())
     return [pid for pid in sorted(pids) if pid != own and wanted in environment_of(pid) and is_alive(pid)]
 
 
 def kill_job(job: str, leaders: Iterable[int] = ()) -> list[int]:
-    """SIGKILL to all of them, and to the descendants of `leaders`, until none is left. Gives those that are
-    left after GONE seconds (in the kernel, waiting for a disk that does not answer)."""
+    """Send SIGKILL to all of the job's processes and to the descendants of `leaders` until none is left.
+    Returns the pids still there after GONE seconds (blocked in the kernel by a disk that does not answer)."""
     deadline = time.monotonic() + GONE
     while True:
         found = {*job_processes(job), *(pid for leader in leaders for pid in _descendants(leader))}
@@ -43,7 +42,7 @@ def send(pid: int, number: int) -> None:
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """As it was at the process's start; empty where it is gone, or another user's."""
+    """Return a process's environment at its start; empty if it is gone or another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -60,14 +59,15 @@ def is_stopped(pid: int) -> bool:
 
 
 def code_of_ended(pid: int) -> int | None:
-    """The exit code, or the negative number of the signal, of another process's child that has ended; None
-    where its parent has asked for it already. proc(5): the last field of its `stat`."""
+    """Return the exit code, or the negative signal number, of an ended child of another process: the last
+    field of its `stat` (proc(5)). None if its parent has already reaped it."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
 
 
 def _stat(pid: int) -> list[str]:
-    """Its fields from the third (the state) on."""
+    """Return the fields of /proc/PID/stat from the third (the state) on; empty if there is no such
+    process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

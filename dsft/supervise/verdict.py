@@ -1,6 +1,5 @@
-"""What is wrong with a run: which rank hangs, what failed first, and the exit code of the whole. Takes
-heartbeats, the ends of logs, and failures in the order in which they were heard of. Pure.
-"""
+"""Decide what is wrong with a run: which rank hangs, what failed first, and the exit code of the whole, from
+heartbeats, the ends of logs, and failures in order of arrival. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from typing import Literal
 STOPPED = 75
 HUNG = 124
 WORLD = 69
-HEADING = "--- rank "  # of a start, in a rank's log: dsft/launch/pulse.py
+HEADING = "--- rank "  # begins a start in a rank's log: dsft/launch/pulse.py
 
 Kind = Literal["rank", "launcher", "host", "hang"]
 
 NOT_AGAIN = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
-"""Exit codes that a second start would end with too: see dsft/errors.py."""
+"""Exit codes for which a restart is useless, since it would end the same way: see dsft/errors.py."""
 
 AT_WORK = frozenset({"data", "step", "evaluate", "save"})
-"""Phases of the loop, each of which a rank begins again and again; in others (a load, an export) one may
-take as long as it takes, and the pulse alone shows life."""
+"""Phases in which a rank must make progress, because it enters them again and again. Other phases (load,
+export) may take any time; there only the heartbeat shows that a rank lives."""
 
 CONSEQUENCES = (
     r"[Cc]onnection (?:was )?(?:closed|reset|refused)",
@@ -38,15 +37,19 @@ CONSEQUENCES = (
     r"has ended before its time",  # dsft/job/run.py
     r"which started this run, is gone",  # dsft/launch/ancestors.py
 )
-"""What a rank says when another one, or its host, is gone: by gloo, NCCL, torch's store, and dsft's own."""
+"""Messages of a rank whose peer or host is gone: from gloo, NCCL, torch's store, and dsft itself."""
 
 _CONSEQUENCE = re.compile("|".join(CONSEQUENCES))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """code: of the shell's kind (128 + signal); None where nobody knows it. message: what it said, one
-    error's text. lines: the end of its log."""
+    """One failure of a run.
+
+    code     as a shell reports it (128 + signal); None if unknown
+    message  the text of one error
+    lines    the end of its log
+    """
 
     kind: Kind
     host: str
@@ -66,14 +69,16 @@ class Failure:
         return f"{self.where()}: {self.message or ended_with(self.code)}"
 
     def is_consequence(self) -> bool:
-        """Whether it only says that another process or host is gone."""
+        """Return whether the message only says that another process or host is gone."""
         if self.kind in {"host", "hang"}:
             return False
         return self.message is not None and is_consequence(self.message)
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Ranks speak for themselves before their launcher does, and before what follows from them."""
+    """Return the most likely cause; None without failures. In this order: a hang, an error that a rank
+    reported, a lost host, a rank that ended without a message, a launcher, and last a failure that is only a
+    consequence."""
     order = [
         [each for each in failures if each.kind == "hang"],
         [each for each in failures if each.kind == "rank" and not each.is_consequence() and _is_told(each)],
@@ -86,14 +91,14 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def _is_told(failure: Failure) -> bool:
-    """It said what was wrong, or a signal that no launcher sends killed it."""
+    """Return whether the rank reported an error, or was killed by a signal that no launcher sends."""
     return failure.message is not None or (
         failure.code is not None and failure.code > 128 and failure.code != 128 + signal.SIGTERM
     )
 
 
 def exit_code(failure: Failure | None) -> int:
-    """Of the command, where something failed. 1 where nobody knows better."""
+    """Return the exit code of the command; 1 if a failure has none."""
     if failure is None:
         return 0
     if failure.kind == "hang":
@@ -104,7 +109,7 @@ def exit_code(failure: Failure | None) -> int:
 
 
 def may_pass(failure: Failure, code: int) -> bool:
-    """Whether a new start may go further: not where the spec, the data or the checkpoint is at fault."""
+    """Return whether a restart may succeed: not if the spec, the data or the checkpoint is at fault."""
     if code == WORLD:
         return failure.kind == "host"
     return code not in NOT_AGAIN
@@ -121,7 +126,7 @@ def is_consequence(text: str) -> bool:
 
 
 def error_in(lines: Sequence[str]) -> str | None:
-    """The sentence of the last error that they tell: dsft's own `error: …`, else the last line of a
+    """Return the last error in the lines: the text after dsft's own `error: `, else the last line of a
     traceback."""
     told = [line for line in lines if re.match(r"(?:dsft/train\.py: )?error: ", line)]
     if told:
@@ -139,7 +144,8 @@ def error_in(lines: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one rank. silent, idle: seconds since its last pulse, and since its last progress."""
+    """Ages of one rank's reports. silent, idle: seconds since its last heartbeat, and since its last
+    progress."""
 
     rank: int
     host: str
@@ -151,9 +157,13 @@ class Seen:
 
 
 def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
-    """Those without a pulse for `limit` seconds. Where some rank has made no progress for as long, already
-    those that miss pulses: the others wait for them, and what is known of each is up to two seconds old. Else
-    those without progress, the least far first: a rank that has gone further waits for them."""
+    """Return the ranks that hang.
+
+    These are the ranks without a heartbeat for `limit` seconds. If some rank has made no progress for that
+    long, ranks that miss heartbeats for a shorter time count already: the others wait for them, and reported
+    ages may be up to two seconds old. If all send heartbeats, these are the ranks without progress that have
+    the lowest step, since ranks at a later step wait for them.
+    """
     ranks = list(ranks)
     idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
     silent = [each for each in ranks if each.silent > (_missing(limit) if idle else limit)]
@@ -164,7 +174,7 @@ def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
 
 
 def _missing(limit: float) -> float:
-    """Seconds without a pulse, which comes every second, that a rank does not have which only waits."""
+    """Seconds without a heartbeat (one is sent per second) that rule out a rank that is only waiting."""
     return min(10.0, limit / 2)
 
 

@@ -1,9 +1,8 @@
-"""What each host runs: takes the hosts and their slots, the launcher and train.py's own arguments, gives each
-host's order. Pure.
+"""Build each host's order from the hosts and their slots, the launcher, and train.py's own arguments. Pure.
 
 By default the agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …). Under
-`--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, which the commands
-`deepspeed` and `torchrun` start there too (deepspeed/launcher/multinode_runner.py:94 active_workers).
+`--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, the same one that the
+commands `deepspeed` and `torchrun` start there (deepspeed/launcher/multinode_runner.py:94 active_workers).
 """
 
 from __future__ import annotations
@@ -27,9 +26,13 @@ LAUNCHERS = ("dsft", "deepspeed", "torchrun", "slurm")
 
 @dataclass(frozen=True)
 class Order:
-    """What a host runs: argv in folder, once for each of its ranks, or once where it is a launcher's
-    (starts_ranks). Its processes are known by `DSFT_JOB=job`. environ: of every rank, beside the host's own.
-    ranks: global, of this host. logs: the folder of rank-N.log."""
+    """What one host runs: argv in `folder`, once per rank, or once if it is a launcher that starts the ranks
+    (starts_ranks). Its processes are recognized by `DSFT_JOB=job`.
+
+    environ  variables of every rank, beside the host's own
+    logs     folder of rank-N.log
+    ranks    global ranks on this host
+    """
 
     host: str
     job: str
@@ -43,8 +46,14 @@ class Order:
 
 @dataclass(frozen=True)
 class World:
-    """hosts: host -> slots, in the order of the ranks. program: train.py with its arguments. folder: where it
-    runs, on every host. logs: of the run. launcher: one of LAUNCHERS; slurm: as dsft, through srun."""
+    """All hosts and ranks of a run.
+
+    launcher  one of LAUNCHERS; slurm: as dsft, but through srun
+    hosts     host -> slots, in the order of the ranks
+    program   train.py with its arguments
+    folder    working folder, the same on every host
+    logs      folder of the run's logs
+    """
 
     launcher: str
     hosts: Mapping[str, int]
@@ -62,16 +71,17 @@ class World:
         }
 
     def job_of(self, host: str) -> str:
-        """Each host has its own: two of them may share one machine's processes."""
+        """Return the job's id on a host. Each host has its own: two hosts may share one machine's
+        processes."""
         return f"{self.job}.{list(self.hosts).index(host)}"
 
     def agent(self, host: str) -> list[str]:
-        """The command of its agent."""
+        """Return the command that starts the host's agent."""
         through: Literal["ssh", "srun"] = "srun" if self.launcher == "slurm" else "ssh"
         return module_command(host, AGENT, through)
 
     def order(self, host: str, address: str, port: int | str) -> Order:
-        """address, port: of rank 0."""
+        """Return the host's order. address, port: rank 0's."""
         place = self.job_of(host), self._argv(host, address, port), self._environ(host, address, port)
         starts_ranks = self.launcher in {"deepspeed", "torchrun"}
         return Order(host, *place, self.folder, self.logs, self.ranks[host], starts_ranks)
@@ -108,8 +118,8 @@ class World:
 
 
 def address_of(host: str, addresses: Mapping[str, Sequence[str]], interface: str | None) -> str:
-    """Where the other hosts reach it, by its own interfaces: of the one that is named, else the first that is
-    not the loopback; 127.0.0.1 where it has no other."""
+    """Return the address at which other hosts reach this one: the given interface's, else the first that is
+    not a loopback; 127.0.0.1 if there is no other."""
     if interface is not None and addresses.get(interface):
         return addresses[interface][0]
     found = [each for listed in addresses.values() for each in listed if not _is_local(each)]
