@@ -1,8 +1,8 @@
-"""The command `dsft status RUN`: takes a run's folder, tells what the run is doing: its state and why that
-is said, its step, loss and speed, its last checkpoint, and when each rank last gave a sign. Reads files,
-locks and processes of this host; writes nothing, and takes no lock that a run might want.
+"""Report what a run is doing (`dsft status RUN`): its state and the reason for it, step, loss and speed, the
+last checkpoint, and each rank's last heartbeat. Reads files, locks and processes of this host; writes nothing
+and takes no lock.
 
-What it reads: logs/status.json, which `dsft launch` writes every two seconds (dsft/supervise/output.py);
+Sources: logs/status.json, which `dsft launch` writes every two seconds (dsft/supervise/output.py);
 metrics.jsonl, logs/train.log and checkpoints of any run; the run's lock, whoever started it.
 """
 
@@ -27,10 +27,10 @@ from dsft.system.json_file import read_json
 from dsft.system.lock import NAME as LOCK
 
 STALE = 15.0
-"""Seconds after which a status.json that should be two seconds old is told to be old."""
+"""Seconds after which status.json, normally two seconds old, is stale."""
 
-TAIL = 2**18  # bytes of a log or of the metrics that are read, from their end
-RECENT = 20  # records that the pace is the mean of
+TAIL = 2**18  # bytes read from the end of a log or of the metrics
+RECENT = 20  # number of records over which the step time is averaged
 
 ENDED = {0: "finished", 75: "stopped"}
 _HOLDER = re.compile(r"process (\d+) on (\S+)")
@@ -40,8 +40,8 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Rank:
-    """pulse_age, progress_age: seconds since its last sign of life, and since it last got on with something;
-    None where it has given none yet."""
+    """One rank. pulse_age, progress_age: seconds since its last heartbeat and since its last progress; None
+    before the first."""
 
     rank: int
     host: str
@@ -54,8 +54,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Status:
-    """state: starting, running, stopping, ending, silent, stopped, failed or finished; why: in a sentence.
-    seconds_left: by the pace of the last records; exit_code and command: of `dsft launch`."""
+    """The state of a run.
+
+    state         starting, running, stopping, ending, silent, stopped, failed or finished
+    why           the reason for that state, in a sentence
+    seconds_left  estimated from the last records
+    exit_code     of `dsft launch`
+    command       of `dsft launch`
+    """
 
     run: str
     folder: str
@@ -75,13 +81,13 @@ class Status:
 
 
 def print_status(run: str, *, as_json: bool) -> None:
-    """Raises MissingInputError where there is no such run."""
+    """Print the run's status. Raises MissingInputError if there is no such run."""
     found = status_of(folder_of(run))
     print(json.dumps(asdict(found), indent=2) if as_json else plain("\n".join(lines(found))))
 
 
 def folder_of(run: str) -> Path:
-    """A path of a run's folder, or its name below runs/."""
+    """Return the folder of a run, given by its path or by its name in runs/."""
     for folder in (Path(run), Path("runs", run)):
         if any((folder / name).exists() for name in ("logs", "metrics.jsonl", "spec.yaml", LOCK)):
             return folder
@@ -91,7 +97,7 @@ def folder_of(run: str) -> Path:
 
 
 def status_of(folder: Path) -> Status:
-    """Of what the folder and this host say now."""
+    """Return the status according to the folder's files and this host's processes."""
     found = with_progress(Status(folder.resolve().name, str(folder), "", ""), folder)
     told = _json(folder / "logs" / "status.json")
     held = holder(folder / LOCK)
@@ -103,7 +109,7 @@ def status_of(folder: Path) -> Status:
 
 
 def with_progress(found: Status, folder: Path) -> Status:
-    """What the run's own files say of how far it is."""
+    """Return `found` with the progress that the run's own files show."""
     records = [record for record in map(_record, _tail(folder / "metrics.jsonl")) if record]
     trained = [record for record in records if "train/loss" in record]
     last = trained[-1] if trained else {}
@@ -127,7 +133,8 @@ def with_progress(found: Status, folder: Path) -> Status:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest that was committed; whether it is whole, `dsft verify` says."""
+    """Return the name of the newest committed checkpoint, unverified (see `dsft verify`); None if there is
+    none."""
     found = [
         (int(match[1]), path.parent.name)
         for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")
@@ -137,8 +144,9 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def holder(lock: Path) -> str | None:
-    """Who holds the lock, in words; None where nobody does. The kernel tells of this host's processes; of
-    another host's, what they have written, as long as the run's files change."""
+    """Return who has the lock, in words; None if nobody has. Locks of this host's processes are in
+    /proc/locks. For another host's process, the lock file's text counts as long as the run's log keeps
+    changing."""
     try:
         place = os.stat(lock)
         said = lock.read_text(errors="replace").strip()
@@ -151,14 +159,14 @@ def holder(lock: Path) -> str | None:
     match = _HOLDER.fullmatch(said)
     if match is None:
         return None
-    if match[2] == socket.gethostname():  # a container's kernel may name its disk otherwise in /proc/locks
+    if match[2] == socket.gethostname():  # in a container /proc/locks may name another device
         return said if _lives(match[1], place.st_mtime) else None
     age = _seconds_since(lock.parent / "logs" / "train.log")
     return said if age is not None and age < STALE * 4 else None
 
 
 def _is_older_start(told: Mapping[str, Any], folder: Path, held: str | None) -> bool:
-    """Whether status.json tells of an earlier start than the last one, which was made by hand."""
+    """Return whether status.json is from an earlier start than the last one, which was started by hand."""
     if told.get("state") != "ended":
         return False
     age, written = _seconds_since(folder / "logs" / "train.log"), _age(told)
@@ -189,7 +197,7 @@ def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Sta
 
 
 def _alone(found: Status, folder: Path) -> Status:
-    """Of a run that nobody runs now, and whose end nobody wrote down."""
+    """Return the status of a run that nobody runs now and whose end was not recorded."""
     whole = found.step is not None and found.total_steps is not None and found.step >= found.total_steps
     if whole and (folder / "export" / "config.json").exists():
         return replace(found, state="finished", why="all steps are done and the model is exported")
@@ -204,7 +212,7 @@ def _goes_on(found: Status) -> str:
 
 
 def _ranks(told: Mapping[str, Any], age: float) -> list[Rank]:
-    """Ages as of now: status.json's, and its own."""
+    """Parse the ranks. Ages are as of now: the recorded age plus that of status.json."""
     ranks = told.get("ranks") or {}
     found = []
     for number, each in sorted(ranks.items(), key=lambda item: int(item[0])):
@@ -219,7 +227,8 @@ _AGES = ("pulse_age", "progress_age")
 
 
 def _lives(pid: Any, seen: float | None) -> bool:
-    """Whether the process that was seen at that time is there, and not a later one with its number."""
+    """Return whether the process seen at that time still runs; a later process with the same pid does not
+    count."""
     try:
         return seen is not None and psutil.Process(int(pid)).create_time() <= seen + 1
     except (psutil.NoSuchProcess, TypeError, ValueError):
@@ -229,13 +238,13 @@ def _lives(pid: Any, seen: float | None) -> bool:
 
 
 def _age(told: Mapping[str, Any]) -> float | None:
-    """Seconds since it was written, by its own word."""
+    """Return seconds since status.json was written, by its own time stamp."""
     written = _time(told, "updated")
     return None if written is None else max(0.0, time.time() - written)
 
 
 def _time(told: Mapping[str, Any], key: str) -> float | None:
-    """Seconds since the epoch."""
+    """Return a time stamp as seconds since the epoch; None if it is missing or invalid."""
     try:
         return datetime.fromisoformat(str(told[key])).timestamp()
     except (KeyError, ValueError):
@@ -250,19 +259,19 @@ def _seconds_since(path: Path) -> float | None:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    """None where there is none, or it is not whole."""
+    """Return the content of status.json; None if it is missing, incomplete or not in this format."""
     try:
         found = read_json(path)
         if not isinstance(found, dict):
             return None
         _ranks(found, 0.0)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # of another version, or edited
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # another version's, or edited
         return None
     return found
 
 
 def _tail(path: Path) -> list[str]:
-    """The last lines; none where there is no file."""
+    """Return the lines of the file's last TAIL bytes; none if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -275,13 +284,13 @@ def _tail(path: Path) -> list[str]:
 def _record(line: str) -> dict[str, float] | None:
     try:
         record = {name: float(value) for name, value in json.loads(line).items()}
-    except (ValueError, AttributeError, TypeError, RecursionError):  # cut at its beginning or its end
+    except (ValueError, AttributeError, TypeError, RecursionError):  # truncated at its beginning or end
         return None
     return record if STEP in record else None
 
 
 def lines(found: Status) -> Iterator[str]:
-    """As a terminal shows it."""
+    """Yield the lines that a terminal shows."""
     yield f"{found.run}: {found.state} ({found.why})"
     if found.step is not None:
         of = f" of {found.total_steps}" if found.total_steps else ""

@@ -1,2 +1,2 @@
-"""Whether a run can start on its hosts: looks at all of them before anything of it is loaded. Imports
-no torch."""
+"""Check whether a run can start on its hosts, on all of them before any rank loads anything. Imports no
+torch."""

@@ -1,5 +1,5 @@
-"""The command `dsft doctor`, and its quick part, which `dsft launch` runs first. Takes a spec's path; starts
-a program on each host (`dsft.doctor.probe`), prints what was found."""
+"""Run `dsft doctor`, and its quick checks, which `dsft launch` runs first: start a program on each host
+(`dsft.doctor.probe`), compare the answers, print the findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from dsft.remote import module_command
 from dsft.spec.schema import Spec
 
 PORT = 29500
-"""Where rank 0 listens unless MASTER_PORT or the launcher says otherwise: as deepspeed and torchrun."""
+"""The port of rank 0 unless MASTER_PORT or the launcher sets another: the default of deepspeed and
+torchrun."""
 
 CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     reach.reach, reach.folders, software.check, devices.check, reach.hostfile, reach.programs, network.names,
@@ -41,12 +42,14 @@ def quick(
     port: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Sequence[Finding]:
-    """All checks but those of the network's speed, within 10 seconds for two hosts. What they find is given,
-    not raised.
+    """Run all checks but those of the network's speed, and return the findings instead of raising. Takes at
+    most 10 seconds for two hosts.
 
-    hosts: host -> slots, in place of the spec's (those of a hostfile); port: where rank 0 will listen, by
-    default MASTER_PORT or 29500; environ: variables that every rank will get, by default those that every
-    host gets from here. Raises SpecError and MissingInputError as `dsft.plan.promised.load`.
+    hosts    host -> slots, in place of the spec's (those of a hostfile)
+    port     where rank 0 will listen, by default MASTER_PORT or 29500
+    environ  variables that every rank will get, by default those that `dsft.remote.forwarded` selects here
+
+    Raises SpecError and MissingInputError as `dsft.plan.promised.load` does.
     """
     needs = _needs(Path(spec), overrides, hosts, port, environ)
     return findings_of(look(needs))
@@ -60,8 +63,8 @@ def doctor(
     with_network: bool = False,
     expect_gbit: float | None = None,
 ) -> Sequence[Finding]:
-    """Print what was found. with_network: measure the links too; expect_gbit: of each, in place of what it is
-    compared with. WorldError where a run could not start."""
+    """Run the checks and print the findings. with_network: measure the links too; expect_gbit: expected speed
+    of each link in Gbit/s, in place of the default. Raises WorldError if a run could not start."""
     if expect_gbit is not None and not with_network:
         what = f"{expect_gbit:g} is not compared with anything without --network; give that too"
         raise SpecError("The command line cannot be used.", [Problem("--expect-gbit", what)])
@@ -94,7 +97,7 @@ def doctor(
 
 
 def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> Seen:
-    """At all hosts at once."""
+    """Probe all hosts at once. answered: called with each host that gave its first answer."""
 
     def wanted(first: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, object]]:
         tried = network.targets(first, needs.first, needs.port) if len(needs.hosts) > 1 else {}
@@ -109,18 +112,18 @@ def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> S
 
 
 def findings_of(seen: Seen) -> list[Finding]:
-    """As `in_order`, of the checks in theirs."""
+    """Return the findings of all checks, sorted as by `in_order`, else in the order of CHECKS."""
     return in_order([*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)])
 
 
 def in_order(found: Sequence[Finding]) -> list[Finding]:
-    """Failures first, then warnings."""
+    """Sort the findings: failures first, then warnings, then passes."""
     order = {"failure": 0, "warning": 1, "pass": 2}
     return sorted(found, key=lambda finding: order[finding.level])
 
 
 def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
-    """Of the hosts that answer; the others' links are dead."""
+    """Measure the links between the hosts that answer; report those of the others as dead."""
     needs = seen.needs
     cluster = needs.spec.cluster
     found = measure(
@@ -137,7 +140,7 @@ def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]
 
 
 def _untold(visits: Visits) -> Iterator[Finding]:
-    """Parts of a probe that could not look."""
+    """Yield a warning for each part of a probe that failed with an exception."""
     for host, facts in visits.first.items():
         for name, part in facts.items():
             if isinstance(part, Mapping) and set(part) == {"fault"}:
@@ -160,8 +163,8 @@ def _needs(
 
 
 def _slurms(spec: Spec) -> Mapping[str, int] | None:
-    """Inside of a Slurm job its hosts, whose names Slurm chooses, with the slots of the spec; None elsewhere,
-    and where the job has another number of them."""
+    """Return the hosts of this Slurm job, whose names Slurm chooses, with the slots of the spec. None outside
+    a job, if the names are those of the spec, and if their number differs."""
     if spec.cluster is None or spec.cluster.launcher != "slurm" or not os.environ.get(NODES):
         return None
     given, promised = list(allocation(os.environ, 1).hosts), spec.cluster.hosts

@@ -1,5 +1,5 @@
-"""GPUs and cores of a host: `look` asks nvidia-smi where it is on PATH, `check` compares them with the
-slots. GPUs of several kinds and memory in use are warned of."""
+"""Check GPUs and cores of a host: `look` asks nvidia-smi if it is on PATH, `check` compares the devices with
+the slots and warns of GPUs of several kinds and of memory in use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from dsft.doctor.finding import Seen
 
 ASKED = ("index", "name", "memory.total", "memory.used", "driver_version", "uuid")
-TIMEOUT = 5.0  # seconds; a driver that hangs is told, and waited for no longer
+TIMEOUT = 5.0  # seconds; after that a hanging driver is reported
 CHECK = "devices"
 BUSY = 1024
-"""MiB of a GPU's memory in use that are no longer a driver's own."""
+"""MiB of a GPU's memory in use above which it is not the driver's own."""
 
 
 def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """gpus: those that a process of this environment sees, memory in MiB; None without a driver; fault: what
-    nvidia-smi said where it failed."""
+    """Return facts about this host's devices.
+
+    gpus    GPUs visible to a process with this environment, memory in MiB; None without a driver
+    fault   what nvidia-smi printed if it failed
+    cores   number of cores that this process may use
+    forced  DS_ACCELERATOR
+    """
     facts: dict[str, Any] = {"gpus": None, "fault": None, "cores": len(os.sched_getaffinity(0))}
     facts["forced"] = environ.get("DS_ACCELERATOR")
     program = shutil.which("nvidia-smi")
@@ -40,7 +45,7 @@ def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def _asked(program: str, *words: str) -> str:
-    """Raises OSError with what nvidia-smi said where it failed."""
+    """Run nvidia-smi and return its output. Raises OSError with its last line if it failed."""
     told = subprocess.run([program, *words], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if told.returncode:
         said = (told.stdout + told.stderr).strip().splitlines()
@@ -65,13 +70,13 @@ def _parsed(text: str) -> list[dict[str, Any]]:
 
 
 def _number(text: str) -> int | None:
-    """`[N/A]` where memory is the host's."""
+    """Return the number; None for `[N/A]`, on devices that use host memory."""
     return int(text) if text.isdecimal() else None
 
 
 def _parts(text: str, gpus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of GPUs that are divided (MIG), as `nvidia-smi -L` lists them below each: a line such as
-    `MIG 1g.10gb Device 0: (UUID: MIG-…)`, whose profile names the memory in GB."""
+    """Parse the MIG instances that `nvidia-smi -L` lists below each divided GPU, in lines such as `MIG
+    1g.10gb Device 0: (UUID: MIG-…)`, where the profile gives the memory in GB."""
     found, whole = [], dict[str, Any]()
     for line in text.splitlines():
         if number := re.match(r"GPU (\d+):", line):
@@ -85,8 +90,8 @@ def _parts(text: str, gpus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _visible(gpus: list[dict[str, Any]], chosen: str | None) -> list[dict[str, Any]]:
-    """Those of CUDA_VISIBLE_DEVICES, by their numbers or by the first letters of their names (GPU-…, MIG-…);
-    CUDA stops at the first that is not there."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by index or by a prefix of their UUID (GPU-…,
+    MIG-…). As CUDA does, stop at the first entry that does not exist."""
     if chosen is None:
         return gpus
     found = []

@@ -1,5 +1,4 @@
-"""What was seen of a run's hosts, and what the doctor says of one thing on one host. Plain values; touches
-nothing."""
+"""Define the result of one check (`Finding`) and what the checks read (`Seen`). Plain values."""
 
 from __future__ import annotations
 
@@ -17,9 +16,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """check: its name in docs/doctor.md, such as `port`; host: as the spec names it, None for what is said of
-    all of them together; value: what was seen; why: what a run would come to; do: the way out. A failure is
-    what a run could not start with."""
+    """The result of one check, on one host or on all together.
+
+    check  its name in docs/doctor.md, such as `port`
+    host   as named in the spec; None: all hosts together
+    level  failure: a run could not start
+    value  what was found
+    why    the consequence for a run
+    do     the remedy
+    """
 
     check: str
     host: str | None
@@ -41,7 +46,7 @@ def passed(check: str, host: str | None, value: str) -> Finding:
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """Those with which a run could not start."""
+    """Return the findings that would stop a run from starting."""
     return [finding for finding in findings if finding.level == "failure"]
 
 
@@ -55,7 +60,8 @@ class Seen:
         return self.needs.hosts
 
     def part(self, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(host, what its probe says under that name), of each host that answered and could tell."""
+        """Yield (host, that part of its probe's answer) for each host that answered and whose part did not
+        fail."""
         for host, facts in self.visits.first.items():
             part = facts.get(name)
             if isinstance(part, Mapping) and set(part) != {"fault"}:
@@ -70,5 +76,5 @@ def gib(size: int) -> str:
 
 
 def listed(hosts: list[str]) -> str:
-    """Those of a large cluster not all."""
+    """Join host names with commas; beyond eight, only their number."""
     return ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")

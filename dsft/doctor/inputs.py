@@ -1,5 +1,5 @@
-"""The files that a spec names: `look` computes their digests on each host (samples of large
-ones), `check` finds those that are missing or differ."""
+"""Check the files that a spec names: `look` computes their digests on each host (from samples of large
+files), `check` finds those that are missing or differ."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from dsft.spec.listing import NoDataFileError, local_files
 if TYPE_CHECKING:
     from dsft.doctor.finding import Seen
 
-WHOLE = 4 << 20  # bytes up to which a file is read whole
-SAMPLES, SAMPLE = 64, 1 << 12  # number and bytes of what is read of a larger one
-SECONDS = 3.0  # that all of them may take; the sizes of the rest are compared alone
+WHOLE = 4 << 20  # bytes up to which a file is read completely
+SAMPLES, SAMPLE = 64, 1 << 12  # number and size of the samples of a larger one
+SECONDS = 3.0  # for all digests; of the remaining files only sizes are compared
 HUB = {"hub-model": "models", "hub-data": "datasets"}
 MODEL = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.bin")
 CHECK = "files"
 
 
 def look(wanted: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """wanted: {key, path, kind}, kind being file, data, folder, hub-model or hub-data. Key -> {files: name ->
-    [bytes, digest or None], missing: why}."""
+    """Return key -> {files: name -> [bytes, digest or None], missing: why}, or {commit} of a hub name.
+
+    wanted: {key, path, kind}, with kind one of file, data, folder, hub-model, hub-data.
+    """
     end = time.monotonic() + SECONDS
     return {each["key"]: _one(each["path"], each["kind"], end) for each in wanted}
 
@@ -60,7 +62,7 @@ def _facts(file: Path, end: float) -> list[Any]:
 
 
 def digest(file: Path, size: int) -> str:
-    """sha256 of the content up to WHOLE bytes, of samples at equal distances and of the end above."""
+    """Return the SHA-256 of the file's content; above WHOLE bytes, of equidistant samples and of the end."""
     found = hashlib.sha256()
     with file.open("rb") as opened:
         if size <= WHOLE:
@@ -75,7 +77,7 @@ def digest(file: Path, size: int) -> str:
 
 
 def hub_cache() -> Path:
-    """As huggingface_hub finds it (constants.py)."""
+    """Return the cache folder that huggingface_hub uses (constants.py)."""
     home = os.environ.get("HF_HOME") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
     )
@@ -84,7 +86,7 @@ def hub_cache() -> Path:
 
 
 def _hub(name: str, kind: str) -> dict[str, Any]:
-    """The commit that the cache holds: its files are named by their content."""
+    """Return the cached commit, which identifies the content of all its files."""
     name, _, revision = name.partition("@")
     folder = hub_cache() / f"{HUB[kind]}--{name.replace('/', '--')}"
     try:
@@ -130,8 +132,8 @@ def _of_key(wanted: Mapping[str, str], told: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _differing(files: Mapping[str, Mapping[str, list[Any]]]) -> set[str]:
-    """Names of files that one host has otherwise, or lacks; a digest that one host had no time for is not
-    held against another's."""
+    """Return the names of files that differ between hosts or are missing on some. A digest that a host had no
+    time to compute counts as equal."""
     found = set()
     for name in {name for each in files.values() for name in each}:
         facts = [each.get(name) for each in files.values()]

@@ -1,5 +1,5 @@
-"""Open files and locked memory: `look` reads the limits of this process, which a launcher's processes share
-where they are started the same way; `check` compares them with what a run takes."""
+"""Check the limits of open files and locked memory: `look` reads those of this process, which ranks share if
+they are started the same way; `check` compares them with what a run needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 INFINIBAND = Path("/sys/class/infiniband")
 FILES_OF_RANK = 8
-"""Sockets that a rank keeps to each other one, over all groups, and some to spare."""
+"""Sockets that a rank opens to each other rank, over all process groups, with some in reserve."""
 FILES = 512  # data, libraries, logs
 
 
 def look() -> dict[str, Any]:
-    """files: open at once, soft and hard; locked: bytes; each None where there is no limit."""
+    """Return the limits: files [soft, hard], locked in bytes, each None if unlimited; and the InfiniBand
+    cards."""
     files, locked = (resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     cards = sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     return {

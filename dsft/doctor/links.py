@@ -1,8 +1,8 @@
-"""How fast the hosts reach each other: takes their names, starts `dsft.engine.links` on each, gives every
-link's latency and bandwidth, an all-reduce's, and findings that name a slow or dead link. Leaves no process.
+"""Measure the network between the hosts: start `dsft.engine.links` on each, measure every link's latency and
+bandwidth and an all-reduce, and report slow or dead links. Leaves no process behind.
 
-Transfers are between two hosts at a time, one direction after the other, so that no link is measured under
-the load of another.
+Only two hosts transfer at a time, one direction after the other, so that no link is measured under the load
+of another.
 """
 
 from __future__ import annotations
@@ -26,28 +26,39 @@ from dsft.remote import forwarded, module_command
 
 PROGRAM = "dsft.engine.links"
 ALL_PAIRS = 16
-"""Hosts up to which every pair is measured; above, each with its two neighbours and one drawn."""
-SECONDS = 0.3  # of an all-reduce of one size
-TRIES = 3  # of a link that is slow or far at first
+"""Number of hosts up to which every pair is measured; above, each host with its two neighbors and a random
+one."""
+SECONDS = 0.3  # seconds of an all-reduce of one size
+TRIES = 3  # measurements of a link that is slow or far at first
 START, REACH, PAIR, REDUCE = 60.0, 10.0, 60.0, 180.0
-"""Seconds that hosts have to import torch and answer, to connect, for both directions of a pair, and for the
-all-reduces."""
+"""Seconds that hosts have to import torch and answer, to connect, to measure both directions of a pair, and
+for the all-reduces."""
 HALF = 0.5
-"""A link slower than this part of the others' median is named; with two hosts, of what is expected of it."""
+"""A link slower than this fraction of the others' median is reported; with two hosts, of the expected
+speed."""
 LEAST_GBIT = 1.0
-"""Expected of a link where nothing says more: the slowest that servers have had for twenty years. The bf16
-gradients of a billion parameters are 2 GB, sent and received: 16 s and more a step at that speed."""
+"""Expected speed of a link in Gbit/s if the interface reports none: the slowest that servers have had for
+twenty years. The bf16 gradients of a billion parameters are 2 GB, sent and received: 16 s and more per step
+at that speed."""
 MOST_GBIT = 10.0
-"""Expected at most of a faster interface: the one TCP stream of the measurement may not fill more."""
+"""Upper limit of the expected speed in Gbit/s: the single TCP stream of the measurement may not fill a faster
+interface."""
 FAR, FAR_TIMES = 0.005, 5.0
-"""A round trip in seconds that no two hosts of one data centre need, and times the others' median."""
+"""A link is far if its round trip exceeds both: seconds that no two hosts of one data center need, and a
+multiple of the others' median."""
 SIZES = {"gloo": (4, 65_536, 1 << 20, 1 << 24), "nccl": (4, 1 << 20, 1 << 24, 1 << 28)}
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction. interface: the sender's; address: the receiver's; round_trip in seconds; gbit: 10⁹ bits
-    a second. error: why there are none."""
+    """One direction between two hosts.
+
+    interface   the sender's
+    address     the receiver's
+    round_trip  seconds
+    gbit        10⁹ bits per second
+    error       why there is no measurement
+    """
 
     sender: str
     receiver: str
@@ -60,8 +71,8 @@ class Link:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """bus_gbit: 2 (n − 1) / n · bytes ÷ seconds, which does not depend on n where the links are what limits
-    (nccl-tests, doc/PERFORMANCE.md)."""
+    """Result of an all-reduce of one size. bus_gbit: 2 (n − 1) / n · bytes ÷ seconds in Gbit/s, which does
+    not depend on n if the links are the limit (nccl-tests, doc/PERFORMANCE.md)."""
 
     bytes: int
     seconds: float
@@ -70,7 +81,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Network:
-    """sampled: not every pair was measured."""
+    """The results. sampled: not every pair was measured."""
 
     hosts: tuple[str, ...]
     links: tuple[Link, ...]
@@ -94,9 +105,14 @@ def measure(
     through: Literal["ssh", "srun"] = "ssh",
     told: Callable[[str], None] = lambda text: None,
 ) -> Network:
-    """hosts: host -> slots; interface: that of all hosts, None: the one that the way to a host takes;
-    environ: variables of the ranks, by default those that every host gets from here; told: gets what is
-    measured now."""
+    """Measure the links between the hosts, and an all-reduce.
+
+    hosts        host -> slots
+    interface    used on all hosts; None: the one on the route to each host
+    environ      variables of the ranks, by default those that `dsft.remote.forwarded` selects here
+    expect_gbit  expected Gbit/s of each link, in place of the default
+    told         called with a line about the current measurement
+    """
     named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
     variables = named | dict(forwarded(os.environ, None) if environ is None else environ)
 
@@ -114,7 +130,8 @@ def measure(
 
 @dataclass(frozen=True)
 class _Measurement:
-    """there: host -> its store's port, interfaces and GPUs, of those that answer."""
+    """The measurement on open channels. there: host -> its store's port, interfaces and GPUs, for hosts that
+    answer."""
 
     talks: Talks
     there: Mapping[str, Facts]
@@ -142,8 +159,8 @@ class _Measurement:
         )  # fmt: skip
 
     async def _links(self, pairs: Sequence[tuple[str, str]]) -> list[Link]:
-        """Both directions of all pairs. One that would be named is measured up to TRIES times, and its best
-        counts: another program may have had the core."""
+        """Measure both directions of all pairs. A link that would be reported is measured up to TRIES times,
+        and its best result counts: another program may have occupied the core."""
         links: dict[tuple[str, str], Link] = {}
         for number, (one, other) in enumerate(pairs, start=1):
             self.told(f"{one} ⇄ {other}, pair {number} of {len(pairs)}")
@@ -159,7 +176,7 @@ class _Measurement:
         return list(links.values())
 
     async def _pair(self, one: str, other: str) -> list[Link]:
-        """One's link to the other, and the way back. Each connects to the other before they measure."""
+        """Measure one's link to the other, and back. First each connects to the other."""
         to, port = {one: other, other: one}, {host: self.there[host]["port"] for host in (one, other)}
         address = {host: _address(self.there[host], self.interface) or host for host in to}
         found = await self._ask(
@@ -189,7 +206,8 @@ class _Measurement:
         return {host: answers.get(host) or {"error": str(silent[host])} for host in questions}
 
     def _expected(self, links: Sequence[Link]) -> float:
-        """Gbit/s: as asked for, else what the interfaces that were used say of themselves."""
+        """Return the expected Gbit/s of a link: the given one, else from the speeds of the interfaces that
+        were used."""
         used = (self.there[link.sender]["interfaces"].get(link.interface, {}) for link in links)
         known = [each["speed"] / 1000 for each in used if each.get("speed", 0) > 0]
         return self.expect_gbit or (min(*known, MOST_GBIT) if known else LEAST_GBIT)
@@ -206,7 +224,7 @@ class _Measurement:
             "do": "all_reduce", "name": str(next(self.names)), "world_size": size, "backend": backend,
             "address": place[first], "port": self.there[first]["port"], "sizes": sizes, "seconds": SECONDS,
         }  # fmt: skip
-        questions = {  # peer: of another host, since its own name may be 127.0.1.1 on a host
+        questions = {  # peer: another host, since a host may resolve its own name to 127.0.1.1
             host: {**order, "ranks": list(own), "peer": place[first if host != first else hosts[-1]]}
             for host, own in ranks.items()
         }
@@ -231,7 +249,8 @@ class _Measurement:
 
 
 def pairs_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """All; above ALL_PAIRS hosts a ring and as many pairs again, drawn anew at each call."""
+    """Return all pairs; above ALL_PAIRS hosts, a ring and one random partner per host, new ones at each
+    call."""
     if len(hosts) <= ALL_PAIRS:
         return list(itertools.combinations(hosts, 2))
     ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
@@ -241,8 +260,8 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
 def ranks_of(
     hosts: Mapping[str, int], gpus: Mapping[str, int], environ: Mapping[str, str]
 ) -> tuple[str, dict[str, list[int]]]:
-    """The backend, and each host's ranks: one a GPU where every slot has one; else one a host, and all slots
-    of a host that is alone."""
+    """Return the backend and each host's ranks: one per GPU if every slot has a GPU; else one per host, or
+    all slots of a single host."""
     on_gpu = environ.get("DS_ACCELERATOR") != "cpu" and all(
         gpus[host] >= slots for host, slots in hosts.items()
     )
@@ -252,13 +271,14 @@ def ranks_of(
 
 
 def sizes_for(backend: str, links: Sequence[Link]) -> list[int]:
-    """Bytes of the all-reduces: those that the slowest link lets through in a third of a second."""
+    """Return the all-reduce sizes in bytes: those that the slowest link transfers in about a third of a
+    second."""
     slowest = min((link.gbit for link in links if link.gbit), default=math.inf)
     return [size for number, size in enumerate(SIZES[backend]) if not number or size * 48e-9 < slowest]
 
 
 def unreached(host: str, reason: str) -> Finding:
-    """A host on which nothing could be started from here."""
+    """Return the finding for a host on which no program could be started from here."""
     here, own = socket.gethostname(), address_towards(host)
     through = f" ({interface_of(own)})" if own and interface_of(own) else ""
     return Finding(
@@ -270,7 +290,7 @@ def unreached(host: str, reason: str) -> Finding:
 
 
 def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[Finding]:
-    """A finding for each dead or slow direction; one for all where there is none."""
+    """Yield a finding for each dead, slow or far direction; one pass for all if there is none."""
     if not links:
         yield passed("links", None, "no two hosts that answer, so no link to measure")
     bad = False
@@ -327,11 +347,11 @@ def _far(link: Link, links: Sequence[Link]) -> Finding | None:
 
 
 def _least(link: Link, links: Sequence[Link], expected: float, given: bool) -> tuple[float, str]:
-    """In Gbit/s, and in words."""
+    """Return the least acceptable Gbit/s, and its description."""
     if given:
         return expected, f"the {expected:g} expected"
     others = sorted(o.gbit for o in links if o.gbit is not None and _ends(o) != _ends(link))
-    if len(others) == 4:  # three hosts: where one is slow, so are half of the others
+    if len(others) == 4:  # three hosts: if one of them is slow, so is half of these links
         others = others[2:]
     if others:
         median = statistics.median(others)
@@ -355,6 +375,6 @@ def _best(link: Link, other: Link) -> Link:
 
 
 def _address(there: Facts, interface: str | None) -> str | None:
-    """Of the interface on that host, IPv4 first."""
+    """Return the address of the interface on that host, IPv4 first; None without one."""
     addresses = there["interfaces"].get(interface, {}).get("addresses", ())
     return next(iter(sorted(addresses, key=lambda address: ":" in address)), None)

@@ -1,5 +1,5 @@
-"""What a run needs of its hosts: takes a checked spec, gives the orders of each host's probe and the sizes
-that are known. Reads the census of a model that was counted before; counts none."""
+"""Work out what a run needs of its hosts: the orders for each host's probe, and the known sizes. Reads the
+model's census if there is one; counts none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Place:
-    """A folder. least: bytes without which the run ends in its midst; wanted: with all that it keeps; None
-    where nothing is known."""
+    """A folder.
+
+    path    None: each host finds it from its own variables
+    least   bytes without which the run ends before its end; None if unknown
+    wanted  bytes with everything that the run keeps; None if unknown
+    """
 
     path: str | None
     least: int | None = None
@@ -37,9 +41,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Needs:
-    """hosts: host -> slots, None where the spec has no cluster; port: of rank 0; places: key -> folder;
-    locked: bytes that a process locks, None where nothing is known; inputs: as `look.inputs` wants them;
-    through: what reaches the hosts: srun inside of an allocation of Slurm's, where that is the launcher."""
+    """What the doctor checks, and on which hosts.
+
+    hosts    host -> slots; None if the spec has no cluster
+    port     rank 0's
+    places   key -> folder
+    locked   bytes that a process locks; None if unknown
+    inputs   for `inputs.look`
+    through  srun inside a Slurm allocation if that is the spec's launcher, else ssh
+    """
 
     spec: Spec
     hosts: Mapping[str, int | None]
@@ -75,8 +85,8 @@ class Needs:
 def needs_of(
     spec: Spec, spec_path: Path, hosts: Mapping[str, int] | None, port: int, environ: Mapping[str, str] | None
 ) -> Needs:
-    """hosts: in place of the spec's; environ: variables that each rank gets, by default
-    those that every host gets from here (`dsft.remote.forwarded`)."""
+    """Return the needs of a spec. hosts: in place of the spec's; environ: variables that each rank gets, by
+    default those that `dsft.remote.forwarded` selects here."""
     own = hosts or (spec.cluster.hosts if spec.cluster else None)
     found: Mapping[str, int | None] = dict(own) if own else {"localhost": None}
     census = known_census(spec.model)
@@ -106,7 +116,7 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
         return None
     try:
         return swapped(census, spec, layout(spec.parallel, sum(slots)).data_parallel)
-    except SpecError:  # a hostfile of another size: the world's guard tells it
+    except SpecError:  # a hostfile of another size: the run's start reports it
         return None
 
 
@@ -130,7 +140,8 @@ def _places(
 
 
 def _output(spec: Spec, census: Census | None) -> Place:
-    """A checkpoint is written whole before an older one is removed, and the export comes last."""
+    """Return the output folder with its sizes: a checkpoint is written before an older one is removed, and
+    the export comes last."""
     if census is None:
         return Place(spec.output_dir)
     checkpoint = census.trained * (FP32 + moment_bytes(spec))

@@ -1,5 +1,5 @@
-"""Interfaces, names, the port of rank 0, and whether hosts reach each other. `look` asks the name service,
-`listening` listens on the port and on a free one, `reach` connects to those of other hosts."""
+"""Check interfaces, host names, rank 0's port, and whether hosts reach each other: `look` asks the name
+service, `listening` opens that port and a free one, `reach` connects to those of other hosts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ T = TypeVar("T")
 
 
 def look(names: Sequence[str]) -> dict[str, Any]:
-    """resolved: name -> its addresses, [] where there are none, None where the name service did not answer in
-    time; hostname: how this host calls itself, resolved too; named: the interface that variables name."""
+    """Return facts about this host's network.
+
+    resolved  name -> its addresses; [] if unknown, None if the name service did not answer in time
+    hostname  this host's own name, which is resolved too
+    named     the interface that the environment names
+    """
     own = socket.gethostname()
     named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return {
@@ -51,8 +55,8 @@ def addresses(name: str) -> list[str]:
 
 @contextmanager
 def listening(port: int | None) -> Iterator[dict[str, Any]]:
-    """On a free port (`free`), and on `port` where it is given (`port`: None: it was free and is held until
-    the block ends; else who has it)."""
+    """Listen on a free port, and on `port` if given, until the block ends. Yields {free: the free port, port:
+    None if that one was free, else who uses it}."""
     with _server(0) as free:
         facts: dict[str, Any] = {"free": free.getsockname()[1]}
         if port is None:
@@ -75,7 +79,7 @@ def _server(port: int) -> socket.socket:
 
 
 def holder(port: int) -> str | None:
-    """The process that listens there, as far as this user may see."""
+    """Return the process that listens at the port; None if this user cannot see it."""
     try:
         found = [
             entry
@@ -88,7 +92,7 @@ def holder(port: int) -> str | None:
 
 
 def reach(targets: Mapping[str, Sequence[Any]]) -> dict[str, str | float | None]:
-    """Targets: a name -> (address, port). A name -> seconds until it answered, or why it did not."""
+    """Connect to each target (name -> (address, port)). Return name -> seconds, or why it failed."""
     return each(lambda name: _connect(*targets[name]), list(targets), CONNECT + NAMES)
 
 
@@ -104,7 +108,8 @@ def _connect(address: str, port: int) -> str | float:
 
 
 def each(work: Callable[[str], T], names: Sequence[str], limit: float) -> dict[str, T | None]:
-    """All at once; None for what has not ended within `limit` seconds (a name service cannot be stopped)."""
+    """Call `work` for all names in parallel threads; None for calls that take longer than `limit` seconds (a
+    call to the name service cannot be cancelled)."""
     found: dict[str, T | None] = dict.fromkeys(names)
 
     def one(name: str) -> None:
@@ -135,7 +140,7 @@ def port(seen: Seen) -> Iterator[Finding]:
 
 
 def chosen(part: Mapping[str, Any]) -> str | None:
-    """The interface that the variables name on this host, as it is called there; None where none is named."""
+    """Return the interface that the variables select on this host; None if they name none."""
     named = (part.get("named") or "").split(",")[0].strip()
     if not named or named.startswith("^"):
         return None
@@ -146,8 +151,8 @@ def chosen(part: Mapping[str, Any]) -> str | None:
 
 
 def address_of(host: str, part: Mapping[str, Any]) -> str | None:
-    """Where others would reach this host's ranks: on the interface that is named, else what its own name
-    stands for, else its first that is not the loopback's; None where there is none."""
+    """Return the address at which other hosts reach this host's ranks: on the named interface, else from its
+    own name, else of its first interface that is not a loopback; None if there is none."""
     name = chosen(part)
     if name is not None:
         found = part["interfaces"].get(name, {}).get("addresses", [])
@@ -190,12 +195,13 @@ def _unnamed(host: str, part: Mapping[str, Any]) -> Finding:
 
 
 def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
-    """As it searches: InfiniBand's first, then what is neither loopback nor Docker's."""
+    """Return whether NCCL would consider the interface. It prefers InfiniBand, then skips loopback and
+    Docker's."""
     return bool(found["up"] and found["addresses"] and not name.startswith(("lo", "docker")))
 
 
 def names(seen: Seen) -> Iterator[Finding]:
-    """Each host knows all others by the names of the spec."""
+    """Check that each host resolves the spec's names of all others."""
     if len(seen.slots) < 2:
         return
     good = len(seen.visits.first) == len(seen.slots)
@@ -220,7 +226,8 @@ def names(seen: Seen) -> Iterator[Finding]:
 def targets(
     seen_first: Mapping[str, Mapping[str, Any]], first: str, number: int
 ) -> dict[str, tuple[str, int]]:
-    """Label -> (address, port) that all hosts try: rank 0's, and each host's own address."""
+    """Return label -> (address, port) that all hosts connect to: rank 0's port, and each host's own
+    address."""
     found = {}
     for host, facts in seen_first.items():
         part, listening = facts.get("network", {}), facts.get("listening", {})
@@ -235,7 +242,7 @@ def targets(
 
 
 def connections(seen: Seen) -> Iterator[Finding]:
-    """From each host to each other."""
+    """Check that each host reaches each other."""
     if len(seen.slots) < 2:
         return
     tried = good = 0
@@ -256,7 +263,7 @@ def connections(seen: Seen) -> Iterator[Finding]:
 
 
 def _is_of_link(address: str) -> bool:
-    """An fe80::… means nothing without the interface of the one who calls it."""
+    """Return whether the address is link-local (fe80::…): it is useless without the caller's interface."""
     return ipaddress.ip_address(address).is_link_local
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed's compiled ops: `look` finds those that this host would have to compile, and tries its compiler
-on ten lines; `check` says whether it can."""
+"""Check DeepSpeed's compiled operations: `look` lists those that this host would have to compile and tries
+its compiler on ten lines, `check` reports whether it can."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ CHECK = "compiler"
 
 
 def look(ops: Sequence[str], on_cpu: bool) -> dict[str, Any]:
-    """root: the folder of compiled ops; lacking: those that would have to be compiled; fault: why they cannot
-    be, and the way out; compiler: its name and version."""
+    """Return facts about the compiled operations.
+
+    root      their folder
+    lacking   operations still to be compiled
+    fault     why they cannot be, and the remedy
+    compiler  its name and version
+    """
     lacking = [op for op in ops if not is_compiled(op, "cpu" if on_cpu else "cuda")]
     facts: dict[str, Any] = {"root": str(build_folder()), "ops": list(ops), "lacking": lacking, "fault": None}
     if lacking:

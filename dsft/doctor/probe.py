@@ -1,6 +1,6 @@
-"""The program that the doctor starts on each host. It answers two questions that come over `dsft.remote`:
-what this host is like, and whether it sees the file with the nonce and reaches the other hosts. It keeps
-listening, and keeps that file, until its input ends. Imports nothing of the run."""
+"""The program that the doctor starts on each host. It answers two questions over `dsft.remote`: what this
+host is like; then whether it sees the first host's nonce file and reaches the other hosts. It keeps its ports
+open and the nonce file in place until its input ends. Imports no training code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dsft.remote import serve
 def main() -> None:
     with ExitStack() as kept:
         serve(lambda order: [second(order) if "targets" in order else facts(order, kept)])
-    os._exit(0)  # a disk or the name service may hang
+    os._exit(0)  # do not wait for threads: a disk or the name service may hang
 
 
 def facts(orders: Mapping[str, Any], kept: ExitStack) -> dict[str, Any]:
-    """What is asked for, each part by itself: one that fails is {fault: why}."""
+    """Return all parts of the first answer; a part that fails is {fault: why}."""
     found: dict[str, Any] = {"folder": _enter(orders["folder"])}
     found["devices"] = _part(devices.look)
     on_cpu = is_on_cpu(found["devices"], software.cuda_of_torch())
@@ -44,20 +44,21 @@ def facts(orders: Mapping[str, Any], kept: ExitStack) -> dict[str, Any]:
 
 
 def _folders(named: Mapping[str, str | None]) -> dict[str, str]:
-    """Those without a path are found by this host's own variables."""
+    """Fill in the folders without a path from this host's own variables."""
     own = {storage.EXTENSIONS: build_folder, storage.HUB: inputs.hub_cache}
     return {key: str(own[key]()) if path is None else path for key, path in named.items()}
 
 
 def is_on_cpu(found: Mapping[str, Any], cuda: str | None) -> bool:
-    """As DeepSpeed chooses its accelerator (accelerator/real_accelerator.py)."""
+    """Return whether DeepSpeed would choose the CPU (accelerator/real_accelerator.py)."""
     if found.get("forced"):
         return bool(found["forced"] == "cpu")
     return cuda is None or not found.get("gpus")
 
 
 def second(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """sees: of the file with the nonce; reached: a name of a target -> seconds, or why not."""
+    """Return the second answer. sees: "yes" or why the nonce file is not visible; reached: target -> seconds,
+    or why it failed."""
     file = wanted["file"]
     return {
         "sees": None if file is None else storage.sees(file, wanted["nonce"]),
@@ -68,12 +69,12 @@ def second(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def _part(work: Callable[[], Any]) -> Any:
     try:
         return work()
-    except Exception as error:  # of a system that is unlike those seen here: the other parts are still told
+    except Exception as error:  # an unexpected system: still return the other parts
         return {"fault": f"{type(error).__name__}: {error}"}
 
 
 def _enter(folder: str) -> str | None:
-    """Why the folder that the run starts in cannot be entered; None where it can."""
+    """Enter the folder in which the run starts. Return None, or why it cannot be entered."""
     try:
         os.chdir(folder)
     except OSError as error:

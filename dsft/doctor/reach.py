@@ -1,5 +1,5 @@
-"""Which hosts answered, and why the others did not, by the words of ssh, srun, the shell and Python; and what
-this machine can tell alone: the hostfile, and the launcher's programs on PATH."""
+"""Report which hosts answered, and explain from the output of ssh, srun, the shell and Python why others did
+not. Also check what this machine knows alone: the hostfile, and the launcher's programs on PATH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsft.plan.hostfile import parse
 CHECK = "reach"
 WHY = "a run has to start processes there, and would hang or fail"
 
-# What was said -> what is the matter, and what to do.
+# Pattern of the output -> the cause, and the remedy.
 _WORDS: tuple[tuple[str, str, str], ...] = (
     (r"[Cc]ould not resolve hostname|Name or service not known|Temporary failure in name resolution",
      "its name is not known here", "correct cluster.hosts, or add it to /etc/hosts or the name service"),
@@ -70,7 +70,8 @@ def reach(seen: Seen) -> Iterator[Finding]:
 
 
 def _from_outside(seen: Seen, finding: Finding) -> Finding:
-    """Slurm may let nobody onto a host who has no allocation there."""
+    """Lower the finding to a warning outside a Slurm allocation, where Slurm may not let users onto its
+    hosts."""
     cluster = seen.needs.spec.cluster
     if cluster is None or cluster.launcher != "slurm" or seen.needs.through == "srun":
         return finding
@@ -112,7 +113,7 @@ def folders(seen: Seen) -> Iterator[Finding]:
 
 
 def hostfile(seen: Seen) -> Iterator[Finding]:
-    """`hostfiles/NAME`, where it is there, says what the spec says."""
+    """Check that `hostfiles/NAME`, if it exists, has the spec's hosts and slots."""
     cluster, file = seen.needs.spec.cluster, Path("hostfiles", seen.needs.spec.name)
     if cluster is None or cluster.launcher not in {"dsft", "deepspeed"} or not file.is_file():
         return
@@ -135,7 +136,7 @@ def hostfile(seen: Seen) -> Iterator[Finding]:
 
 
 def programs(seen: Seen) -> Iterator[Finding]:
-    """Of the launcher, on this machine."""
+    """Check that the launcher's program is on this machine's PATH."""
     cluster = seen.needs.spec.cluster
     if cluster is None or len(cluster.hosts) < 2:
         return

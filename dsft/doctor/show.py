@@ -1,5 +1,5 @@
-"""What the doctor prints: findings for people, or one JSON object for programs. Writes standard output, and
-while it waits standard error."""
+"""Print the doctor's findings, for people or as one JSON object, to standard output, and its progress to
+standard error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsft.doctor.links import Link, Network
 from dsft.doctor.software import differing, table
 from dsft.errors import WorldError, plain
 
-SLOWEST = 12  # directions that are listed where there are too many hosts for a table
+SLOWEST = 12  # directions listed if there are too many hosts for a table
 
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows a line on a terminal in place of the last one; at the end it is gone.
-    Elsewhere nothing is shown."""
+    """Yield a function that shows one transient line on a terminal, replacing the last one; the line is
+    erased at the end. Shows nothing if `quiet`, or if standard error is not a terminal."""
 
     def show(text: str) -> None:
         if not quiet and sys.stderr.isatty():
@@ -62,14 +62,14 @@ def _counted(number: int, what: str) -> str:
 def _wrapped(begin: str, text: str) -> None:
     text = plain(text)
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 160))
-    if not sys.stdout.isatty():  # a line each, for grep
+    if not sys.stdout.isatty():  # one line each, for grep
         print(f"{begin}{text}")
         return
     print(textwrap.fill(text, width, initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 
 def _print_table(different: Mapping[str, Mapping[str, str]]) -> None:
-    """A row a version, a column a host; hosts of the same versions share a column."""
+    """Print a row per version and a column per group of hosts with the same versions."""
     hosts = list(next(iter(different.values())))
     groups: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
@@ -121,8 +121,8 @@ def _cell(link: Link) -> str:
 
 
 def as_json(seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None) -> str:
-    """versions: what -> host -> version; differing: those of them that are not the same everywhere; network:
-    None where it was not measured."""
+    """Return the JSON text. versions: package -> host -> version; differing: names of those that differ
+    between hosts; network: None if it was not measured."""
     versions = table(seen)
     return json.dumps(
         {

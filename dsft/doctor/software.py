@@ -1,5 +1,5 @@
-"""Versions, which have to be the same on all hosts: `look` reads the installed packages' metadata, torch's
-version.py and dsft's own files without importing any of them."""
+"""Check that versions are the same on all hosts: `look` reads package metadata, torch's version.py and dsft's
+own files without importing them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from dsft.doctor.finding import Seen
 
 ALSO = ("safetensors", "peft", "pydantic")
-"""Packages beside DECISIVE that decide messages and files."""
+"""Packages beside DECISIVE that affect messages and files."""
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _CUDA = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
 CHECK = "versions"
 MILD = ("peft", "pydantic", "safetensors", "driver")
-"""Whose difference changes no number that hosts exchange."""
+"""Packages whose versions may differ without changing numbers that hosts exchange."""
 NEEDED = ("torch", "deepspeed", "transformers")
 
 
 def look() -> dict[str, Any]:
-    """versions: name -> version, None where it is not installed; executable: the Python that runs this."""
+    """Return versions (name -> version, None if not installed) and the path of this Python (executable)."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= decisive_versions() | {name: version_of(name) for name in ALSO}
     versions["CUDA of torch"] = cuda_of_torch()
@@ -36,7 +36,7 @@ def look() -> dict[str, Any]:
 
 
 def cuda_of_torch() -> str | None:
-    """That torch was built for; None on a CPU build, or without torch."""
+    """Return the CUDA version that torch was built for; None for a CPU build or without torch."""
     file = package_file("torch", "version.py")
     if file is None:
         return None
@@ -45,7 +45,7 @@ def cuda_of_torch() -> str | None:
 
 
 def table(seen: Seen) -> dict[str, dict[str, str]]:
-    """What -> host -> version, of all that answered."""
+    """Return package -> host -> version for all hosts that answered."""
     found: dict[str, dict[str, str]] = {}
     for host, part in seen.part("software"):
         for name, version in part["versions"].items():
@@ -96,7 +96,7 @@ def check(seen: Seen) -> Iterator[Finding]:
 
 
 def _grouped(by_host: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Hosts of one version together; the rarest version last."""
+    """Return (hosts, version) pairs, one per version; the rarest version last."""
     groups: dict[str, list[str]] = {}
     for host, version in by_host.items():
         groups.setdefault(version, []).append(host)
@@ -108,7 +108,7 @@ def _grouped(by_host: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _is_patch(name: str, by_host: Mapping[str, str]) -> bool:
-    """Of Python, whose last number changes nothing that is exchanged."""
+    """Return whether only Python's patch version differs, which affects nothing that hosts exchange."""
     return name == "python" and len({version.rpartition(".")[0] for version in by_host.values()}) == 1
 
 

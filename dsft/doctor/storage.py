@@ -1,5 +1,5 @@
-"""Folders and /dev/shm. `look` writes an empty file into each folder and removes it at once; the first host
-writes a file with a nonce that the others look for. The checks compare free space with what the run keeps."""
+"""Check folders and /dev/shm: `look` writes a temporary file in each folder; the first host writes a file
+with a nonce that the others look for. The checks compare free space with what the run keeps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 SHM = Path("/dev/shm")
 NVME = "nvme_path"
 EXTENSIONS, HUB = "TORCH_EXTENSIONS_DIR", "HF_HUB_CACHE"
-"""Folders that each host finds by its own variables."""
+"""Folders that each host finds from its own variables."""
 FLOOR, LITTLE = 256 << 20, 2 * GIB
-"""Bytes below which a run cannot be expected to write at all; below which one is warned, where its own sizes
-are not known."""
+"""Free bytes below which a run is expected to fail; below which a warning is given, if the run's sizes are
+unknown."""
 SHM_OF_RANK = 69 << 20
-"""Of /dev/shm, per rank on CPUs: DeepSpeed's buffer for adding up in shared memory, 69 MB."""
+"""Bytes of /dev/shm per rank on CPUs: DeepSpeed's buffer for reductions in shared memory, 69 MB."""
 SHM_OF_NCCL = GIB
-"""NCCL keeps tens of MB per pair of GPUs there; containers have 64 MiB where nobody says otherwise."""
+"""Bytes of /dev/shm for NCCL, which uses tens of MB per pair of GPUs; the default of containers is 64 MiB."""
 
 _WHAT = {
     "output_dir": "checkpoints, logs and the export are written there",
@@ -40,13 +40,15 @@ _WHAT = {
 
 
 def look(folders: Mapping[str, str]) -> dict[str, Any]:
-    """folders: key -> path. shm: bytes of /dev/shm, None where there is none."""
+    """Return facts about the folders (key -> path) and {free: bytes} of /dev/shm, None if it does not
+    exist."""
     free = {"free": shutil.disk_usage(SHM).free} if SHM.is_dir() else None
     return {"folders": {key: folder(key, Path(path)) for key, path in folders.items()}, "shm": free}
 
 
 def folder(key: str, path: Path) -> dict[str, Any]:
-    """place: the folder itself or the nearest above it that is there; refused: why it cannot be used."""
+    """Return facts about a folder. place: the folder, or its nearest existing parent; refused: why it cannot
+    be used."""
     facts: dict[str, Any] = {"path": str(path), "refused": None}
     try:
         place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
@@ -66,8 +68,8 @@ def folder(key: str, path: Path) -> dict[str, Any]:
 
 @contextmanager
 def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
-    """The path of a file in the shared folder that holds the nonce; None where it cannot be written. A folder
-    that is made for it is removed with it."""
+    """Write a file with the nonce to the shared folder; yield its path, None if it cannot be written. At the
+    end, remove the file and the folders created for it."""
     folder, made = Path(shared).absolute(), []
     for each in (folder, *folder.parents):
         if each.exists():
@@ -84,13 +86,14 @@ def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
-        with suppress(OSError):  # a run has begun to use it
+        with suppress(OSError):  # not empty: a run has begun to use it
             for each in made:
                 each.rmdir()
 
 
 def sees(path: str, nonce: str) -> str:
-    """`yes`, or why not. The folder is listed first: a network disk may remember that there was no file."""
+    """Return `yes`, or why the nonce file is not visible. Lists the folder first, since a network disk may
+    cache the file's absence."""
     try:
         os.listdir(Path(path).parent)
         return "yes" if Path(path).read_text(encoding="utf-8") == nonce else "it holds something else"
@@ -134,11 +137,11 @@ def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: Place) -> 
 
 
 def shared(seen: Seen) -> Iterator[Finding]:
-    """The first host wrote a file, and the others looked for it."""
+    """Check that the others see the file that the first host wrote."""
     if len(seen.slots) < 2 or seen.needs.first not in seen.visits.first:
         return
     written, folder = seen.visits.first[seen.needs.first].get("shared"), seen.needs.spec.output_dir
-    if written is None:  # it cannot be written, which `space` tells
+    if written is None:  # it cannot be written, which `space` reports
         return
     blind = {
         host: said["sees"]

@@ -1,5 +1,5 @@
-"""Questions to a module on all hosts at once (`Talks`), and the two that `dsft.doctor.probe` is asked: what a
-host is like, and what it sees of the others. Leaves no process behind."""
+"""Ask a module on all hosts at once (`Talks`), and ask `dsft.doctor.probe` its two questions (`visit`): what
+a host is like, and what it sees of the others. Leaves no process behind."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from dsft.remote import Channel, NoAnswer
 
 PROBE = "dsft.doctor.probe"
 ANSWER = 30.0
-"""Seconds that a host which lets itself be reached may take: a disk or a name service that hangs."""
+"""Seconds that a reachable host has to answer: a disk or the name service may hang."""
 
 Facts = Mapping[str, Any]
 Command = Callable[[str], Sequence[str]]
-"""Host -> the argument vector that starts the module there."""
+"""Return host -> the argument vector that starts the module there."""
 
 
 @dataclass(frozen=True)
 class Silence:
-    """Why a host gave no facts. code: the exit code of what was started, None where it had to be ended; said:
-    what it printed besides."""
+    """Why a host did not answer.
+
+    code  exit code of the process that was started; None if it had to be killed
+    said  its other output
+    """
 
     code: int | None
     said: str
@@ -37,7 +40,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class Visits:
-    """first and second: answers by host; silent: hosts that gave none, or no second one."""
+    """All answers. first, second: by host; silent: hosts without a first or second answer."""
 
     first: Mapping[str, Facts]
     second: Mapping[str, Facts]
@@ -45,7 +48,7 @@ class Visits:
 
 
 class Talks:
-    """Channels to a module on several hosts. silent: hosts that gave no answer; they are asked no more."""
+    """Channels to a module on several hosts. silent: hosts that did not answer; they are not asked again."""
 
     def __init__(self, command: Command, environ: Mapping[str, str]) -> None:
         self._command, self._environ = command, environ
@@ -66,7 +69,8 @@ class Talks:
         seconds: float,
         answered: Callable[[str], None] = lambda host: None,
     ) -> dict[str, Facts]:
-        """Host -> question; return host -> answer, of those that gave one in this time, in the same order."""
+        """Ask each host its question. Returns host -> answer for hosts that answered in time, in the same
+        order."""
         found = await asyncio.gather(
             *(self._ask(host, question, seconds, answered) for host, question in questions.items())
         )
@@ -78,14 +82,14 @@ class Talks:
         if host in self.silent:
             return None
         try:
-            if host not in self._channels:  # the name service is asked in a thread
+            if host not in self._channels:  # in a thread: it asks the name service
                 argv = await asyncio.to_thread(self._command, host)
                 self._channels[host] = await Channel.open(argv, self._environ)
             facts = await self._channels[host].ask(question, seconds)
         except NoAnswer as error:
             self.silent[host] = Silence(error.code, error.said)
             return None
-        except WorldError as error:  # no host's name
+        except WorldError as error:  # not a host name
             self.silent[host] = Silence(1, str(error))
             return None
         if set(facts) == {"fault"}:
@@ -102,8 +106,13 @@ def visit(
     environ: Mapping[str, str],
     answered: Callable[[str], None] = lambda host: None,
 ) -> Visits:
-    """orders: host -> the probe's first question; wanted: all first answers -> the second question of each;
-    environ: variables of the probes; answered: called with each host that gave its first answer."""
+    """Ask the probes both questions.
+
+    orders    host -> the first question
+    wanted    all first answers -> the second question per host
+    environ   variables of the probes
+    answered  called with each host that gave its first answer
+    """
 
     async def both() -> Visits:
         async with Talks(command, environ) as talks:

@@ -1,1 +1,1 @@
-"""What dsft asks of the operating system: files, locks, disks, processes, cores and memory. No torch."""
+"""Use the operating system: files, locks, disks, processes, cores and memory. Imports no torch."""

@@ -1,8 +1,7 @@
-"""Whether a folder of this host can hold what DeepSpeed swaps: takes its path and the bytes that it is to
-hold; raises StorageError where it cannot.
+"""Check that a folder of this host can take DeepSpeed's swap files; raise StorageError if it cannot.
 
-Looked at before anything is built: asynchronous reads and writes (O_DIRECT) past the page cache fail on
-memory file systems, crawl on network ones, and a disk that is full ends a run in the middle of a step.
+Checked before anything is built, because DeepSpeed's asynchronous I/O bypasses the page cache (O_DIRECT):
+that fails on memory file systems and crawls on network ones, and a full disk would end a run within a step.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ CAP_IPC_LOCK = 14  # linux/capability.h
 
 
 def check_disk(folder: Path, key: str) -> None:
-    """That it is there, on a disk of this host, and can be written. key: of the spec, that names it."""
+    """Check that the folder exists, is on a disk of this host and can be written. key: of the spec, for the
+    message."""
     here = f"{key}: {folder} on {socket.gethostname()}"
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
-    except OSError as error:  # one above it may not be entered
+    except OSError as error:  # a parent folder cannot be entered
         raise StorageError(f"{here} cannot be reached ({error.strerror}); name another folder.") from None
     if not is_folder:
         what = "is no folder" if exists else "is not there"
@@ -60,7 +60,7 @@ def check_disk(folder: Path, key: str) -> None:
 
 
 def check_space(folder: Path, needed: int, key: str) -> None:
-    """needed: bytes, of all ranks of this host together."""
+    """Check that the folder's disk has `needed` bytes free, for all ranks of this host together."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
@@ -71,8 +71,8 @@ def check_space(folder: Path, needed: int, key: str) -> None:
 
 
 def check_locked(needed: int) -> None:
-    """That this process may lock so many bytes of memory, as DeepSpeed does with its swap buffers: where it
-    may not, the process is aborted (deepspeed_pin_tensor.cpp:48 assert)."""
+    """Check that this process may lock `needed` bytes of memory, as DeepSpeed does for its swap buffers;
+    otherwise the process would be aborted (deepspeed_pin_tensor.cpp:48 assert)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or needed <= limit or may_lock_all():
         return
@@ -84,7 +84,8 @@ def check_locked(needed: int) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Of the mount that holds it, such as ext4, xfs, nfs4; None where the system does not tell."""
+    """Return the type of the file system that contains the folder, such as ext4, xfs, nfs4; None if
+    unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

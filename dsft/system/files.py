@@ -1,5 +1,4 @@
-"""Files that are written whole or not at all, a cache of small JSON answers, and errors that say why a disk
-refused. Without torch."""
+"""Write files atomically, cache small JSON answers, and explain why a disk refused a write. Without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import IO, Any
 from dsft.errors import StorageError
 
 TEMPORARY = ".tmp"
-"""The ending of a file that is being written. A killed process can leave one behind."""
+"""Suffix of a file that is being written. A killed process can leave one behind."""
 
 
 @contextmanager
@@ -48,7 +47,7 @@ def cache_folder() -> Path:
 
 
 def cached_json(path: Path) -> Any:
-    """Return what `cache_json` wrote; None where it is absent, unreadable or not JSON."""
+    """Return what `cache_json` wrote; None if it is absent, unreadable or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -56,7 +55,7 @@ def cached_json(path: Path) -> Any:
 
 
 def cache_json(path: Path, value: Any) -> None:
-    """Write a small JSON file atomically. Where the folder cannot be written nothing is: a cache only saves
+    """Write a small JSON file atomically; do nothing if it cannot be written, since a cache only saves
     time."""
     aside = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")  # several processes may write one answer
     with suppress(OSError):

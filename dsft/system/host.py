@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores, memory, a free port. Reads /proc and /sys."""
+"""Find out what this process may use of its host: cores, memory, a free port. Reads /proc and /sys."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Reading a JSON file that somebody else may have written: takes its path, gives the value in it.
-
-What is read is bounded in bytes and in depth, so a file that is damaged or made to harm costs neither the
-memory nor the stack of the process. Reads that one file.
-"""
+"""Read a JSON file that may be damaged or malicious. Size and nesting depth are limited, so that such a file
+cannot exhaust the memory or the stack of the process."""
 
 from __future__ import annotations
 
@@ -13,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 64 * 2**20
-"""Bytes that are read by default. The largest files that dsft writes are a checkpoint's state.json, with
-about 110 bytes for each parameter, and MANIFEST.json, with about 150 bytes for each rank: 130 kB for the
-1,137 parameters of Llama 3.1 405B, 8 MB for a mixture of experts with 70,000 matrices, 2.5 MB for 16,384
-ranks."""
+"""Default limit in bytes. The largest files that dsft writes are a checkpoint's state.json, with about 110
+bytes per parameter, and MANIFEST.json, with about 150 bytes per rank: 130 kB for the 1,137 parameters of
+Llama 3.1 405B, 8 MB for a mixture of experts with 70,000 matrices, 2.5 MB for 16,384 ranks."""
 
 DEPTH = 100
-"""Lists and objects that may stand inside each other. No file that dsft writes or reads has more than 20."""
+"""Limit of nested lists and objects. No file that dsft writes or reads has more than 20 levels."""
 
 Pairs = Callable[[list[tuple[str, Any]]], Any]
 
@@ -66,7 +62,7 @@ def _finite(text: str) -> float:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether more than `depth` lists and objects stand inside each other; without recursion."""
+    """Return whether lists and objects are nested more than `depth` levels deep; without recursion."""
     level = [value]
     for _ in range(depth + 1):
         level = [one for one in level if isinstance(one, (dict, list))]

@@ -1,9 +1,8 @@
-"""A folder is used by one job at a time: a run's, or a store's. Takes the folder; touches the lock in it.
+"""Lock a folder (a run's, or a cache's) so that only one job uses it at a time.
 
-The lock is flock(2), which the kernel drops when its holder dies, however it dies: what a dead process left
-is taken over without being asked. It holds between hosts on NFS (Linux 2.6.12 and newer), and on Lustre and
-GPFS mounted with flock; where a disk has no flock at all, filelock falls back to the existence of the file,
-which a killed job leaves behind.
+The lock is flock(2), which the kernel releases however the process ends, so a killed process leaves no stale
+lock. It works between hosts on NFS (Linux 2.6.12 and newer), and on Lustre and GPFS mounted with flock. On
+disks without flock, filelock falls back to the existence of the file, which a killed job leaves behind.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ NAME = ".lock"
 
 @dataclass(frozen=True)
 class Held:
-    """A lock that this process holds. device and inode: of its file, as stat(2) gives them."""
+    """A lock that this process has. device, inode: of its file, from stat(2)."""
 
     path: Path
     device: int
     inode: int
 
     def check(self) -> None:
-        """To be called before something in the folder is written.
+        """Check that this process still has the lock. Call before writing to the folder.
 
-        Raises LockedError where the file on the disk is no longer the one that is locked: somebody removed
-        or replaced it, and another job may have locked the new one. Raises StorageError where the folder is
-        gone.
+        Raises LockedError if the file on the disk is no longer the locked one: it was removed or replaced,
+        and another job may have locked the new one. Raises StorageError if the folder is gone or
+        the file cannot be read.
         """
         try:
             found = self.path.stat()
@@ -59,11 +58,10 @@ class Held:
 
 @contextmanager
 def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[Held]:
-    """Hold the folder, made where it is not there, until the block ends. By rank 0, for all ranks of its job.
-    name: of the lock; key: of the spec, that says where the folder is. Gives what tells whether it is still
-    held.
+    """Lock the folder, created if missing, until the block ends; yield the lock. Called by rank 0 for all
+    ranks of its job. name: of the lock file; key: of the spec that sets the folder, for the message.
 
-    Raises LockedError naming the holder's process and host; StorageError where the disk cannot lock.
+    Raises LockedError with the process and host that have the lock; StorageError if the disk cannot lock.
     """
     path = folder / name
     lock = FileLock(path)
@@ -82,7 +80,7 @@ def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[He
             "can lock."
         ) from None
     try:
-        with suppress(OSError):  # a full disk: then it is held without a name
+        with suppress(OSError):  # a full disk: then the lock file stays empty
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield Held(path, found.st_dev, found.st_ino)
     finally:
@@ -90,7 +88,7 @@ def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[He
 
 
 def holder(folder: Path, name: str = NAME) -> str:
-    """Who says to hold the folder."""
+    """Return the process and host that the lock file names, else "another job"."""
     try:
         return (folder / name).read_text().strip() or "another job"
     except OSError:

@@ -1,4 +1,4 @@
-"""How a process of dsft ends, and that it ends with its parent."""
+"""End a process of dsft, at once or together with its parent."""
 
 from __future__ import annotations
 
