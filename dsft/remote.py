@@ -50,7 +50,7 @@ PDSH_SSH_ARGS_APPEND is read, the variable of pdsh that DeepSpeed's users know."
 CONNECT = 5  # seconds that a host may take to answer
 MARK = b"dsft:"  # begins a message; output of a shell's start-up file lacks it
 LONGEST = 2**26  # bytes of a message
-FULL = 2**20  # bytes waiting to be written from which on messages with may_drop are dropped
+FULL = 2**20  # bytes waiting to be written above which messages with may_drop are dropped
 SAID = 50  # lines kept of the other side's further output
 
 FORWARDED = (

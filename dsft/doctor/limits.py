@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 INFINIBAND = Path("/sys/class/infiniband")
 FILES_OF_RANK = 8
 """Sockets that a rank opens to each other rank, over all process groups, with some in reserve."""
-FILES = 512  # data, libraries, logs
+FILES = 512  # open files of a rank for data, libraries, logs
 
 
 def look() -> dict[str, Any]:

@@ -55,8 +55,8 @@ def addresses(name: str) -> list[str]:
 
 @contextmanager
 def listening(port: int | None) -> Iterator[dict[str, Any]]:
-    """Listen on a free port, and on `port` if given, until the block ends. Yields {free: the free port, port:
-    None if that one was free, else who uses it}."""
+    """Listen on a free port, and on `port` if given, until the block ends. Yields {free: the free port} and,
+    for `port`, {port: None if it was free, else who uses it}."""
     with _server(0) as free:
         facts: dict[str, Any] = {"free": free.getsockname()[1]}
         if port is None:

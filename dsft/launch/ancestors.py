@@ -40,7 +40,7 @@ ranks."""
 _PROC = Path("/proc")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
 _MPI = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"})
-_PDSH = frozenset({"pdsh", "pdsh.bin"})  # Debian's is a script that becomes the other
+_PDSH = frozenset({"pdsh", "pdsh.bin"})  # Debian's pdsh is a script that execs pdsh.bin
 _SSHD = frozenset({"sshd", "sshd-session"})
 _NODE, _RUNNER, _AGENT = "deepspeed's launch.py", "deepspeed", "dsft's agent"
 

@@ -97,7 +97,7 @@ def _check_numbers(promise: Promise, launched: Launched) -> None:
     fits = any(launched.world_size in sizes for sizes in possible.values())
     if fits and slots is not None:
         fits = not Counter(slots) - Counter(promise.hosts.values())
-    elif fits and local is not None and len(promise.hosts) <= 2:  # on more hosts some ranks see no fault
+    elif fits and local is not None and len(promise.hosts) <= 2:  # on more hosts only some ranks would see it
         fits = local in promise.hosts.values()
     if not fits:
         raise broken(promise, launched, slots)

@@ -79,7 +79,7 @@ class Stopping:
         self.asked_at: float | None = None  # time.monotonic()
         self._told, self._speaks = told, speaks
         self._reason: str | None = None
-        self._first: float | None = None  # of a signal in HARD
+        self._first: float | None = None  # time of the first signal in HARD
         self._began, self._limit = time.monotonic(), float("inf")
 
     def limit(self, seconds: float | None) -> None:
@@ -147,4 +147,4 @@ class Stopping:
     def _say(self, text: str, *, speaks: bool = False) -> None:
         if self._speaks or speaks:
             with suppress(OSError):
-                os.write(2, text.encode() + b"\n")  # no buffer, whose lock the main thread may hold
+                os.write(2, text.encode() + b"\n")  # unbuffered: the main thread may have a buffer's lock

@@ -93,7 +93,7 @@ def _remove_alone(folder: Path, marker: int) -> bool:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    for place, folders, files in os.walk(folder, topdown=False):  # follows no link
+    for place, folders, files in os.walk(folder, topdown=False):  # does not follow links
         for name in files:
             if name.endswith(".swp"):
                 os.unlink(Path(place, name))

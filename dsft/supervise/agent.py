@@ -230,7 +230,7 @@ class Part:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),  # before this process has a second thread
+                preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
             )
         self._processes.append(process)
         return process

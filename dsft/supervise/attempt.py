@@ -34,7 +34,7 @@ LINGER = 10.0  # seconds for processes that a rank has started (W&B's service) a
 UNHEARD = 3.0  # seconds without a message of an agent after which ranks are not checked for hangs
 STACKS = 2.0  # seconds for hung ranks to write their stacks
 TOGETHER = 60.0  # seconds that ranks of a stopped run have to end after the first one
-SILENT_FOR = 60.0  # seconds without a heartbeat until a warning, where no hang_timeout ends the run
+SILENT_FOR = 60.0  # seconds without a heartbeat until a warning, if there is no hang_timeout
 TICK = 0.1
 
 
@@ -222,7 +222,7 @@ class Attempt:
     def _died(self, number: int, code: int | None, lines: list[str]) -> None:
         rank = self.ranks[number]
         rank.died, rank.code = True, code
-        if code is None or code == 0:  # not seen: the launcher's exit code counts
+        if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
             return
         if code < 0:
             code = rank.code = 128 - code
@@ -234,7 +234,7 @@ class Attempt:
                 asyncio.get_running_loop().call_later(TOGETHER, self._end_stragglers)
             return
         if self.state == "ending" and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
-            return  # by us, or by its launcher
+            return  # killed by us or by its launcher
         message = (rank.pulse or {}).get("message") or (error_in(lines) if code < 128 else None)
         if code == 128 + signal.SIGTERM and self._asked:
             message = "was asked to stop before it could save"

@@ -67,7 +67,7 @@ class Start:
     world: World
     environ: Mapping[str, str]
     again: str  # the command that was typed, without secrets
-    port: int | None = None  # of rank 0, where MASTER_PORT chooses it
+    port: int | None = None  # rank 0's, if MASTER_PORT sets it
 
     @property
     def logs(self) -> Path:
@@ -292,9 +292,9 @@ def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests)
 
 
 async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
-    """Return the hosts of the next start (host -> slots): all promised ones once they answer, or those that
-    answer if the spec's cluster.min_hosts allows that few. None if too few answer for RETURN seconds, or a
-    stop is requested meanwhile."""
+    """Return the hosts of the next start (host -> slots): all promised ones if no host was lost, else those
+    that answer, once there are enough of them (the spec's cluster.min_hosts, by default all). None if too few
+    answer within RETURN seconds, or a stop is requested meanwhile."""
     promised, cluster = start.world.hosts, start.spec.cluster
     if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
         return dict(promised)

@@ -58,10 +58,11 @@ class Held:
 
 @contextmanager
 def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[Held]:
-    """Lock the folder, created if missing, until the block ends; yield the lock. Called by rank 0 for all
-    ranks of its job. name: of the lock file; key: of the spec that sets the folder, for the message.
+    """Lock the folder, created if missing, until the block ends; yield the lock. In a run, rank 0 calls it
+    for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message.
 
-    Raises LockedError with the process and host that have the lock; StorageError if the disk cannot lock.
+    Raises LockedError with the process and host that have the lock; StorageError if the folder cannot be
+    created or the disk cannot lock.
     """
     path = folder / name
     lock = FileLock(path)
