@@ -1,8 +1,8 @@
-"""`dsft chat FOLDER`: a conversation with an exported model. Takes its folder, reads what a person types or a
-pipe gives line by line, and writes answers while they are made.
+"""`dsft chat FOLDER`: hold a conversation with an exported model, read from a terminal or line by line from a
+pipe, and stream the answers.
 
 On a terminal Ctrl-C stops the answer, not the program. From a pipe each line is a turn and each answer is one
-line, in which a line break stands as \\n.
+line, in which a line break is written as \\n.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
 UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError)
-"""What transformers and peft raise for files that are absent, torn, of another model or of a package that is
-not installed, and torch for a pickle that holds more than tensors."""
+"""What transformers and peft raise for files that are absent, damaged, of another model or of a package that
+is not installed, and torch for a pickle that has more than tensors."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 takes the likeliest token; top_p in (0, 1]; seed None draws otherwise each time."""
+    """Sampling settings. temperature 0 takes the likeliest token; top_p in (0, 1]; with seed None each run
+    samples differently."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -49,18 +50,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Talker:
-    """A model that answers. Made by `load`."""
+    """A model that answers, with its tokenizer; made by `load`."""
 
     model: Any
     tokenizer: Any
     sampling: Sampling
     turn_end: int | None = None
-    """The token with which the chat template ends an answer; an adapter's base need not stop at it."""
+    """The token with which the chat template ends an answer; an adapter's base does not always stop at it."""
 
     def answer(self, messages: list[Message], write: Write) -> str:
-        """The answer to a conversation, given to `write` piece by piece; as far as it came when it is
-        interrupted. DsftError where the template refuses the conversation or it fills the model's positions.
-        """
+        """Generate the answer to a conversation and return it; `write` gets it piece by piece. When
+        interrupted, return the part that is there. Raises DsftError where the template rejects the
+        conversation or it fills the model's positions."""
         inputs = self._encoded(messages)
         size = inputs["input_ids"].shape[1]
         streamer = _Pieces(self.tokenizer, write)
@@ -78,7 +79,7 @@ class Talker:
             raise DsftError(f"The conversation cannot be asked: {error}.") from None
         try:
             inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        except BaseException as error:  # the tokenizers library's panic is no Exception
+        except BaseException as error:  # a panic of the tokenizers library is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise DsftError("The tokenizer cannot read this conversation; /reset forgets it.") from None
@@ -103,14 +104,15 @@ class Talker:
         return GenerationConfig(**settings)
 
     def _stops(self) -> list[int]:
-        """The tokens that end an answer, as generation config, tokenizer and chat template name them."""
+        """Return the tokens that end an answer, from generation config, tokenizer and chat template."""
         named = self.model.generation_config.eos_token_id
         stops = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id, self.turn_end}
         return sorted(stop for stop in stops if stop is not None)
 
 
 class _Pieces(TextStreamer):
-    """Gives whole words to `write`, without the characters that would steer a terminal."""
+    """A streamer that passes whole words to `write`, without control characters that would affect a
+    terminal."""
 
     def __init__(self, tokenizer: Any, write: Write) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -123,7 +125,7 @@ class _Pieces(TextStreamer):
 
 
 def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
-    """Load, then talk until /exit, the end of the input, or Ctrl-C on an empty line."""
+    """Load the model, then talk until /exit or the end of the input (Ctrl-D)."""
     talker = load(folder, sampling)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
@@ -135,8 +137,8 @@ def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
 
 
 def load(folder: Path, sampling: Sampling) -> Talker:
-    """Model and tokenizer of an export, or of an adapter with its base model. MissingInputError where the
-    folder holds neither, or no chat template."""
+    """Load the model and tokenizer of an export, or of an adapter with its base model. Raises
+    MissingInputError where the folder has neither, or no chat template."""
     if not folder.is_dir():
         raise MissingInputError(f"{folder} is no folder; give an export, such as runs/NAME/export.")
     adapter = (folder / ADAPTER_CONFIG).is_file()
@@ -170,8 +172,8 @@ def _whole(name: str) -> Any:
 
 
 def _adapted(folder: Path, num_tokens: int) -> Any:
-    """The base model that the adapter names, with the adapter merged in; where the tokenizer has more tokens
-    than the base, the adapter has all embeddings."""
+    """Load the base model that the adapter names, with the adapter merged in. Where the tokenizer has more
+    tokens than the base, the embeddings are resized; the adapter contains all of their rows."""
     config = read_json(folder / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
@@ -179,7 +181,7 @@ def _adapted(folder: Path, num_tokens: int) -> Any:
             f"{folder / ADAPTER_CONFIG} names no base model; write its path under base_model_name_or_path, "
             "or export with the adapter merged."
         )
-    from peft import PeftModel  # for an adapter alone
+    from peft import PeftModel  # needed for adapters only
 
     try:
         model = _whole(base)
@@ -191,12 +193,12 @@ def _adapted(folder: Path, num_tokens: int) -> Any:
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
+        warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, pickle.UnpicklingError):  # torch advises to run the code in it
+    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the pickle's code
         return "its weights are a pickle that holds more than tensors, or none at all"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -204,7 +206,7 @@ def _first_line(error: BaseException) -> str:
 def converse(
     talker: Talker, lines: Iterable[str], system: str | None, write: Write, *, one_line: bool
 ) -> None:
-    """Answer line after line, all of one conversation; lines that begin with / are commands."""
+    """Answer line after line, as one conversation; lines that begin with / are commands."""
     messages = _opening(system)
     for line in lines:
         command, _, text = line.strip().partition(" ")
@@ -241,7 +243,7 @@ def _opening(system: str | None) -> list[Message]:
 
 
 def _typed() -> Iterator[str]:
-    import readline  # noqa: F401  input() then has a history and arrow keys
+    import readline  # noqa: F401  gives input() a history and arrow keys
 
     while True:
         try:

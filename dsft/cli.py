@@ -1,6 +1,6 @@
-"""The `dsft` command: reads arguments, prints, returns an exit code.
+"""The `dsft` command line.
 
-Each command imports its own part when it runs, so that help and validation are quick.
+Each command imports what it needs only when it runs, so that help and validation are fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """The entry point: an error is its message and its exit code, never a traceback."""
+    """Run the `dsft` command. An expected error is printed as its message, with its exit code, never as a
+    traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(
@@ -55,7 +56,7 @@ def main() -> None:
             print_fault(error)
             sys.exit(1)
         print("error: the output cannot be written (no space left on device); free some", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
         sys.exit(StorageError.exit_code)
     except Exception as error:
         print_fault(error)

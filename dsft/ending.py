@@ -1,5 +1,5 @@
-"""The end of a run, on rank 0: takes its folder and last checkpoint, writes the export and the picture of its
-curves, and says how it went, where things are and what to type next."""
+"""Finish a run on rank 0: write the export and the plot of its curves, and print its outcome, its files and
+what to type next."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Say = Callable[[str], None]
 
 
 def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
-    """The export is left alone where it is of this checkpoint already. Raises CheckpointError where the
-    reference was found changed, at every start again."""
+    """Export the last checkpoint, unless the export is of it already, and print the outcome of the run.
+    Raises CheckpointError where the reference was found changed, at every later start too."""
     refuse_changed_reference(checkpoint, Checkpoint.open(checkpoint).state)
     export = folder / "export"
     say(export_checkpoint(checkpoint, export))
@@ -50,7 +50,7 @@ def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None
 
 
 def outcome(records: list[dict[str, float]]) -> list[str]:
-    """First and last training loss, and the last held-out figures, as far as there are any."""
+    """Return the first and last training loss, and the last held-out metrics, as far as there are any."""
     lines = []
     losses = [record for record in records if "train/loss" in record]
     held_out = [record for record in records if "eval/loss" in record]
@@ -74,14 +74,14 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
 
 
 def what_next(spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool = False) -> list[str]:
-    """How the export is loaded, and how one talks to it where it has learned to answer. has_new_rows: its
+    """Return how to load the export and, where it has learned to answer, how to talk to it. has_new_rows: its
     embeddings have more rows than the base's."""
     lora, base = spec.model.lora, spec.model.name_or_path
     if lora is None:
         lines = [f"model: {export}, for transformers' from_pretrained"]
     else:
         over = base or "the fresh model, which no folder holds"
-        loader = "AutoPeftModelForCausalLM" if has_new_rows else "PeftModel"  # which adds the rows
+        loader = "AutoPeftModelForCausalLM" if has_new_rows else "PeftModel"  # it adds the new rows
         lines = [
             f"adapter: {export}, for peft's {loader}.from_pretrained over {over}; the whole model: "
             f"dsft export {checkpoint} OUT --merged"

@@ -1,11 +1,11 @@
-"""What decides the numbers of a run, in one list.
+"""List everything that decides the numbers of a run.
 
 `of_process` and `of_inputs` are compared between all ranks at every start (`dsft.engine.world`): ranks that
 differ would train several models and average them. `built_from` and `software` go into every checkpoint and
-are compared when a run goes on from it (`dsft.checkpoint.compare`), as are the spec, the rows and, where
+are compared when a run resumes from it (`dsft.checkpoint.compare`), as are the spec, the rows and, where
 parameters are frozen, the weight files.
 
-All values are JSON, by names that a message can show.
+All values are JSON, under names that a message can show.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Identity = dict[str, Any]
 
 
 def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
-    """What is known before a rank joins the others. `config` is the DeepSpeed JSON. Values of cluster.env,
-    which may be secret, stand as digests."""
+    """Return what is known before a rank joins the others. `config` is the DeepSpeed JSON. Values of
+    cluster.env may be secret, so they are replaced by digests."""
     told = spec.model_dump(mode="json")
     if spec.cluster is not None:
         told["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
@@ -43,14 +43,14 @@ def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
 
 
 def software() -> Identity:
-    """Versions of the packages, with a digest of dsft's own files, and the environment variables that choose
-    other kernels. `dsft.engine.world.join` adds the kind of device."""
+    """Return the versions of the packages, with a digest of dsft's own files, and the environment variables
+    that select other kernels. `dsft.engine.world.join` adds the kind of device."""
     return {"versions": decisive_versions(), "environment": switches(os.environ)}
 
 
 def of_inputs(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
-    """What a rank has read from its host's disks; `built` is what `built_from` gives. Raises
-    MissingInputError for files that cannot be read."""
+    """Return the identity of the files that a rank has read from its host's disks. built: from `built_from`.
+    Raises MissingInputError for files that cannot be read."""
     datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
     lora = spec.model.lora
     found: Identity = {
@@ -68,7 +68,7 @@ def of_inputs(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
 
 
 def built_from(inputs: Inputs) -> Identity:
-    """What the model and its rows are built from besides the spec, the data and the weights."""
+    """Return what the model and its rows are built from besides the spec, the data and the weights."""
     return {
         "config.json": config_keys(inputs.config),
         "tokenizer": tokenizer_digest(inputs.tokenizer),
@@ -77,13 +77,13 @@ def built_from(inputs: Inputs) -> Identity:
 
 
 def config_keys(config: PreTrainedConfig) -> Identity:
-    """The keys of a config that transformers writes into config.json."""
+    """Return the keys of a config that transformers writes into config.json."""
     told = json.loads(config.to_json_string(use_diff=True))
     return {key: value for key, value in told.items() if key not in _NOT_DECISIVE}
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256, as hex, of all of a tokenizer but its chat template."""
+    """Return the SHA-256, as hex, of all of a tokenizer except its chat template."""
     return _digest([tokenizer_text(tokenizer), tokenizer.special_tokens_map])
 
 

@@ -1,4 +1,4 @@
-"""What is trained, and on what: takes a spec, gives tokenizer, config and rows, the same on every rank."""
+"""Read the inputs of a run, the same on every rank: tokenizer, config and tokenized rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LOOKED_AT = 200
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is trained, and on what; the same on every rank. files: the pretrained model's, as `fingerprint`
-    tells them; None for a fresh one. rows: of the embeddings that are new, None where none is."""
+    """The inputs of a run, the same on every rank. files: samples of the pretrained model's files, by
+    `fingerprint`; None for a fresh model. rows: the new rows of the embeddings; None where there are none."""
 
     tokenizer: PreTrainedTokenizerBase
     facts: TokenFacts
@@ -55,8 +55,8 @@ class Inputs:
 
     @cached_property
     def turn_end(self) -> int | None:
-        """The token with which the chat template ends an answer, where rows are trained on it; None of plain
-        texts. Looks at LOOKED_AT rows of all sources."""
+        """The token with which the chat template ends an answer; None where rows are not trained on it, as in
+        plain texts. Checks about LOOKED_AT rows, spread over all sources."""
         token = Renderer(self.tokenizer).turn_end()
         every = max(1, len(self.train) // LOOKED_AT)
         rows = (self.train[index] for index in range(0, len(self.train), every))
@@ -66,7 +66,8 @@ class Inputs:
 
 
 def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -> Inputs:
-    """On the `first` rank a bar shows how far the making of tokens is."""
+    """Load the tokenizer, the config and the rows, tokenizing those that are not cached. The `first` rank
+    shows a progress bar."""
     tokenizer, added = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template)
     facts = token_facts(tokenizer, added.first_id)
@@ -89,7 +90,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
 def longest(
     inputs: Inputs, sizes: BatchSizes, train: Train, total_steps: int
 ) -> tuple[MicroBatch, MicroBatch | None]:
-    """The largest micro-batch of training, and of the held-out rows where that is a larger one."""
+    """Return the largest micro-batch of training, and that of the held-out rows if it is larger."""
     pad, seed = inputs.pad_id, train.seed
     trained = longest_micro_batch(inputs.train, sizes, pad, seed, total_steps)
     if train.neftune_alpha is not None:

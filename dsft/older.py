@@ -1,7 +1,7 @@
-"""What releases of transformers older than the pinned one lack, or call otherwise.
+"""Bridge differences between the pinned transformers and older releases.
 
-Takes and gives what the newest takes and gives. Each function says which releases it serves: once the range
-of pyproject.toml begins after them, its callers call transformers themselves and the function goes.
+Each function has the signature and result of the newest release, and says which releases it serves. Once the
+range of pyproject.toml begins after them, callers call transformers directly and the function goes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is what
 
 
 def checkpoint_activations(model: PreTrainedModel, offload: bool = False) -> None:
-    """Switches activation checkpointing on, without re-entrant autograd; `offload` keeps what is saved in the
-    host's memory. Before 5.23 the method was `gradient_checkpointing_enable`, which 5.23 warns of."""
+    """Enable activation checkpointing, without re-entrant autograd; `offload` keeps the saved activations
+    in host memory. Before 5.23 the method was `gradient_checkpointing_enable`, which is deprecated from
+    5.23 on."""
     newest = getattr(model, "activation_checkpointing_enable", None)
     (newest or model.gradient_checkpointing_enable)({"use_reentrant": False}, offload=offload)
 
 
 def can_use_sdpa(model: PreTrainedModel | type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether torch's attention kernel computes what the architecture does. Before 5.21 transformers says so
-    of Gemma 2 and VaultGemma too, and leaves out their soft-cap on the scores."""
+    """Return whether SDPA computes what the architecture does. Before 5.21 transformers claims so for Gemma 2
+    and VaultGemma too, although SDPA omits their soft-cap on the scores."""
     return bool(model._supports_sdpa) and getattr(config, "attn_logit_softcapping", None) is None
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> Sequence[Any]:
-    """Messages as transformers gives them to a chat template: plain data, the reasoning under each name.
+    """Return messages as transformers passes them to a chat template: plain data, the reasoning under each of
+    its names.
 
-    From 5.22 on by transformers' own functions. Before, 5.17 to 5.21 make no plain data, and 5.17 to 5.20 add
-    no names of the reasoning: there they are added here, so that a row has the same text under every release,
-    and values stay what the reader of the file made of them.
+    From 5.22 on transformers' own functions do this. 5.17 to 5.21 do not convert to plain data, so values
+    stay as the file's reader made them; 5.17 to 5.20 do not add the names of the reasoning, so they are added
+    here. A row thus has the same text under every release.
     """
     from transformers.utils import chat_template_utils as utils
 

@@ -1,9 +1,9 @@
-"""The script that a launcher starts on every rank: one spec, from YAML to an exported model.
+"""The script that a launcher starts on every rank: train one spec, from YAML to an exported model.
 
     deepspeed --hostfile hostfiles/two_nodes dsft/train.py [SPEC] [key=value …] [--deepspeed_config FILE]
 
-Without SPEC it runs specs/quickstart.yaml, which trains on any world it finds. What can be wrong with the
-spec or the world is said here, in the first second, before torch and deepspeed are imported.
+Without SPEC it runs specs/quickstart.yaml, which trains on any world size. Errors in the spec or the world
+are reported within the first second, before torch and deepspeed are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
     from dsft.launch.stopping import hold
 
-    hold()  # until `live`: the imports below take about a second
+    hold()  # signals, until `live`; the imports below take about a second
 
 import argparse
 import os
@@ -51,16 +51,17 @@ from dsft.spec.schema import Spec
 from dsft.system.process import end
 
 RANK_0_SPEAKS = 3.0
-"""Seconds. A launcher ends all processes of a host with the first that fails, rank 0 with its message too."""
+"""Seconds that other ranks wait before they exit with an error. A launcher kills all processes of a host when
+the first fails, and rank 0 must have printed the message by then."""
 RANK_0_ENDS = 0.5
-"""Seconds, where there is nothing to explain."""
+"""Seconds that other ranks wait before they exit after a stop, which needs no explanation."""
 
 QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The process's exit code: 0, or that of the error, whose message stands on rank 0 alone; on every
-    process where ranks are not yet known, and on the rank that alone knows it."""
+    """Return the exit code: 0, or that of the error. Rank 0 prints the message; other ranks print it only
+    while their rank is not known yet, or where the error is theirs alone."""
     options, rank, pulse = parse(arguments), 0, Pulse(0, 0, None)
     try:
         become_torchrun(arguments, options)
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
-    except Exception as error:  # a fault of dsft's, or of what it calls: the traceback shows where
+    except Exception as error:  # a bug in dsft or a library: print the traceback
         pulse.end(1, plain(redact(f"{type(error).__name__}: {error}", os.environ)))
         print_fault(error)
         return 1
@@ -87,8 +88,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def become_torchrun(arguments: Sequence[str], options: argparse.Namespace) -> None:
-    """Where flags or variables say how many hosts there are and which this is; does not return then. The spec
-    is read before: behind a rank that refuses it torchrun shows a traceback of its own."""
+    """Replace this process by torchrun where flags or variables give the number of hosts and the number of
+    this one; otherwise return. The spec is read first: if a rank rejected it, torchrun would print a
+    traceback of its own."""
     argv = torchrun_argv(arguments, os.environ, str(Path(__file__).resolve()))
     if argv is not None:
         load(options.spec, options.overrides)
@@ -126,11 +128,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="train nothing: score the pairs of a preference run by its reference, and end",
     )
     parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
-    # from `dsft reference`, whose processes are not those that cluster.hosts promises
+    # passed by `dsft reference`, whose ranks are not those that cluster.hosts promises
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # from the deepspeed launcher; LOCAL_RANK says it
+    )  # passed by the deepspeed launcher; LOCAL_RANK is used instead
     options = parser.parse_intermixed_args(arguments)
     has_spec = bool(options.words) and "=" not in options.words[0]
     options.spec = Path(options.words[0]) if has_spec else QUICKSTART
@@ -176,7 +178,7 @@ def train(
     try:
         from dsft.job import Job, run  # torch and deepspeed are imported from here on
     except ValueError as error:
-        if "DS_ACCELERATOR" in str(error):  # DeepSpeed knows none of this name
+        if "DS_ACCELERATOR" in str(error):  # a name that DeepSpeed does not know
             raise WorldError(str(error)) from None
         raise
 
@@ -202,7 +204,8 @@ def train(
 def score_only(
     options: argparse.Namespace, spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse
 ) -> None:
-    """Any number of ranks scores the pairs; those of the run are needed where a DeepSpeed JSON is read."""
+    """Score the pairs of a preference run on any number of ranks. Where a DeepSpeed JSON is read, the world
+    size must be that of the run."""
     if options.deepspeed_config is not None:
         places = layout(spec.parallel, launched.world_size)
         batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
@@ -217,9 +220,10 @@ def score_only(
 
 
 def set_environment(spec: Spec, launched: Launched) -> Share | None:
-    """What torch and its libraries read when they are imported. Return the cores of this rank."""
+    """Set the environment variables that torch and its libraries read on import. Return the cores of this
+    rank."""
     share = share_of(spec, launched, os.environ)
-    os.environ.update(environment(spec.cluster))  # whoever started this process
+    os.environ.update(environment(spec.cluster))  # however this process was started
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as nvidia-smi numbers them
     os.environ.update(allocator(spec, os.environ, version("torch")))
     if share is not None:

@@ -1,4 +1,4 @@
-"""One run, as each of its ranks lives it: `train.py` makes a Job and calls `run`."""
+"""Carry out one run on each of its ranks: `train.py` builds a Job and calls `run`."""
 
 from dsft.job.api import Job
 from dsft.job.run import run

@@ -1,4 +1,4 @@
-"""What a run is, before torch is imported."""
+"""Define `Job`, the description of a run that is complete before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process of a run is told at its start.
+    """What one process of a run is given at its start.
 
-    config    DeepSpeed's, as the spec or a JSON of the user's gives it; `resolve` completes it
-    decided   the keys of zero_optimization that such a JSON decides
-    notes     how the configuration came about, a line each
-    promise   of hosts and slots, and the launcher's hostfile
+    config    the DeepSpeed configuration that follows from the spec or from the user's JSON; `resolve`
+              completes it
+    decided   the keys of zero_optimization that the user's JSON sets
+    notes     how the configuration came about, one line each
+    promise   the hosts and slots that the spec promises, and the launcher's hostfile
     command   argv
-    profile   the step to trace, 0 for one of dsft's choice, None for none
-    cores     what this rank keeps to once its rows are read
-    stopping  what this process is asked
-    pulse     what it reports of itself
+    profile   the step to trace; 0: dsft chooses it; None: no trace
+    cores     the CPU cores that this rank is bound to once its rows are read
+    stopping  the requests to stop that this process has received
+    pulse     the heartbeat and state that this process reports
     """
 
     spec: Spec

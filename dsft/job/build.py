@@ -1,5 +1,5 @@
-"""What stands before the first step: takes a job and its inputs, gives this rank's part of the model, its
-engine and the reference, proved on real rows."""
+"""Build what a run needs before its first step: this rank's part of the model, its engine and the reference,
+checked on real rows."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ from dsft.spec.schema import Spec
 
 
 def objective_of(spec: Spec) -> Objective:
-    """sft and pretraining differ in their data alone."""
+    """Return the objective of the task; sft and pretraining differ in their data only."""
     return preference(dpo_of(spec)) if spec.task_kind.preference else next_token(spec.train.label_smoothing)
 
 
 @dataclass(frozen=True)
 class Built:
-    """This rank's part of the model, its engine, and the reference where the objective has one. model_files:
-    of the run's model folder, on rank 0, as they were when it was written: each checkpoint gets these,
-    whatever is written over the folder's while the run trains."""
+    """This rank's part of the model, its engine, its objective, and the reference where the objective needs
+    one.
+
+    model_files: the contents of the run's model folder on rank 0, read when the folder was written. Every
+    checkpoint gets these, even if the files in the folder are overwritten during the run.
+    """
 
     policy: Policy
     engine: Engine
@@ -62,8 +65,8 @@ class Built:
 def stored_values(
     job: Job, inputs: Inputs, world: World, start: Start, memory: MemoryFile
 ) -> Precomputed | None:
-    """The values of a precomputed reference, scored where the store lacks them; then the model's phase of
-    `memory` begins."""
+    """Return the log-probabilities of a precomputed reference, scoring the pairs that the store lacks; None
+    for any other reference. Then begin the "load" phase of `memory`."""
     stored = None
     if objective_of(job.spec).needs_reference and dpo_of(job.spec).reference == "precomputed":
         memory.enter("reference")
@@ -75,7 +78,8 @@ def stored_values(
 def build(
     job: Job, resolved: Resolved, inputs: Inputs, world: World, start: Start, stored: Precomputed | None
 ) -> Built:
-    """From fresh or pretrained values. stored: the reference's values, None where an engine computes them."""
+    """Build the model from fresh or pretrained weights, then its engine and reference. A collective. stored:
+    the precomputed log-probabilities of the reference, None where an engine computes them."""
     spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
     keep = keep_for(config, world)
@@ -119,7 +123,8 @@ def build(
 
 
 def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world: World, folder: Path) -> str:
-    """Give the engine the checkpoint's state, where there is one; a line that says so. folder: the run's."""
+    """Load the checkpoint `start` into the engine, if there is one. Return a line that says where the run
+    starts. folder: the run's. A collective."""
     if start is None:
         return f"starting at step 0: {folder} has no checkpoint"
     world.each(lambda: engine.load(start.read, progress.applied_steps))
@@ -129,7 +134,8 @@ def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world
 
 
 def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) -> Iterator[str]:
-    """What must hold on real rows before anything is trained, a line each. fresh: no step is done."""
+    """Run the checks on real rows that must pass before training, and yield a line for each. fresh: no step
+    has been done yet."""
     spec, policy, engine = job.spec, built.policy, built.engine
     yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
     if spec.model.kernels != "torch":
@@ -141,15 +147,15 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
 
 
 def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
-    """That a policy that has learned nothing is its reference, on pairs of the first step, and of a store on
-    random ones too, other ones at each start."""
+    """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
+    reference, check random pairs too, different ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
     looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
     if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
         looked_at += tuple(Laid(inputs.train, ids, job.batch, world.data_rank, pad)) if len(ids) else ()
     micro_batches = reference.refers[0](looked_at)
-    # Not under ZeRO 3, where every pass must use the modules that the last one did.
+    # Not under ZeRO 3, where every pass must use the same modules as the one before.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
     first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)
     return check_start(first, built.engine, policy, world)
@@ -165,7 +171,7 @@ def train_steps(job: Job, inputs: Inputs, world: World) -> TrainSteps:
 def held_out_evaluation(
     job: Job, inputs: Inputs, world: World, built: Built
 ) -> Callable[[int], Record] | None:
-    """step -> metrics; None where nothing is held out."""
+    """Return a function step -> metrics, or None where nothing is held out."""
     engine, objective, reference = built.engine, built.objective, built.reference
     if not inputs.held_out:
         return None

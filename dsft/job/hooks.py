@@ -1,5 +1,4 @@
-"""What a run's loop asks for beside the engine: takes all that was made before the first step, gives the
-loop's `Run` with its evaluation, report, checkpoints and watches."""
+"""Implement the training loop's hooks (`Run`): evaluation, report, checkpoints, and the watching of hosts."""
 
 from __future__ import annotations
 
@@ -39,16 +38,16 @@ from dsft.report.run import Report
 from dsft.system.lock import Held
 
 SHOWN = 8
-"""How many rows a line names."""
+"""Number of rows that a line names."""
 
 
 @dataclass(kw_only=True)
 class Hooks(Run):
-    """A run's answers to its loop.
+    """The hooks that a run gives to its training loop.
 
-    compared    what a checkpoint keeps for a resumed run to compare itself with, by the names of `Facts`
+    compared    what a resumed run compares with its checkpoint, by the field names of `Facts`
     evaluation  step -> metrics; None where nothing is held out
-    flops       as `Run.mfu`; None where it is not known
+    flops       computes `Run.mfu`; None where the peak FLOP/s are not known
     profile     records the step that --profile asks for
     latest      the last value of each metric
     """
@@ -83,8 +82,9 @@ class Hooks(Run):
         self.log.metrics(record | self.memory.record())
 
     def save(self, progress: Progress, held_out_loss: float | None) -> None:
-        """Raises on all ranks what `lock.check` does where another job may write into the run's folder, and
-        what a reference that has changed raises, once the last step's checkpoint says so."""
+        """Save a checkpoint. Raises on all ranks: what `lock.check` raises where another job may write into
+        the run's folder; and after the last step's checkpoint is saved, an error where the reference has
+        changed."""
         self.world.first(self.lock.check)
         with self._during("save"):
             proof = self._proof(progress)
@@ -109,7 +109,8 @@ class Hooks(Run):
                 self.log.line(proof)
 
     def _proof(self, progress: Progress) -> str | DsftError | None:
-        """Whether the reference is what it was at the start, at the end; a collective."""
+        """Check after the last step that the reference is the same as at the start; None at every other step.
+        A collective."""
         reference = self.built.reference
         return (
             reference.unchanged.proof(self.world) if reference and progress.step == self.last_step else None
@@ -126,7 +127,8 @@ class Hooks(Run):
         return micro_batches if reference is None else reference.now(micro_batches)
 
     def ask(self) -> Callable[[], str | None]:
-        """The answer is the highest of REASONS of all ranks."""
+        """Begin to agree on a stop over all ranks. The function returned gives the highest of REASONS that
+        any rank has, or None."""
         reason = self.job.stopping.reason
         agreed = self.agreement.begin(0 if reason is None else 1 + REASONS.index(reason))
 
@@ -147,14 +149,14 @@ class Hooks(Run):
 
     @contextmanager
     def _during(self, phase: Phase) -> Iterator[None]:
-        """Memory counts under `phase` in the block."""
+        """Count memory under `phase` in the block."""
         self.memory.enter(phase)
         yield
         self.memory.enter("steady")
 
 
 def watch_hosts(world: World, say: Say) -> HostWatch:
-    """A collective: every rank tells where it runs."""
+    """Gather the host of every rank, to watch for stragglers. A collective."""
     places = world.gather(Place(socket.gethostname(), world.local_rank, world.stage))
     return HostWatch(places, world.rank, Waiting(world.device), world.device, say)
 
@@ -162,8 +164,8 @@ def watch_hosts(world: World, say: Say) -> HostWatch:
 def mfu_of(
     job: Job, inputs: Inputs, counted: Census, world: World
 ) -> Callable[[int, int, float], float] | None:
-    """`Hooks.flops`: None on a CPU, in fp32 and on a GPU that is not in the table, unless the spec names the
-    peak."""
+    """Return a function for `Hooks.flops`; None on a CPU. Also None in fp32 and on a GPU that the table
+    lacks, unless the spec gives the peak."""
     accelerator = job.spec.accelerator
     peak = accelerator.peak_tflops if accelerator else None
     if peak is None and world.device.type == "cuda" and job.spec.train.precision != "fp32":
@@ -184,9 +186,10 @@ def skipped_rows(
     micro_batches: Sequence[MicroBatch],
     loss: float,
 ) -> tuple[str, str]:
-    """Why a step was not applied, and its rows: those with a loss that is not finite, with the rank that
-    computed each. A loss that is finite, or that is when it is computed again without dropout, names no row;
-    then all of the step's rows are given. A collective; one forward pass where the loss is not finite."""
+    """Return why a step was skipped, and its rows: those with an infinite or NaN loss, with the rank that
+    computed each. Where the loss is finite, or is finite when recomputed without dropout, no single row is to
+    blame and all rows of the step are given. A collective; it runs one forward pass where the loss is not
+    finite."""
     found: list[list[int]] = []
     if not math.isfinite(loss):
         found = world.gather(list(_not_finite(engine, data, batch, micro_batches)))
@@ -202,8 +205,8 @@ def skipped_rows(
 def _not_finite(
     engine: Scorer, data: Dataset, batch: GlobalStep, micro_batches: Sequence[MicroBatch]
 ) -> Iterator[int]:
-    """Of this rank's examples those of which a target's log-probability is not finite; none where this rank
-    has no last stage."""
+    """Yield the ids of this rank's examples that have a target with an infinite or NaN log-probability; none
+    on ranks without the last stage."""
     scored = engine.score(micro_batches, _faults)
     for faults, ids, micro_batch in zip(scored, batch.dealt, micro_batches, strict=False):
         parts: Sequence[Tensor] = ()
@@ -215,7 +218,7 @@ def _not_finite(
 
 
 def _faults(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """(B, T) bool."""
+    """Return which targets have an infinite or NaN log-probability, as a (B, T) bool tensor."""
     return ~torch.isfinite(logps) & (micro_batch.targets != NO_TARGET)
 
 

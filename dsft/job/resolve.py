@@ -1,8 +1,9 @@
-"""What a run knows once its hosts and its model have been looked at: takes a job, gives DeepSpeed's
-configuration as it is used, and the cut into pipeline stages.
+"""Complete a run's DeepSpeed configuration from its hosts and its model, and cut the model into pipeline
+stages.
 
-In two steps: before anything is read, a folder of its own for what it swaps to disks (offload to NVMe); once
-the model is counted, all that follows from its size."""
+This happens in two steps: before anything is read, `swap_folders` creates folders for offload to NVMe; after
+the model is counted, `resolve` sets all that depends on its size.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ from dsft.system.host import host_memory
 
 @dataclass(frozen=True)
 class Resolved:
-    """config: DeepSpeed's, complete; counted: the model's parameters; cut: of its layers into pipeline
-    stages."""
+    """What follows from the hosts and the size of the model. config: the complete DeepSpeed configuration;
+    counted: the model's parameters; cut: the pipeline stage of each layer."""
 
     config: Config
     counted: Census
@@ -51,8 +52,8 @@ class Resolved:
 
 
 def resolve(job: Job, config: Config, inputs: Inputs, world: World, say: Say) -> Resolved:
-    """A collective, before the model is built: counts it, keeps this process on its own cores, and completes
-    the configuration. What a DeepSpeed JSON of the user's decides stays as it is. Raises DsftError."""
+    """Count the model, bind this process to its own cores, and complete the configuration. A key that the
+    user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
     for line in untrained_rows(job.spec.model, inputs, counted):
@@ -68,7 +69,7 @@ def resolve(job: Job, config: Config, inputs: Inputs, world: World, say: Say) ->
 
 
 def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[str]:
-    """A warning where embeddings with new rows are frozen: they stay the mean."""
+    """Yield a warning where embeddings with new rows are frozen: these rows stay the mean of the others."""
     if inputs.rows is None:
         return
     size = inputs.config.get_text_config().vocab_size
@@ -84,7 +85,7 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
 
 
 def _with_bucket_sizes(job: Job, config: Config, counted: Census, say: Say) -> Config:
-    """Says each size that a DeepSpeed JSON decides otherwise."""
+    """Fill in the bucket sizes, and report each that the user's DeepSpeed JSON sets to another value."""
     elements = Elements(counted.numel, counted.trained)
     for key, size in bucket_sizes(elements):
         given = config["zero_optimization"].get(key)
@@ -97,7 +98,8 @@ def _with_bucket_sizes(job: Job, config: Config, counted: Census, say: Say) -> C
 
 
 def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, world: World, say: Say) -> Config:
-    """With pin_memory as all hosts have room for it, where it is left open."""
+    """Set pin_memory where it is left open: to true if every host has room for the pinned memory, to false if
+    not or without a GPU."""
     left_open = tuple(_left_open(job, config))
     if not left_open:
         return config
@@ -111,8 +113,8 @@ def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, worl
 
 
 def _left_open(job: Job, config: Config) -> Iterator[str]:
-    """Sections of the configuration that keep something in the host's memory, where neither the spec nor a
-    DeepSpeed JSON of the user's says whether it is locked."""
+    """Yield the offload sections that use host memory and whose pin_memory neither the spec nor the user's
+    DeepSpeed JSON sets."""
     parallel, zero = job.spec.parallel, config["zero_optimization"]
     stated = (parallel.offload_optimizer.pin_memory, parallel.offload_parameters.pin_memory)
     for key, of_spec in zip(SECTIONS, stated, strict=True):
@@ -126,15 +128,16 @@ def _left_open(job: Job, config: Config) -> Iterator[str]:
 
 @contextmanager
 def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
-    """The configuration with folders of this run's own, where it swaps to disks: checked on every host before
-    anything is read or built, cleared of what dead runs have left, removed at the end. Raises DsftError."""
+    """Yield the configuration with swap folders of this run's own, where it offloads to NVMe. Before anything
+    is read or built, the disks are checked on every host and stale folders of dead runs removed; at the end,
+    this run's folders are removed. Raises DsftError."""
     keys = swap_keys(job.spec)
     if not keys:
         yield job.config
         return
     nonce = world.broadcast(f"{job.spec.name}-{secrets.token_hex(4)}")
     paths = {key: Path(_section(job.config, key)["nvme_path"]).absolute() for key in keys}
-    leads = world.local_rank == 0  # of its host
+    leads = world.local_rank == 0  # the first rank of its host
 
     def check() -> list[str]:
         for key, path in paths.items():
@@ -160,8 +163,8 @@ def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
 
 
 def with_measured_swap(job: Job, config: Config, counted: Census, world: World, say: Say) -> Config:
-    """Compares space and lockable memory with what the model needs, measures the disks, and gives the
-    configuration that follows. Raises DsftError."""
+    """Check that disk space and pinnable memory suffice for the model, measure the disks, and return the
+    configuration with the aio settings and buffer size that follow. Raises DsftError."""
     keys = swap_keys(job.spec)
     if not keys:
         return config
@@ -186,13 +189,13 @@ def with_measured_swap(job: Job, config: Config, counted: Census, world: World, 
     if buffer == PARAMETER_BUFFER:
         size = {"buffer_size": largest_part(counted, job.layout.shards)}
         config = _with_section(config, "offload_parameters", size)
-    if config["aio"] == AIO:  # else the user's own JSON says how
+    if config["aio"] == AIO:  # else the user's JSON sets it
         config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, say))}
     return config
 
 
 def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
-    """The keys, those whose folders share a disk together."""
+    """Return the keys, grouped by the disk that their folders are on."""
     found: dict[int, list[str]] = {}
     for key, folder in folders.items():
         found.setdefault(folder.stat().st_dev, []).append(key)
@@ -200,7 +203,8 @@ def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
 
 
 def _measured(folders: list[Path], world: World, leads: bool, say: Say) -> Mapping[str, Any]:
-    """The settings for all disks of all hosts, which their first ranks measure."""
+    """Measure the swap disks of all hosts, on the first rank of each, and return the aio settings with which
+    the slowest disk is fastest."""
 
     def measure() -> list[tuple[list[Rates], bool]]:
         return [rates(folder) for folder in folders] if leads else []

@@ -1,7 +1,7 @@
-"""One run on one rank, from the process group to the exported model: the story that `train.py` starts.
+"""Carry out one run on one rank, from the process group to the exported model.
 
-Takes a checked spec with its batch sizes and DeepSpeed configuration. Every rank tells the same story; what
-one must do alone (the run's folder, printed lines, the export) rank 0 does, and all agree on how that went.
+All ranks run the same code. Work for one alone (the run's folder, printed lines, the export) is done by rank
+0, and all ranks learn whether it succeeded.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dsft.system.files import write_error
 from dsft.system.lock import Held, hold
 
 GRACE = 2.0
-"""Seconds in which a process may still end by itself, and say why, after another one has ended."""
-_MOMENT = 0.5  # seconds, by which a failed collective may be ahead of the ring
+"""Seconds that a process has, after another has ended, to end by itself and report its own error."""
+_MOMENT = 0.5  # seconds by which a failed collective may be noticed earlier than the ring notices a dead rank
 
 
 def run(job: Job) -> None:
-    """Train, from the newest whole checkpoint where there is one, and export. Raises DsftError."""
+    """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     job.pulse.mark("load")
@@ -61,7 +61,7 @@ def run(job: Job) -> None:
         start = resume_point(job, world, say)
         progress = Progress(**start.state["progress"]) if start else Progress()
         progress = replace(progress, owes_evaluation=still_owes(progress, job.folder, world))
-        # Where the spec says how many steps there are, no row need be read to see that all are done.
+        # If the spec gives the number of steps, no rows need to be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
         if not done:
@@ -79,12 +79,12 @@ def run(job: Job) -> None:
         ranks.leave()
         world.close()
         job.pulse.mark("export")
-        if world.rank == 0:  # alone, and for as long as a large model takes
+        if world.rank == 0:  # alone, after the group is closed: a large model takes long
             finish(spec, job.folder, saved, say)
 
 
 def tell_places(job: Job, world: World, say: Say) -> None:
-    """Where every rank is, as promised, and on which device."""
+    """Print the host and device of every rank, and check that they are as cluster promises."""
     places = world.places
     say(rank_map(places))
     for line in devices_lines(places, versions_line(torch.__version__)):
@@ -99,7 +99,8 @@ def tell_places(job: Job, world: World, say: Say) -> None:
 
 
 def still_owes(progress: Progress, folder: Path, world: World) -> bool:
-    """Whether the evaluation that a stop has put off was made and reported by no later start either."""
+    """Return whether an evaluation that a stop postponed is still missing, i.e. no later start reported it. A
+    collective."""
 
     def is_told() -> bool:
         records = read_metrics(folder / "metrics.jsonl")
@@ -119,7 +120,8 @@ def take_folder(folder: Path, held: ExitStack) -> Held:
 
 
 def prove_shared(folder: Path, world: World) -> None:
-    """Every rank must see the file that rank 0 writes: a checkpoint is one folder with a part from each."""
+    """Raise WorldError where a rank cannot see the file that rank 0 writes: all ranks write their share of a
+    checkpoint into one folder."""
     path = folder / ".shared"
     nonce = world.first(lambda: _written(path, secrets.token_hex(8)))
     blind = [rank for rank, seen in enumerate(world.gather(_read(path))) if seen != nonce]
@@ -146,7 +148,8 @@ def _read(path: Path) -> str | None:
 
 
 def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
-    """The checkpoint that checkpoint.resume names, verified by rank 0, of a run with this very spec."""
+    """Return the checkpoint that checkpoint.resume selects, verified by rank 0; None to start at step 0.
+    Raises CheckpointError where it is of another run."""
 
     def choose() -> Path | None:
         found = find(job.folder, job.spec.checkpoint.resume)
@@ -162,7 +165,7 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
 
 @dataclass
 class _Lost:
-    """rank: that has ended before its time; noticed: by this process."""
+    """The rank that has ended too early, and whether this process itself noticed that."""
 
     rank: int | None = None
     noticed: bool = False
@@ -170,9 +173,9 @@ class _Lost:
 
 @contextmanager
 def together(stopping: Stopping, world: World) -> Iterator[Ring]:
-    """A collective. While it lasts, this process ends soon after another rank's process has, with 69; one of
-    them says so. A stop is waited for by all, so that a launcher ends none of them that still writes.
-    """
+    """Watch the other ranks during the block: when another rank's process ends too early, end this one soon
+    after with exit code 69; one rank prints why. A collective. On a stop, all ranks wait for each other, so
+    that the launcher does not kill one that is still writing."""
     lost, over = _Lost(), False
 
     def end() -> None:
@@ -197,6 +200,6 @@ def together(stopping: Stopping, world: World) -> Iterator[Ring]:
         raise
     except Exception:
         time.sleep(_MOMENT)
-        if lost.rank is not None:  # the cause of what failed here
+        if lost.rank is not None:  # the failure here is a consequence of that
             end()
         raise

@@ -1,5 +1,5 @@
-"""`--reference_only`: scores the pairs of a preference run by its reference, and ends. Takes a spec and this
-rank's place; writes the store, and prints where it is and what to type next."""
+"""`--reference_only`: score the pairs of a preference run with its reference model, write them to the store,
+and exit without training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dsft.spec.schema import Spec
 
 
 def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse, way_on: str) -> None:
-    """On every rank of a launched world, of any size that the reference's stages divide. way_on: what to type
-    next.
+    """Score all pairs into the store, then print where it is and what to type next. A collective of all
+    launched ranks, of any world size that the reference's pipeline stages divide. way_on: what to type next.
 
-    Raises SpecError where the stages do not divide the ranks; and what a run would raise at its start for the
-    same data and reference.
+    Raises SpecError where the stages do not divide the ranks, and whatever a training run would raise at its
+    start for the same data and reference.
     """
     say: Callable[[str], None] = partial(print, flush=True) if launched.rank == 0 else lambda text: None
     places = reference_layout(spec, launched.world_size)

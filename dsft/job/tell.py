@@ -1,4 +1,4 @@
-"""What a run leaves and says of how it was made: its folder, its report, the facts of a checkpoint."""
+"""Write down how a run was made: its folder, its report, its memory file and the facts in its checkpoints."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def facts_of(
     *,
     unchanged: bool | None,
 ) -> Facts:
-    """compared: `built_from` and `software`, for the Facts of these names; unchanged: whether the reference
-    was found to be what it was at the start, None: not looked at."""
+    """Return the facts that a checkpoint stores. compared: `built_from` and `software`, for the fields of
+    Facts of these names; unchanged: whether the reference is the same as at the start, None where not
+    checked."""
     reference = built.reference
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return Facts(
@@ -73,9 +74,10 @@ def facts_of(
 
 
 def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None) -> list[str]:
-    """Write what the run's folder says of how it was made, and what an export needs beside the weights. Gives
-    the lines to be printed: a token that was added to those that end an answer, and a warning for each key of
-    generation_config.json that is not as in `start`, since only the export has it."""
+    """Write the files in the run's folder that document how it was made, and the files that an export needs
+    beside the weights. Return lines to print: one for a token that was added to those that end an answer, and
+    a warning for each key of generation_config.json that differs from `start`, since only the export will
+    have it."""
     spec, account = job.spec, inputs.loaded.account
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
@@ -98,7 +100,8 @@ def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None)
 
 
 def shown_config(job: Job, config: Config, loaded: Loaded) -> dict[str, Any]:
-    """What Weights & Biases shows of the run; `data` has the account of the rows beside the spec's keys."""
+    """Return the config that Weights & Biases shows for the run: the spec, with the ledger of the rows under
+    `data`, and the DeepSpeed configuration, versions and batch sizes."""
     spec = job.spec.model_dump(mode="json")
     return spec | {
         "data": spec["data"] | {"ledger": loaded.account},
@@ -110,8 +113,8 @@ def shown_config(job: Job, config: Config, loaded: Loaded) -> dict[str, Any]:
 
 
 def open_memory(job: Job, counted: Census, tokens: int, world: World) -> MemoryFile:
-    """With the plan's bytes of the fullest rank beside what is measured, for micro-batches of so many
-    tokens."""
+    """Open the memory file, which shows the planned bytes of the fullest rank beside the measured ones.
+    tokens: of one micro-batch."""
     spec, on_gpu = job.spec, world.device.type != "cpu"
     alone = memory_plan(counted, spec, job.layout, {}, tokens)
     ranks = with_reference(alone, counted, spec, job.layout, {}, tokens)[0].stages

@@ -1,4 +1,4 @@
-"""The training of a run: takes what it is and where it stands, gives the checkpoint of its end."""
+"""Train a run from its resume point to its last step."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from dsft.system.lock import Held
 def train(
     job: Job, config: Config, world: World, start: Checkpoint | None, progress: Progress, say: Say, lock: Held
 ) -> Path | None:
-    """Read the data, build the engine, bring it to `progress`, and go on to the last step. The checkpoint of
-    its end; None where no step is left. Raises what `lock.check` does where another job may write into the
-    run's folder."""
+    """Read the data, build the engine, load `start` into it, and train to the last step. Return the
+    checkpoint that the last step wrote, or None where no step is left. Raises what `lock.check` does where
+    another job may write into the run's folder."""
     spec, folder = job.spec, job.folder
     inputs, compared = read(job, world, start, say)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
@@ -82,7 +82,7 @@ def train(
         replicas=Replicas(engine.replicated, world, spec.train.compare_ranks_every),
         agreement=Agreement(world),
     )
-    job.stopping.stage = "train"  # from here on a stop waits for the loop, which saves
+    job.stopping.stage = "train"  # from here on the loop handles a stop, and saves
     memory.enter("steady")
     steps = train_steps(job, inputs, world)
     try:
@@ -95,8 +95,8 @@ def train(
 
 
 def read(job: Job, world: World, start: Checkpoint | None, say: Say) -> tuple[Inputs, Mapping[str, Identity]]:
-    """A collective: what is trained, and on what, the same on every rank and as it was when `start` was
-    saved; and what a later start compares."""
+    """Read the inputs, and check that they are the same on every rank and as they were when `start` was
+    saved. Return them, and the identities that a later start will compare. A collective."""
     inputs = world.each(lambda: read_inputs(job.spec, say, first=world.rank == 0))
     compared = {"built_from": built_from(inputs), "software": software() | {"device": world.device.type}}
     world.prove_same(world.each(lambda: of_inputs(job.spec, inputs, compared["built_from"])))
