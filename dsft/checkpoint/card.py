@@ -1,7 +1,7 @@
-"""An export's README.md: takes what a checkpoint says of its run, gives the text that the hub shows.
+"""Write the model card, README.md of an export, from the facts in a checkpoint.
 
-What stands in it comes from a spec and from names of files, so every value is quoted: for YAML by its own
-writer, for Markdown by a backslash before whatever could be markup.
+The values come from a spec and from file names, so each is quoted: for YAML by the YAML library, for Markdown
+by a backslash before every character that could be markup.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Values = Mapping[str, Any]
 def origin_of(
     name_or_path: str | None, files: Sequence[Sequence[str | int]] | None, reference: Values | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint must hold for the card, beside the spec. files: of the model that training began
-    from, as `dsft.model.files.fingerprint` tells them, None for a fresh one; reference: as
-    `dsft.plan.reference.reference_facts` gives it."""
+    """Return what a checkpoint must store for the card, beside the spec. files: those of the model that
+    training began from, by `dsft.model.files.fingerprint`, None for a fresh model; reference: from
+    `dsft.plan.reference.reference_facts`."""
     digest = None if files is None else hashlib.sha256(json.dumps(list(map(list, files))).encode())
     return {
         "files": digest and digest.hexdigest(),
@@ -47,7 +47,8 @@ def origin_of(
 
 
 def model_card(state: Values, form: Form) -> str:
-    """state: a checkpoint's `Facts`; what an older dsft did not write there is left out."""
+    """Return the text of the card. state: a checkpoint's `Facts`; fields that an older dsft did not write are
+    left out."""
     spec = state["spec"]
     head = {
         **_base_model(spec.get("model", {}), state.get("origin") or {}),
@@ -71,7 +72,7 @@ def _what(form: Form) -> str:
 
 
 def _base_model(model: Values, origin: Values) -> dict[str, str]:
-    """Of the hub alone: it refuses a card that names a folder."""
+    """Return the base model if it is on the hub: the hub rejects a card that names a folder."""
     name = model.get("name_or_path")
     is_folder = origin.get("is_folder", name is not None and Path(name).is_dir())
     return {"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}
@@ -85,7 +86,7 @@ def _tags(spec: Values, form: Form) -> Iterator[str]:
 
 
 def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
-    """The name of a row, and the lines of its value; none where nothing is known."""
+    """Yield the name of each row and the lines of its value; no lines where it is not known."""
     spec, origin = state["spec"], state.get("origin") or {}
     model, train = spec.get("model", {}), spec.get("train", {})
     yield "made from", list(_start(model, train, origin))
@@ -143,7 +144,7 @@ def _source(name: str, facts: Values, unit: str) -> str:
 
 
 def _versions(held: Values) -> Iterator[str]:
-    """Where dsft is a checkout, its commit."""
+    """Yield the versions of the packages; if dsft is a checkout, its commit."""
     known = {**held, **({"dsft": f"at commit {held['commit'][:12]}"} if "commit" in held else {})}
     told = [f"{name} {known[name]}" for name in _PACKAGES if name in known]
     if told:
@@ -160,7 +161,8 @@ def _steps(state: Values) -> Iterator[str]:
 
 
 def _quoted(value: str) -> str:
-    """One line that Markdown, and HTML in it, shows as it is; without what stands before an address's @."""
+    """Return the value as one line that Markdown, with HTML in it, shows unchanged; user names and passwords
+    in URLs are removed."""
     text = _USER_INFO.sub("", " ".join(str(value).split()))
     text = "".join(c if c.isprintable() else "?" for c in text)
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"

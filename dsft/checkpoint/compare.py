@@ -1,4 +1,4 @@
-"""Whether a spec may go on from a checkpoint: takes both, raises where they are of different runs."""
+"""Check whether a run with a given spec may resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MAY_DIFFER = (
     "dpo.share_prompts",
     "data.cache_dir",
     "data.num_workers",
-    "data.max_dropped_fraction",  # what they let through is in the fingerprint
+    "data.max_dropped_fraction",  # the rows that remain are in the fingerprint
     "data.max_truncated_fraction",
     "data.max_duplicate_fraction",
-    "train.global_batch_size",  # compared as the number that it comes to
+    "train.global_batch_size",  # compared by its resulting value
     "train.micro_batch_size",
     "train.accumulation_steps",
     "train.max_steps",
@@ -38,7 +38,7 @@ MAY_DIFFER = (
     "train.log_every",
     "train.eval_every",
     "train.compare_ranks_every",
-    "dpo.reference",  # which values there are is compared by themselves
+    "dpo.reference",  # the reference itself is compared by its key
     "dpo.reference_zero_stage",
     "dpo.reference_offload",
     "dpo.reference_store",
@@ -50,13 +50,14 @@ MAY_DIFFER = (
 WAS, NOW = "was {}", "now {}"
 GENERATION = "generation_config.json"
 _READERS = ("transformers", "tokenizers")
-"""Packages that decide how a model's files are read, and how what was read is written."""
+"""Packages that decide how a model's files are read and in what form they are written."""
 
 
 def check_same_run(
     checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: Mapping[str, Mapping[str, Any]] | None
 ) -> None:
-    """`data`: what is trained and evaluated on, as Facts has it; None where it is not read yet.
+    """Check that the spec, the batch size and the data are those of the checkpoint's run. `data`: what is
+    trained and evaluated on, as in Facts; None where it has not been read yet.
 
     Raises CheckpointError naming every key that differs, with both values.
     """
@@ -67,7 +68,7 @@ def check_same_run(
         for one in differing(checkpoint.state["spec"], spec.model_dump(mode="json"))
         if not may_differ(one.key)
         and not one.is_of_empty_values
-        # a newer dsft has more keys; a section that was left out then is no such key
+        # Ignore keys that the older dsft did not have, but not those of a section that was left out then.
         and not (one.old == ABSENT and one.key not in given and not one.key.startswith(without))
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
@@ -83,8 +84,9 @@ def check_same_run(
 
 
 def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> None:
-    """`rows`: of the embeddings that are new, as the run would make them now. Raises CheckpointError where
-    they were others: the tokenizer, or the pretrained model, has another number of tokens than then."""
+    """Check that the embeddings get the same new rows as then. `rows`: the new rows that the run would add
+    now. Raises CheckpointError where they differ: the tokenizer or the pretrained model then had another
+    number of tokens."""
     held = checkpoint.state.get("new_rows")
     if held != rows:
         raise CheckpointError(
@@ -145,10 +147,11 @@ def _rows(rows: Mapping[str, int] | None) -> str:
 
 
 def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]] | None) -> None:
-    """`files`: of model.name_or_path, as `dsft.model.files.fingerprint` tells them now.
+    """Check that frozen parameters come from the same files as then. `files`: of model.name_or_path, by
+    `dsft.model.files.fingerprint`.
 
-    Raises CheckpointError where frozen parameters were read from others: what was trained would stand on
-    another base."""
+    Raises CheckpointError where they differ, since what was trained would then be combined with another base.
+    """
     held = checkpoint.state.get("base")
     if not held or [list(file) for file in held] == [list(file) for file in files or ()]:
         return
@@ -160,7 +163,7 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
 
 
 def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "rows") -> Iterator[str]:
-    """A clause for each source of which the rows are others; both as Facts has them."""
+    """Yield a clause for each source whose rows differ. `then` and `now`: as in Facts."""
     if not isinstance(then, Mapping):
         yield "its rows were fingerprinted by an earlier dsft, and cannot be compared"
         return

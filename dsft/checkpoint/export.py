@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a checkpoint, one piece of a tensor at a time; no engine, no device, no GPU.
+"""Export a checkpoint to a Hugging Face folder, a piece of a tensor at a time, without an engine or a GPU.
 
-Takes a committed checkpoint (or a model's config and tokenizer, to be put into checkpoints); writes a folder
-that transformers loads. It is written aside, and replaces an older one only when it is whole.
+A folder that transformers loads is written under a temporary name, and replaces an older export only when it
+is whole. This module also writes the model folder (config, tokenizer) that each checkpoint contains.
 """
 
 from __future__ import annotations
@@ -49,24 +49,25 @@ from dsft.system.files import sync_folder
 from dsft.system.json_file import read_json
 
 SHARD = 4 * 2**30
-"""Bytes of one safetensors file."""
+"""Most bytes of one safetensors file."""
 
 ORIGIN = "dsft_export.json"
-"""Says which checkpoint an export is of, and lists its files with their sizes and SHA-256."""
+"""File of an export that names its checkpoint, and lists the export's files with their sizes and SHA-256."""
 
 BESIDE = "beside.safetensors"
-"""In a checkpoint's model folder: what a model's file holds beside the parameters. Most have nothing."""
+"""File in a checkpoint's model folder with the tensors that a model's file has beside the parameters. Most
+models have none."""
 
 BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
-"""Files of an export that people edit. They do not make it a damaged one."""
+"""Files of an export that people edit; an edit does not make the export count as damaged."""
 
 NOT_AN_ADAPTERS = ("config.json", BESIDE)
-"""Of the base alone: an adapter's folder that has them is taken for a model's. generation_config.json stays,
-since it names the tokens that end an answer of the adapter's."""
+"""Files for whole models only: a folder with one of them is taken for a whole model, not for an adapter.
+generation_config.json is not listed, since it names the tokens that end an adapter's answers."""
 
 
 class Values(Protocol):
-    """Tensors by name, a range of one at a time: a checkpoint's, or those that follow from it."""
+    """Tensors by name, of which ranges are read: those of a checkpoint, or computed from them."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -74,7 +75,7 @@ class Values(Protocol):
 
 
 class WithBeside:
-    """`values`, and what a model's file holds beside the parameters."""
+    """`values`, with the tensors that a model's file has beside the parameters."""
 
     def __init__(self, values: Values, model_folder: Path) -> None:
         path = model_folder / BESIDE
@@ -98,12 +99,13 @@ def write_model_folder(
     name_or_path: str | None = None,
     turn_end: int | None = None,
 ) -> list[int]:
-    """What an export needs beside the tensors, as transformers saves it: config, tokenizer with its chat
-    template, generation config (the pretrained model's where there is one, else from the config's special
+    """Write what an export needs beside the tensors, as transformers saves it: config, tokenizer with its
+    chat template, generation config (the pretrained model's if there is one, else from the config's special
     tokens). Each checkpoint carries a copy.
 
     turn_end: the token with which a trained answer ends. Where the generation config does not stop at it, it
-    is listed there before the tokens that end a text. Returns that list, or none where nothing was changed.
+    is added to eos_token_id, before the tokens that end a text. Return the new list; empty where nothing was
+    changed.
     """
     generation_config = _generation_config(config, name_or_path)
     stops = _with_turn_end(generation_config.eos_token_id, tokenizer.eos_token_id, turn_end)
@@ -120,8 +122,8 @@ def write_model_folder(
 
 
 def read_model_files(folder: Path) -> dict[str, bytes]:
-    """What `write_model_folder` and `write_beside` have just written there, for `save` to put into each
-    checkpoint. Some tens of MB, most of it the tokenizer. Raises StorageError."""
+    """Return the files that `write_model_folder` and `write_beside` have just written, for `save` to put into
+    each checkpoint: some tens of MB, most of it the tokenizer. Raises StorageError."""
     try:
         return read_files(folder)
     except OSError as error:
@@ -129,7 +131,8 @@ def read_model_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """What a model's file holds beside the parameters (`kept_beside`), into the model folder."""
+    """Write the tensors that a model's file has beside the parameters (`kept_beside`) into the model
+    folder."""
     if not tensors:
         return
     try:
@@ -139,7 +142,7 @@ def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
-    """`dsft export CHECKPOINT OUT`: verify, then export; gives a line that says what was done."""
+    """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     if model_of(checkpoint).lora is not None and not merged:
@@ -150,8 +153,8 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
 
 
 def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
-    """Write `out`: the adapter as peft saves one, and the tokenizer. Gives a line that says what was done;
-    where `out` is this very export already, and whole, nothing is. Raises as `export` does."""
+    """Write `out`: the adapter in peft's format, and the tokenizer. Return a line for the user; if `out` is
+    this export already and whole, nothing is written. Raises as `export` does."""
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest, "form": "adapter"}
     replaces = _replaces(out, origin)
@@ -177,12 +180,12 @@ def export(
     checkpoint: Checkpoint, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
 ) -> str:
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
-    Gives a line that says what was done; where `out` is this very export already, and whole, nothing is.
+    Return a line for the user; if `out` is this export already and whole, nothing is written.
 
-    `dtype`: of the weights, by default that of train.precision. Tied weights stand once. Raises
-    CheckpointError for a model whose files hold other tensors than its modules, for parameters that are
-    missing, left over or of another shape; StorageError where the disk is full; LockedError where `out` is a
-    folder of something else. An older export then stays as it was.
+    `dtype`: of the weights, by default that of train.precision. Tied weights are written once. Raises
+    CheckpointError for a model whose files have other tensors than its modules, and for parameters that are
+    missing, unknown or of another shape; StorageError where the disk is full; LockedError where `out` is a
+    folder that dsft did not write. An older export is then untouched.
     """
     dtype = dtype or DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
@@ -212,8 +215,8 @@ def _write_folder(
     write: Callable[[Path], dict[str, Written]],
     form: Form,
 ) -> int:
-    """`out` with the checkpoint's model folder, what `write` adds and its card; its size in bytes. `write`
-    gives the checksums of its large files, so that these are not read again."""
+    """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return its size in
+    bytes. `write` returns the checksums of its large files, so that these are not read again."""
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +227,7 @@ def _write_folder(
         listed = {name: asdict(written) for name, written in files.items()}
         write_json(aside / ORIGIN, {"from": origin, "files": listed})
         _replace(out, aside)
-        for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # of exports that were killed
+        for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # left by exports that were killed
             shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise StorageError(
@@ -243,7 +246,8 @@ def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> Ge
 
 
 def _with_turn_end(listed: int | list[int] | None, text_end: Any, turn_end: int | None) -> list[int]:
-    """`listed` (or text_end, where nothing is) behind turn_end; empty where turn_end needs no place in it."""
+    """Return turn_end followed by `listed`, or by text_end where nothing is listed; empty where `listed` has
+    turn_end already."""
     stops = listed if isinstance(listed, list) else [text_end if listed is None else listed]
     if turn_end is None or turn_end in stops and listed is not None:
         return []
@@ -251,14 +255,14 @@ def _with_turn_end(listed: int | list[int] | None, text_end: Any, turn_end: int 
 
 
 def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
-    """None where `out` is the export of this origin and every file but those in BY_HAND is as it was written:
-    it stays. Else what is to be said of what it replaces. Reads all of `out`. LockedError where `out` is no
-    export at all."""
+    """Return None if `out` is the export of this origin and every file but those in BY_HAND is undamaged, so
+    that it can stay; else what to tell the user about the export that is replaced. Reads all of `out`. Raises
+    LockedError where `out` is not an export."""
     try:
         found = read_json(out / ORIGIN)
         if found["from"] != origin:
             return ""
-        if "files" not in found:  # of an earlier dsft, which listed sizes alone
+        if "files" not in found:  # written by an earlier dsft, which listed only sizes
             return "; it replaces one that has no checksums"
         files = {name: Written(**facts) for name, facts in found["files"].items() if name not in BY_HAND}
         if any(Path(name).name != name for name in files):
@@ -279,7 +283,8 @@ def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _check_names(values: Values, where: Path, model: PreTrainedModel) -> None:
-    """The values are the model's parameters, by name and shape, and each is one tensor of a file."""
+    """Check that the values are the model's parameters, by name and shape, and that each is one tensor of a
+    file."""
     if not has_file_names(model):
         raise CheckpointError(
             f"Models of type {model.config.model_type} have other tensors in files than in memory, "
@@ -308,7 +313,8 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 def _write_weights(
     values: Values, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
 ) -> dict[str, Written]:
-    """`in_file`: parameter's name -> its name in the file. Gives the checksum of each file of weights."""
+    """Write the weights. `in_file`: parameter's name -> its name in the file. Return the checksum of each
+    file."""
     held = {in_file[name]: name for name in values.shapes}
     shapes = {in_file[name]: shape for name, shape in values.shapes.items()}
     shards = _shards(shapes, dtype, max_shard_bytes)
@@ -329,7 +335,8 @@ def _write_weights(
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[Entry]]:
-    """The tensors in order, cut where a file would be over the limit; a tensor over it has its own file."""
+    """Return the tensors in order, divided into files of at most `limit` bytes; a tensor larger than that has
+    a file of its own."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -349,7 +356,8 @@ def _pieces(values: Values, name: str, entry: Entry) -> Iterator[Tensor]:
 
 
 def _replace(out: Path, aside: Path) -> None:
-    """`aside` becomes `out`. Where there was one, it is there until the new one stands beside it."""
+    """Rename `aside` to `out`. An older `out` is moved away first, and removed only once the new one is in
+    place."""
     old = aside.with_name(aside.name + "-old")
     if out.exists():
         os.rename(out, old)

@@ -1,7 +1,7 @@
-"""Files that are whole or not there: safetensors written as a stream, JSON, digests, renames that last.
+"""Write files that are either whole or absent: streamed safetensors, JSON, digests, durable renames.
 
-Takes paths, tensors and plain values; touches only the paths it is given. What is written is on the disk
-(fsync) when a function returns, and OSErrors pass through: the caller knows what they mean.
+A file is flushed to the disk (fsync) when a function returns. OSErrors are not caught: the caller knows what
+they mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from dsft.system.files import sync_folder
 
 THREADS = 8
-"""Files that are hashed at a time: about 1.5 GB/s each, where the disk gives it."""
+"""Files that are hashed at a time; each thread hashes about 1.5 GB/s if the disk is fast enough."""
 
 CHUNK = 16 * 2**20
 """Elements of a tensor that are in host memory at a time."""
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """A file as it was meant to be: size in bytes and SHA-256, as hex."""
+    """Size in bytes and SHA-256, as hex, of a file when it was written."""
 
     size: int
     sha256: str
@@ -58,10 +58,10 @@ class Written:
 def write_tensors(
     path: Path, entries: Sequence[Entry], chunks: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> Written:
-    """A safetensors file whose tensors need not be in memory together.
+    """Write a safetensors file whose tensors need not all be in memory at once.
 
-    `chunks` gives the elements of all entries in order, in pieces of any size and shape, in the type of
-    their entry. Raises ValueError where there are more or fewer bytes than the entries say.
+    `chunks` yields the elements of all entries in order, in pieces of any size and shape, in the type of
+    their entry. Raises ValueError where there are more or fewer bytes than the entries need.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -71,7 +71,7 @@ def write_tensors(
             "dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data is aligned for its readers
+    text += b" " * (-len(text) % 8)  # pad, so that the data is aligned
     pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
     written = write_bytes(path, _chain(len(text).to_bytes(8, "little") + text, pieces))
     if written.size != 8 + len(text) + end:
@@ -82,7 +82,7 @@ def write_tensors(
 
 
 def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
-    """The pieces one after the other, flushed to the disk; hashed on the way."""
+    """Write the pieces one after the other, hashing them on the way, and flush them to the disk."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in pieces:
@@ -96,12 +96,12 @@ def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, small ones and without folders below, by name."""
+    """Return the contents of a folder's files by name; meant for small files, subfolders are ignored."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, Written]:
-    """A new folder with these files in it."""
+    """Create a folder with these files."""
     folder.mkdir()
     written = {name: write_bytes(folder / name, [content]) for name, content in files.items()}
     sync_folder(folder)
@@ -109,7 +109,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, Written]:
 
 
 def write_json(path: Path, value: Any) -> Written:
-    """A JSON file, put in place by one rename."""
+    """Write a JSON file, put in place by one rename."""
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     return write_aside(path, text)
 
@@ -123,21 +123,21 @@ def write_aside(path: Path, text: bytes) -> Written:
 
 
 def digest_of(path: Path) -> Written:
-    """What stands on the disk."""
+    """Return size and SHA-256 of a file as it is on the disk now."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return Written(file.tell(), digest.hexdigest())
 
 
 def damages(folder: Path, files: Mapping[str, Written]) -> Iterator[str]:
-    """For each file, by its name in the folder, that is not as it was written: a clause that says which and
-    how. Reads all of them, several at a time, since hashing runs outside Python's lock."""
+    """Yield a clause for each damaged file, saying which and how; names are relative to the folder. Reads all
+    files, several at a time, since hashing releases the GIL."""
     with ThreadPoolExecutor(THREADS) as pool:
         yield from filter(None, pool.map(lambda name: damage(folder / name, files[name]), files))
 
 
 def damage(path: Path, written: Written) -> str | None:
-    """A clause that begins with the path; None where the file is as it was written."""
+    """Return a clause that begins with the path, or None where the file is undamaged."""
     try:
         size = path.stat().st_size
         if size != written.size:

@@ -1,7 +1,8 @@
-"""A whole model's tensors where a checkpoint holds a part of them: what was trained, the rest from the base.
+"""Rebuild a whole model's tensors from a checkpoint that has only the trained ones; the rest comes from the
+base.
 
-Takes a checkpoint of adapters, or of the parameters that model.trainable names, and the spec's model; gives
-the tensors of the model without adapters, one at a time.
+The checkpoint has adapters, which are merged in, or the parameters that model.trainable names. Tensors are
+computed one at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from dsft.spec.schema import Lora, Model
 
 
 class Adapter:
-    """The tensors of an adapter's file, by their names there; reads as a `Checkpoint` does. config: what
-    stands beside it. Embeddings with new rows are among them, trained or not: the base has no such rows."""
+    """The tensors of an adapter's file, by their names there, with the `read` of a `Checkpoint`. config: the
+    content of adapter_config.json. Embeddings with new rows are included, trained or not, since the base
+    lacks these rows."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class Adapter:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> Adapter:
-        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises as
-        `WholeModel` does where embeddings have new rows."""
+        """Return the adapter of a checkpoint. `meta`: the model without adapters, on the meta device;
+        `dtype`: of the base in training. Raises as `WholeModel` does where embeddings have new rows."""
         model = model_of(checkpoint)
         assert model.lora is not None, "the checkpoint is of an adapter"
         frozen = _frozen_embeddings(checkpoint, meta, dtype)
@@ -62,7 +64,7 @@ class Adapter:
         return cls(checkpoint, written, listed, frozen)
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
-        """(stop - start,) float32 on the CPU, of the flattened tensor."""
+        """Read elements [start, stop) of the flattened tensor, as float32 on the CPU."""
         if (first := self._names[name]) in self._frozen:
             return self._frozen[first].flatten()[start:stop]
         return self._checkpoint.read(first, kind, start, stop)
@@ -71,7 +73,7 @@ class Adapter:
 def _frozen_embeddings(
     checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Embeddings with new rows that were not trained, by the first name of each."""
+    """Return embeddings with new rows that were not trained, under their first names."""
     if rows_of(checkpoint) is None:
         return {}
     whole = WholeModel(checkpoint, meta, dtype)
@@ -80,18 +82,19 @@ def _frozen_embeddings(
 
 
 def _tied(meta: PreTrainedModel) -> dict[str, str]:
-    """Further names of tied parameters -> the first."""
+    """Return further names of tied parameters -> the first."""
     first = {id(parameter): name for name, parameter in meta.named_parameters()}
     named = meta.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
 
 
 class WholeModel:
-    """Reads as a `Checkpoint` does. shapes: of every parameter, by Hugging Face name."""
+    """All tensors of a model, with the `read` of a `Checkpoint`. shapes: of every parameter, by Hugging Face
+    name."""
 
     def __init__(self, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> None:
-        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training.
-        Raises MissingInputError where the base is not there, CheckpointError where it is another one."""
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises
+        MissingInputError where the base is missing, CheckpointError where it has changed."""
         if (name := model_of(checkpoint).name_or_path) is not None:
             check_same_base(checkpoint, fingerprint(name))
         self.shapes: Mapping[str, tuple[int, ...]] = {
@@ -105,13 +108,14 @@ class WholeModel:
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
-        """(stop - start,) float32 on the CPU, of the flattened tensor; there are values alone."""
+        """Read elements [start, stop) of the flattened tensor, as float32 on the CPU. `kind` is ignored:
+        there are only values, no optimizer states."""
         if name != self._last[0]:
             self._last = (name, self.tensor(name).flatten())
         return self._last[1][start:stop]
 
     def tensor(self, name: str) -> Tensor:
-        """float32."""
+        """Return the whole tensor in float32, with its adapter merged in."""
         module = name.removesuffix(".weight")
         if name in self._checkpoint.shapes:
             return self._trained(name)
@@ -123,8 +127,8 @@ class WholeModel:
         return merged.T if is_turned else merged
 
     def _merged(self, weight: Tensor, module: str, lora: Lora) -> Tensor:
-        """(out, in): W + s·B·A; with DoRA each of its rows is scaled to the magnitude
-        (https://arxiv.org/abs/2402.09353, eq. 5)."""
+        """Return the merged weight (out, in): W + s·B·A; with DoRA each of its rows is scaled to the
+        magnitude (https://arxiv.org/abs/2402.09353, eq. 5)."""
         a, b = self._trained(f"{module}.lora_A.weight"), self._trained(f"{module}.lora_B.weight")
         merged = weight + scale(lora) * (b @ a)
         if not lora.use_dora:
@@ -139,16 +143,16 @@ class WholeModel:
 
 
 def rows_of(checkpoint: Checkpoint) -> NewRows | None:
-    """The rows of the embeddings that were new when the run began."""
+    """Return the rows of the embeddings that were new when the run began; None where there were none."""
     held = checkpoint.state.get("new_rows")
     return None if held is None else NewRows(**held)
 
 
 def model_of(checkpoint: Checkpoint) -> Model:
-    """The model section of the spec that the checkpoint is of."""
+    """Return the model section of the checkpoint's spec."""
     return Model.model_validate(checkpoint.state["spec"].get("model", {}))
 
 
 def is_partial(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint holds a part of the model's parameters, or adapters."""
+    """Return whether the checkpoint has only part of the model's parameters, or adapters."""
     return has_frozen(model_of(checkpoint))

@@ -1,7 +1,6 @@
-"""Reading a checkpoint: whether it is whole, which one a run goes on from, and any range of any tensor.
+"""Read checkpoints: check that one is whole, find the one to resume from, and read any range of any tensor.
 
-Takes paths; reads files, writes none. A checkpoint is a folder `step-N`; nothing in it is a pickle, and
-nothing in it says how many ranks will read it.
+A checkpoint is a folder `step-N`. Nothing in it is a pickle, and any number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BEST = "best"
 MODEL = "model"
 STEP = re.compile(r"step-(\d+)")
 LISTED = re.compile(rf"(?:{MODEL}/)?(?!\.\.?$)[^/]+")
-"""A file that a manifest lists: of the folder itself, or of its model folder."""
+"""Pattern of a file that a manifest may list: in the folder itself, or in its model folder."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Piece:
 
 
 class Checkpoint:
-    """An opened checkpoint. `files`: what the manifest lists; `state`: state.json, see `Facts` in save.py."""
+    """An opened checkpoint. `files`: those that the manifest lists; `state`: state.json, see `Facts` in
+    save.py."""
 
     def __init__(
         self, path: Path, files: Mapping[str, Written], state: Mapping[str, Any], digest: str
@@ -55,17 +55,17 @@ class Checkpoint:
         self.path = path
         self.files = files
         self.state = state
-        self.digest = digest  # of the manifest, which lists all others: tells checkpoints apart
+        self.digest = digest  # of the manifest, which lists all other files: identifies the checkpoint
         self._open: dict[str, Any] = {}
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read manifest and state.json. CheckpointError where one is missing, torn or of another format,
-        where the manifest lists a path outside the folder, and where these two or the folder's name disagree
-        on the step.
+        """Read the manifest and state.json. Raises CheckpointError where one is missing, damaged or of
+        another format, where the manifest lists a path outside the folder, and where the two and the folder's
+        name disagree on the step.
 
-        `path`: a folder step-N, a copy under a name of another form, or a file `latest` or `best` beside a
-        folder step-N, which names one.
+        `path`: a folder step-N, a copy of one under a name of another form, or a file `latest` or `best`,
+        which names a folder step-N beside it.
         """
         if path.name in (LATEST, BEST) and path.is_file():
             path = _named_by(path)
@@ -109,7 +109,8 @@ class Checkpoint:
 
     @property
     def nonfinite_in_a_row(self) -> int:
-        """Steps up to this one that were skipped in a row, as their gradients were not finite."""
+        """Number of steps in a row, up to this one, that were skipped since their gradients were not
+        finite."""
         return int(self.state["progress"].get("nonfinite_in_a_row", 0))
 
     @property
@@ -119,13 +120,14 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """config.json, tokenizer and generation config, as transformers saves them."""
+        """Folder with config.json, tokenizer and generation config, as transformers saves them."""
         return self.path / MODEL
 
     def verify(self) -> None:
-        """Every listed file by size and SHA-256, and every parameter's ranges. Reads all of it.
+        """Check every listed file by size and SHA-256, and that the ranges of every parameter are complete.
+        Reads all files.
 
-        Raises CheckpointError naming the first file or parameter that is not as it was written.
+        Raises CheckpointError naming the first file or parameter that is damaged.
         """
         for damaged in damages(self.path, self.files):
             raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
@@ -135,7 +137,8 @@ class Checkpoint:
                 self._pieces_of(name, kind, 0, numel)
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
-        """(stop - start,) float32 on the CPU: elements of the flattened parameter, whoever wrote them."""
+        """Read elements [start, stop) of the flattened parameter, whichever ranks wrote them, as float32 on
+        the CPU."""
         result = torch.empty(stop - start)
         for piece in self._pieces_of(name, kind, start, stop):
             low, high = max(start, piece.start), min(stop, piece.stop)
@@ -144,8 +147,9 @@ class Checkpoint:
         return result
 
     def _check_step(self, listed: Any) -> None:
-        """`listed`: the manifest's step. The newest checkpoint is found by its folder's name, so a name of
-        another step would make each start go on from the wrong one."""
+        """Check that the steps of manifest, state.json and folder name agree. `listed`: the manifest's. The
+        newest checkpoint is found by the folder's name, so under a wrong name each start would resume from
+        the wrong one."""
         try:
             step = self.step
         except (KeyError, TypeError, ValueError) as error:
@@ -161,7 +165,7 @@ class Checkpoint:
             )
 
     def _pieces_of(self, name: str, kind: str, start: int, stop: int) -> list[Piece]:
-        """The pieces that hold [start, stop), in order and without a hole."""
+        """Return the pieces that cover [start, stop), in order and without a gap."""
         found, reached = [], start
         for piece in self._index.get((name, kind), ()):
             if piece.stop > reached and piece.start < stop:
@@ -175,7 +179,7 @@ class Checkpoint:
 
     @cached_property
     def _index(self) -> dict[tuple[str, str], list[Piece]]:
-        """Where each (name, kind) stands, by start."""
+        """Pieces of each (name, kind), ordered by start."""
         index: dict[tuple[str, str], list[Piece]] = defaultdict(list)
         for file in self.files:
             if not file.startswith("rank-"):
@@ -189,7 +193,7 @@ class Checkpoint:
         return index
 
     def _file(self, name: str) -> Any:
-        """A memory-mapped safetensors file, opened once."""
+        """Return a memory-mapped safetensors file, opened once."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
@@ -200,19 +204,21 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """Which checkpoint a run goes on from (None: it starts at step 0), and what to tell about the others."""
+    """The checkpoint to resume from (None: start at step 0), and notes on those that were passed over."""
 
     path: Path | None
     notes: tuple[str, ...] = ()
 
 
 def find(run: Path, resume: str) -> Found:
-    """`resume` as in the spec: 'auto' the newest that verifies, 'never' none, or a checkpoint's path.
+    """Find the checkpoint to resume from. `resume`, as in the spec: 'auto' takes the newest that verifies,
+    'never' none, and a path that checkpoint.
 
-    `latest` is not needed: the folders themselves are looked at, so that it may be lost or point nowhere.
-    Raises LockedError where 'never' meets checkpoints; CheckpointError where there are some and none is
-    whole, or the one named is not: a run never starts again from step 0 by itself; LockedError where the one
-    named has others of its step or later ones in its way. Reads all of the files, so it is for rank 0.
+    `latest` is not used: the folders themselves are listed, so it may be lost or wrong. A run never starts
+    again from step 0 by itself, so CheckpointError is raised where there are checkpoints and none is whole,
+    or where the one given by path is not. Raises LockedError where 'never' is given and there are
+    checkpoints, or where the run has others of the given one's step or later. Reads all files, so only rank 0
+    calls it.
     """
     folders = step_folders(run)
     if resume not in ("auto", "never"):
@@ -241,8 +247,9 @@ def find(run: Path, resume: str) -> Found:
 
 
 def _check_nothing_later(named: Checkpoint, run: Path, folders: list[Path]) -> None:
-    """What follows may be another history (more steps have another schedule), and the later ones would be
-    taken for its own: kept in place of what is saved, gone on from at the next start."""
+    """Raise LockedError where the run has other checkpoints of the same or a later step. Resuming from
+    `named` may give another history (a run with more steps has another schedule), and later ones would be
+    taken as part of it: kept in place of newly saved ones, and resumed from at the next start."""
     later = [path.name for path in folders if step_of(path) >= named.step and not path.samefile(named.path)]
     if later:
         raise LockedError(
@@ -256,7 +263,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """The committed `step-N` folders of a run, newest first; whole or not."""
+    """Return the committed `step-N` folders of a run, newest first, whole or damaged."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
@@ -264,7 +271,7 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """N of a folder step-N."""
+    """Return N of a folder step-N."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -279,7 +286,7 @@ def _named_by(pointer: Path) -> Path:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """SHA-256, as hex, of what a manifest says; stands in it as `sha256`."""
+    """Return the SHA-256, as hex, of a manifest's content; it is stored in the manifest as `sha256`."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -295,7 +302,8 @@ def _json(path: Path) -> Any:
 
 
 def verify(path: Path) -> str:
-    """`dsft verify CHECKPOINT`: a line that says what was found; CheckpointError where it is not whole."""
+    """Carry out `dsft verify CHECKPOINT`: return a line for the user. Raises CheckpointError where it is not
+    whole."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     size = sum(written.size for written in checkpoint.files.values())

@@ -1,7 +1,5 @@
-"""Which checkpoints stay: the newest ones, and the best ones, those with the lowest held-out loss.
-
-Takes a run's folder after a commit; removes folders of `checkpoints/` and writes `best` beside them.
-"""
+"""Decide which checkpoints to retain after a commit: the newest ones, and the best ones, i.e. those with the
+lowest held-out loss. Remove the others, and point `best` to the best one."""
 
 from __future__ import annotations
 
@@ -16,19 +14,21 @@ from dsft.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Retention:
-    """keep_last: how many of the newest stay, None for all; keep_best: how many of the best stay too, None
-    where none are chosen."""
+    """How many checkpoints to retain. keep_last: how many of the newest, None for all; keep_best: how many of
+    the best in addition, None to choose none."""
 
     keep_last: int | None
     keep_best: int | None = None
 
 
 def retain(run: Path, step: int, retention: Retention) -> list[str]:
-    """Name the best one, then remove what neither is new nor good; the names of the removed.
+    """Point `best` to the best checkpoint, then remove those that are neither among the newest nor among the
+    best. Return the names of the removed ones.
 
-    The checkpoint of `step`, just committed, always stays. A torn one does not count, nor does one that was
-    saved while steps were being skipped in a row, so neither pushes out one that a run can go back to. One of
-    a later step is left alone. OSError where `best` cannot be written; nothing is removed then.
+    The checkpoint of `step`, just committed, is always retained. Two kinds do not count among the newest, so
+    that they cannot displace one that a run can resume from: damaged ones, and those saved in the middle of a
+    series of skipped steps. A checkpoint of a later step is left alone. Raises OSError where `best` cannot be
+    written; nothing is removed then.
     """
     folders = [path for path in step_folders(run) if step_of(path) <= step]
     best = _best_first(folders)[: retention.keep_best] if retention.keep_best is not None else []
@@ -49,7 +49,7 @@ def retain(run: Path, step: int, retention: Retention) -> list[str]:
 
 
 def best_checkpoint(run: Path) -> Checkpoint | None:
-    """The one that `best` names, where there is one."""
+    """Return the checkpoint that `best` names; None where there is none."""
     try:
         return Checkpoint.open(run / "checkpoints" / BEST)
     except CheckpointError:
@@ -57,7 +57,8 @@ def best_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def whole_by_size(path: Path) -> Checkpoint | None:
-    """The checkpoint where all listed files are there with their sizes; digests are not read."""
+    """Return the checkpoint if all listed files exist with their listed sizes, else None; digests are not
+    checked."""
     try:
         checkpoint = Checkpoint.open(path)
         files = checkpoint.files
@@ -68,7 +69,8 @@ def whole_by_size(path: Path) -> Checkpoint | None:
 
 
 def _best_first(folders: list[Path]) -> list[Path]:
-    """The whole ones that were evaluated, by held-out loss; of equal ones the earlier."""
+    """Return the whole checkpoints that were evaluated, lowest held-out loss first, and the earlier of two
+    equal ones."""
     found = []
     for path in folders:
         checkpoint = whole_by_size(path)

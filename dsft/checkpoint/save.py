@@ -1,11 +1,10 @@
-"""Committing a checkpoint: every rank writes what it owns, then it is there whole, or not at all.
+"""Write checkpoints: every rank streams its share of the parameters to a safetensors file, then rank 0
+commits them all with one rename.
 
-Takes fragments from the engine, plain facts and a group of ranks; writes `checkpoints/` of the run's folder.
-
-    checkpoints/step-N.tmp-<nonce>/   rank-*.safetensors by all ranks, flushed to the disk, hashed on the way;
+    checkpoints/step-N.tmp-<nonce>/   rank-*.safetensors by all ranks, hashed while written, flushed to disk;
                                       model/, state.json and MANIFEST.json (sizes, digests) by rank 0
-    checkpoints/step-N/               by one rename
-    checkpoints/latest                then names it
+    checkpoints/step-N/               the same folder, after the rename
+    checkpoints/latest                the name of that folder, written last
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dsft.system.files import no_inodes, sync_folder
 
 T = TypeVar("T")
 SPARE = 2**20
-"""Bytes beyond the tensors: headers, JSON, the file system's own."""
+"""Bytes that a checkpoint needs beyond its tensors: headers, JSON, the file system's own."""
 
 
 class Group(Protocol):
@@ -56,21 +55,21 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What state.json says besides the tensors; JSON values.
+    """What state.json contains beside the shapes and kinds of the tensors; all values are JSON.
 
-    progress  where the run stands: step, applied_steps, num_tokens, epoch, …
+    progress  where the run is: step, applied_steps, num_tokens, epoch, …
     spec      the resolved spec
-    batch     the batch sizes that it came to
-    data      {a source of data.train or data.eval, or what is held out of one: {rows, tokens, fingerprint}}:
-              losses are compared with those of the same held-out rows alone
+    batch     the batch sizes that follow from it
+    data      {a source of data.train or data.eval, or the part held out of one: {rows, tokens, fingerprint}};
+              a loss is only compared with losses of the same held-out rows
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
-    built_from  config, tokenizer and chat template, as `dsft.identity.built_from` gives them
-    software  versions, variables and kind of device, as `dsft.identity.software` gives them
-    new_rows  of the embeddings, as NewRows has them; None where there are none
-    origin    what an export's card says beside that: see `dsft.checkpoint.card.origin_of`
-    reference  of preference pairs whose log-probabilities were stored: their key
+    built_from  config, tokenizer and chat template, by `dsft.identity.built_from`
+    software  versions, variables and kind of device, by `dsft.identity.software`
+    new_rows  the new rows of the embeddings, as NewRows has them; None where there are none
+    origin    what an export's card needs beside these: see `dsft.checkpoint.card.origin_of`
+    reference  for preference pairs: the digest and components of the reference's key
     held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
@@ -91,7 +90,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has done: its file, elements per kind, its parameters' shapes, or why it failed."""
+    """What one rank has written: its file, elements per kind, its parameters' shapes and the bytes it needed;
+    or why it failed."""
 
     name: str
     written: Written | None
@@ -111,12 +111,13 @@ def save(
     model_files: Mapping[str, bytes],
     retention: Retention,
 ) -> str:
-    """Commit `checkpoints/step-N`, N being facts.progress["step"]; gives a line that says what was done.
+    """Commit `checkpoints/step-N`, N being facts.progress["step"]. Return a line for the user.
 
-    A collective. `fragments` and `shapes` are this rank's. `model_files` (config, tokenizer, …), which rank 0
-    alone needs, are written into its model folder, so that the checkpoint can be exported by itself. A step
-    that is committed and whole is left as it is.
-    Raises StorageError on every rank where one could not write; what was there before is then still there.
+    A collective. `fragments` and `shapes` are this rank's. `model_files` (config, tokenizer, …), which only
+    rank 0 needs, are written into the checkpoint's model folder, so that it can be exported by itself. If the
+    step is committed already and whole, nothing is written.
+
+    Raises StorageError on every rank where one could not write; earlier checkpoints are then untouched.
     """
     folder = run / "checkpoints"
     name = f"step-{facts.progress['step']}"
@@ -137,7 +138,7 @@ def save(
 
 
 def _committed(path: Path) -> bool:
-    """Whether this step is there, whole; a torn one is written again."""
+    """Return whether this step is committed and whole; a damaged one is written again."""
     if not path.exists():
         return False
     try:
@@ -148,11 +149,11 @@ def _committed(path: Path) -> bool:
 
 
 def _begin(folder: Path, name: str, needed: int) -> Path:
-    """Room for the new checkpoint: leftovers of broken saves removed, space looked at, the folder made."""
+    """Remove leftovers of broken saves, check the free space, and create the temporary folder."""
     aside = folder / f"{name}.tmp-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("step-*.tmp-*"):  # the run's lock says that no other job is writing here
+        for leftover in folder.glob("step-*.tmp-*"):  # under the run's lock no other job writes here
             shutil.rmtree(leftover)
         free = shutil.disk_usage(folder).free
         if free < needed + SPARE:
@@ -178,14 +179,15 @@ def _write_part(aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[in
 
 
 def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:
-    """Of one after the other, which is given up then: what is mapped from a disk leaves the memory."""
+    """Yield the fragments in chunks, and release each fragment when done: pages mapped from a disk can then
+    be dropped."""
     fragments.reverse()
     while fragments:
         yield from torch.split(fragments.pop().data, CHUNK)
 
 
 def _check_parts(parts: list[Part]) -> None:
-    """All ranks have written, and together every element once."""
+    """Check that all ranks have written, and that together they have every element once."""
     failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
     if failures:
         raise StorageError(" ".join(failures))
@@ -217,7 +219,7 @@ def _commit(
         manifest = {"format": FORMAT, "step": facts.progress["step"], "files": listed}
         write_json(aside / MANIFEST, manifest | {"sha256": seal(manifest)})
         torn = aside.with_name(aside.name + "-torn")
-        if final.exists():  # `_committed` has looked: it is not whole
+        if final.exists():  # `_committed` found it damaged
             os.rename(final, torn)
         os.rename(aside, final)
         sync_folder(final.parent)
