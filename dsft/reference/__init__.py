@@ -1,4 +1,2 @@
-"""The frozen reference of preference objectives: its log-probabilities, wherever they come from.
-
-Takes a spec, its inputs and a world. Gives what fills `MicroBatch.pairs.reference`.
-"""
+"""Compute the log-probabilities of the frozen reference for preference objectives, and fill them into
+`MicroBatch.pairs.reference`."""

@@ -1,9 +1,9 @@
-"""Checks that a run's reference is the right one: at step 0 the policy is its reference (`check_start`),
-stored values are still what the reference gives (`check_again`), and it has not changed when the run ends
-(`Unchanged`).
+"""Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that stored
+values are still what it gives (`check_again`), and that it has not changed when the run ends (`Unchanged`).
 
-At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2. In exact numbers; what
-rounding makes of them is measured on the run's own rows, together and each alone, by the engine itself.
+At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2, in exact arithmetic.
+How far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
+one, and the results are compared.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dsft.reference.refer import Held
 from dsft.reference.store import Stored
 from dsft.spec.schema import Dpo, Spec
 
-EXACT = 1e-5  # rewards, margins and the loss: what fp32 reaches, and the least that is asked of any type
-FACTOR = 4.0  # the reference's layout may be another than the two that rounding is measured in
-FEW, ALONE = 2, 4  # micro-batches of the first step to look at, and pairs of them that are scored alone too
+EXACT = 1e-5  # bound for rewards, margins and the loss in fp32, and the smallest bound for any type
+FACTOR = 4.0  # the reference's layout may differ from the two in which rounding is measured
+FEW, ALONE = 2, 4  # micro-batches of the first step to check, and pairs of them that are also scored alone
 SHOWN = 3  # pairs that an error names
 ANSWERS = ("chosen", "rejected")
 PIECE = 2**24  # elements of a weight that are copied to the host at a time
-CLEAR = 10.0  # times the bound: what a pair of another row is off by, where other weights move all a little
+CLEAR = 10.0  # times the bound: how far off a pair of another row is; other weights move all pairs a little
 
 TRAINING = "in training the policy's rewards are other than in evaluation"
 DROPOUT = "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
@@ -60,8 +60,9 @@ BARE = (
 
 @dataclass(frozen=True)
 class Start:
-    """What is looked at. micro_batches: this rank's of the first step, with pairs.reference, as many on every
-    rank; without_adapter: the policy without its adapter meanwhile, None where it has none."""
+    """What is checked at step 0. micro_batches: this rank's of the first step, with pairs.reference, as many
+    on every rank; without_adapter: a context in which the policy runs without its adapter, None where it has
+    none."""
 
     dpo: Dpo
     dataset: Dataset
@@ -72,8 +73,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Found:
-    """Of the n answers of this rank's pairs, two by two: log-probabilities (n / 2, 2) in evaluation, in
-    training and by the reference; num_tokens; rounding: nats per unit of `spread`."""
+    """Scores of the n answers of this rank's pairs. ids: (n / 2,); policy, training, reference:
+    log-probabilities (n / 2, 2) of the policy in evaluation mode, of the policy in training mode, and of the
+    reference; num_tokens: (n / 2, 2); rounding: nats per unit of `spread`."""
 
     ids: Tensor
     num_tokens: Tensor
@@ -83,27 +85,28 @@ class Found:
     rounding: float
 
     def bound(self, dpo: Dpo) -> Tensor:
-        """(n / 2,): the largest reward or margin of each pair that rounding explains."""
+        """Return the largest reward or margin of each pair that rounding explains, (n / 2,)."""
         nats = self.rounding * spread(self.num_tokens).amax(1)
         return (FACTOR * dpo.beta * nats).clamp(min=EXACT)
 
     def off(self, logps: Tensor, dpo: Dpo, policy: Tensor | None = None) -> Tensor:
-        """(n / 2,): the largest of both rewards and their margin, of the policy against `logps`."""
+        """Return the largest absolute value of each pair's rewards and margin, of the policy against `logps`,
+        (n / 2,)."""
         rewards = dpo.beta * ((self.policy if policy is None else policy) - logps)
         margins = rewards[:, :1] - rewards[:, 1:]
         return torch.cat((rewards, margins), dim=1).abs().amax(1)
 
 
 def spread(num_tokens: Tensor) -> Tensor:
-    """How the rounding of a sum grows with its terms: as the root of their number, and when they are many,
-    as a tenth of it, since they share the weights."""
+    """Return how the rounding error of a sum grows with its number of terms n: as √n, and for large n as n /
+    10, since the errors are correlated by the shared weights."""
     n = num_tokens.double().clamp(min=1)
     return torch.maximum(n.sqrt(), n / 10)
 
 
 def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> str:
-    """A collective, at step 0, where the reference is the policy's start. Gives a line that says how near it
-    is; raises SpecError on every rank where it is not, with the cause as far as it can be told."""
+    """Check that the policy equals its reference at step 0. Return a line that says how near they are. Raises
+    SpecError on every rank where they differ, with the probable cause. A collective."""
     pairs = _joined(world.gather(_look(start, engine, policy, world)))
     bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
     drawn = pairs.off(pairs.training, start.dpo)
@@ -123,7 +126,7 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
 
 
 def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found | None:
-    """None on a rank that has no pair, or not the last stage."""
+    """Score this rank's pairs; None on a rank that has no pair, or not the last stage."""
     batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
@@ -154,8 +157,8 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
 
 
 def _unit_roundoff(policy: Policy) -> float:
-    """Of the coarsest type of its parameters. By one rounding of a token's logits layouts may always differ,
-    however equal those two are that are compared."""
+    """Return half the machine epsilon of the coarsest parameter type. Any two layouts may differ by one
+    rounding of each token's logits, even if the two that are compared here happen to agree."""
     return max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
 
 
@@ -167,7 +170,7 @@ def _joined(ranks: Sequence[Found | None]) -> Found:
 
 
 def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found, bound: Tensor) -> bool:
-    """Whether the reference is the policy without its adapter; a collective."""
+    """Return whether the reference is the policy without its adapter. A collective."""
     if start.without_adapter is None:
         return False
     with start.without_adapter():
@@ -177,7 +180,7 @@ def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found
 
 
 def _by_pairs(off: Tensor, bound: Tensor) -> str:
-    """The cause, by which pairs are the same in policy and reference."""
+    """Return the probable cause, judged by which pairs agree."""
     same, far = off <= bound, off > CLEAR * bound
     counted = f"{int(same.sum())} of {len(same)} pairs are the same in both"
     if bool(same.any() and (same | far).all()):
@@ -193,7 +196,7 @@ def _by_pairs(off: Tensor, bound: Tensor) -> str:
 
 
 def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
-    """The pairs that are farthest off, and what would be allowed."""
+    """Name the pairs that are farthest off, with the bound."""
     order = torch.argsort(off / bound, descending=True)[:SHOWN]
     names = [
         f"{start.dataset.source(int(pairs.ids[i]))} by {off[i]:.2g}" for i in order if not off[i] <= bound[i]
@@ -210,7 +213,8 @@ def _error(what: str, where: str, cause: str) -> SpecError:
 
 
 def choose_again(stored: Stored, count: int) -> tuple[NDArray[np.int64], ...]:
-    """`count` random pairs of those that are stored, by dataset; other ones at each start."""
+    """Choose up to `count` random stored pairs, other ones at each start. Return their numbers per
+    dataset."""
     known = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
     borders = np.cumsum([0, *map(len, known)])
     drawn = random_pairs(int(borders[-1]), count)
@@ -221,7 +225,7 @@ def choose_again(stored: Stored, count: int) -> tuple[NDArray[np.int64], ...]:
 
 
 def random_pairs(total: int, count: int) -> NDArray[np.int64]:
-    """(count,) numbers below `total`, or all of them where there are fewer, ascending."""
+    """Return `count` random numbers below `total`, ascending; all of them where there are fewer."""
     return np.sort(np.random.default_rng().permutation(total)[:count])
 
 
@@ -233,9 +237,10 @@ def check_again(
     found: NDArray[np.float64],
     precision: Precision,
 ) -> None:
-    """Of pairs (k,) `stored`, (k, 2), is what the store `folder` has, `found` what the reference scores now.
-    Raises CheckpointError with the first pair that it scores otherwise than rounding explains: another layout
-    runs other kernels, as a row alone does."""
+    """Compare log-probabilities in the store with new ones. Of the pairs `ids` (k,), `stored` (k, 2) is what
+    the store `folder` has, `found` (k, 2) what the reference gives now. Raises CheckpointError with the first
+    pair that differs by more than rounding: another layout runs other kernels, just as a row scored alone
+    does."""
     for pair, *values in zip(ids.tolist(), stored, found, strict=True):
         tokens = [row.target_count for row in whole_rows(dataset[pair])]
         for answer, was, is_, count in zip(ANSWERS, *values, tokens, strict=True):
@@ -250,8 +255,8 @@ def check_again(
 
 
 def allowed(precision: Precision, tokens: int) -> float:
-    """What rounding may change of a sum over so many tokens, in nats: that of `engine.proof` for their mean,
-    and for one token at least."""
+    """Return how far rounding may move the log-probability of `tokens` tokens, in nats: their number times
+    the bound of `engine.proof` on their mean; for at least one token."""
     tokens = max(1, tokens)
     return ROUNDING[precision] * float(max(tokens**-0.5, 0.1)) * tokens
 
@@ -260,8 +265,8 @@ def allowed(precision: Precision, tokens: int) -> float:
 
 
 def check_weights(spec: Spec, key: Key) -> None:
-    """Raises WorldError where the reference's files are not those of the key: they may be replaced, or a hub
-    id lead elsewhere, after it was made."""
+    """Raise WorldError where the reference's files differ from those of the key: after the key was made, they
+    may have been replaced, or a hub id may resolve to other ones."""
     now = weights_of(spec, reference_model(spec))
     then = {name: key.components[name] for name in now}
     if now != then:
@@ -272,29 +277,30 @@ def check_weights(spec: Spec, key: Key) -> None:
 
 
 class Unchanged:
-    """What a digest was when this was made, and what it is whenever that is asked for."""
+    """A digest taken at the start, with a check that it is still the same."""
 
     def __init__(self, what: str, digest: Callable[[], Any]) -> None:
-        """digest: local; raises MissingInputError where files are no longer there."""
+        """digest: computed on this rank; raises MissingInputError where files are gone."""
         self._what, self._digest, self._then = what, digest, digest()
 
     @classmethod
     def of_weights(cls, held: Held) -> Unchanged:
-        """Before the first step."""
+        """Watch the weights of this rank; to be made before the first step."""
         return cls("weights, on every rank,", lambda: weights_digest(held.weights()))
 
     @classmethod
     def of_files(cls, spec: Spec, key: Key) -> Unchanged:
-        """Of a precomputed reference, wherever its hub id leads later; a fresh one has no files, and follows
-        from the spec. Raises as `check_weights` does."""
+        """Watch the files of a precomputed reference, whatever its hub id resolves to later. A fresh
+        reference has no files; it follows from the spec. Raises as `check_weights` does."""
         check_weights(spec, key)
         model = reference_model(spec)
         has_files = model.name_or_path is not None or model.lora is not None
         return cls("files" if has_files else "config and seed", lambda: weights_of(spec, model))
 
     def proof(self, world: World) -> str | DsftError:
-        """A collective. A line that says so; or the error, the same on every rank, where it is another or its
-        files are gone: to be raised once the run's end is saved."""
+        """Check the digest on all ranks. Return a line for the user; or, where it has changed or files are
+        gone, the error, the same on every rank, to be raised after the end of the run is saved. A
+        collective."""
         try:
             same = world.gather(world.each(self._digest) == self._then)
         except DsftError as error:
@@ -310,7 +316,7 @@ class Unchanged:
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the bytes of all, in their order."""
+    """Return the SHA-256 over the bytes of all tensors, in order."""
     digest = hashlib.sha256()
     for tensor in tensors:
         for piece in torch.split(tensor.detach().reshape(-1), PIECE):

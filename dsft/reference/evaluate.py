@@ -1,8 +1,7 @@
-"""Held-out preference pairs: takes an engine, a reference and sets of pairs, gives their metrics and writes
-the margin of each pair.
+"""Evaluate held-out preference pairs: compute their metrics and write the margin of each pair.
 
-The figures of each pair stand in one table, the sum of the ranks' own: whichever rank scored a pair, the
-metrics are the same.
+The values of each pair go into one table, summed over the ranks, so the metrics do not depend on which rank
+scored a pair.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TOGETHER = 32  # micro-batches whose tokens are in memory at once
 
 @dataclass(frozen=True)
 class PairSet:
-    """A held-out set with its micro-batches on this rank, its global counts and its reference (None: the
+    """A held-out set with its micro-batches on this rank, its global counts and its reference (None where the
     objective needs none)."""
 
     held_out: HeldOut
@@ -43,7 +42,8 @@ class PairSet:
 
 @dataclass(frozen=True)
 class Table:
-    """Of n pairs, float64 but num_tokens: logps, num_tokens and reference (n, 2), as in Pairs."""
+    """Values of n pairs: logps, num_tokens and reference, each (n, 2), as in Pairs; float64 except
+    num_tokens."""
 
     logps: Tensor
     num_tokens: Tensor
@@ -57,7 +57,8 @@ class Table:
 def pair_evaluation(
     sets: Sequence[PairSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
 ) -> Callable[[int], Record]:
-    """step -> the metrics of all sets; a collective, in which rank 0 writes FOLDER/margins/step-N.jsonl."""
+    """Return a function step -> the metrics of all sets. It is a collective; rank 0 writes
+    FOLDER/margins/step-N.jsonl."""
     of_answers = objective.of_answers
     assert of_answers is not None, "an objective of preference pairs"
 
@@ -72,12 +73,12 @@ def pair_evaluation(
 
 
 def score_pairs(one: PairSet, engine: Engine, world: World) -> Table:
-    """One scoring pass over a set, the same table on every rank; a collective."""
+    """Score a set once, and return the same table on every rank. A collective."""
     columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
     for start in range(0, len(one.micro_batches), TOGETHER):
         some = one.micro_batches[start : start + TOGETHER]
         known = one.refer(some) if one.refer else some
-        # A rank without the last stage scores none.
+        # a rank without the last stage has no scores
         for logps, micro_batch in zip(engine.score(known, answer_logps), known, strict=False):
             pairs = micro_batch.pairs
             assert pairs is not None, "a micro-batch of preference pairs"
@@ -92,7 +93,7 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> Table:
 def margin_rows(
     step: int, sets: Sequence[PairSet], tables: Sequence[Table], dpo: Dpo
 ) -> Iterator[Mapping[str, float | str | None]]:
-    """What margins/step-N.jsonl says of each pair, set by set, in the order of the data."""
+    """Yield the lines of margins/step-N.jsonl, one per pair, set by set, in the order of the data."""
     for one, table in zip(sets, tables, strict=True):
         figures = {"logps": table.logps, "rewards": rewards(table.logps, table.pairs, dpo)}
         if table.reference is not None:

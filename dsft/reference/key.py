@@ -1,8 +1,8 @@
-"""What reference log-probabilities depend on, as named components: takes a spec, its reference's model and
-its inputs, gives a Key. Reads the weight files, whose digests are remembered beside those of the data files.
+"""Identify what reference log-probabilities depend on, as a Key of named components. Digests of the weight
+files are cached beside those of the data files.
 
-Nothing of how they are computed is in it (ranks, ZeRO stage, packing, micro-batches): that changes no more
-than their rounding, so any layout reads what any other has written.
+How the log-probabilities are computed is not part of the key (ranks, ZeRO stage, packing, micro-batches):
+that changes only their rounding, so values written under one layout are valid under any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsft.spec.differing import differing, first_difference
 from dsft.spec.schema import Model, Spec
 
 FORMAT = 1
-"""Counts up when the same components would give other log-probabilities."""
+"""Version to increment when the same components would give other log-probabilities."""
 _READERS = 4  # files that are hashed at a time
 
 Components = Mapping[str, Any]
@@ -37,13 +37,14 @@ Components = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """components: by name, JSON values; of these `differences` makes sentences.
+    """The identity of reference log-probabilities: components, JSON values by name, which `differences`
+    compares.
 
     weights     {file: sha256}, or of a fresh model {from_config, seed}
-    config      what the model's configuration says that is not its class's own default
+    config      the keys of the model's configuration that differ from its class's defaults
     adapter     {file: sha256}, None without one
-    new_rows    of the embeddings, as NewRows has them; added: the tokens of model.add_tokens
-    tokenizer   sha256 of all that it is but its template
+    new_rows    the new rows of the embeddings, as NewRows has them; added: the tokens of model.add_tokens
+    tokenizer   sha256 of all of it except its chat template
     template    the chat template's text
     truncation  data.max_length and data.on_too_long
     data        sources: {one of data.train or data.eval: {rows, tokens, fingerprint}}, as in checkpoints;
@@ -59,8 +60,8 @@ class Key:
 
 
 def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
-    """`model`: the reference's. Raises MissingInputError where its files cannot be read, DataError where one
-    changes meanwhile."""
+    """Compute the key. `model`: the reference's. Raises MissingInputError where its files cannot be read,
+    DataError where one changes while it is read."""
     rows = new_rows(model, inputs.facts)
     data = inputs.loaded
     datasets = (data.train, *(one.data for one in data.held_out))
@@ -83,13 +84,14 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
 
 
 def weights_of(spec: Spec, model: Model) -> Components:
-    """The components `weights` and `adapter`, by what its files hold now. Raises as `key_of` does."""
+    """Return the components `weights` and `adapter`, from the current contents of the files. Raises as
+    `key_of`."""
     memory = cache_folder(spec) / DIGESTS
     return {"weights": _weights(model, spec.train.seed, memory), "adapter": _adapter(model, memory)}
 
 
 def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
-    """Of its weights, none where these are fresh, and of its adapter. Raises as `key_of` does."""
+    """Return the files of the weights, none for a fresh model, and of the adapter. Raises as `key_of`."""
     lora, name = model.lora, model.name_or_path
     adapter = [Path(lora.path, file) for file in (CONFIG, WEIGHTS)] if lora and lora.path else []
     if name is None:
@@ -109,7 +111,7 @@ def _adapter(model: Model, memory: Path) -> Components | None:
 
 
 def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
-    """sha256 by file name, several read at a time. Raises as `key_of` does."""
+    """Return the SHA-256 of each file by its name; several files are read at a time. Raises as `key_of`."""
     try:
         with ThreadPoolExecutor(_READERS) as pool:
             found = list(pool.map(lambda file: content_digest(file, memory), files))
@@ -125,7 +127,8 @@ def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
 
 
 def differences(then: Components, now: Components) -> list[str]:
-    """A clause for each component that is another, in words of a spec; what it was, then what it is."""
+    """Return a clause for each component that differs, in terms of the spec: the old value, then the new
+    one."""
     known = [
         clause
         for name, what in _CLAUSES.items()

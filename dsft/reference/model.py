@@ -1,7 +1,6 @@
-"""The reference as a frozen engine of its own: takes a spec, tokenizer facts and a world; reads weights, and
-proves on real rows that it scores what the policy scores.
+"""Open the reference as a frozen engine of its own, and check on real rows that its engine scores correctly.
 
-Each rank reads and keeps its own part of the weights, and nothing else.
+Each rank reads and keeps only its own part of the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ SHOWN = 3  # tokens that a message names
 
 
 def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
-    """The DeepSpeed JSON, by the reference's own size. Raises as `take_census`."""
+    """Return the DeepSpeed configuration of the reference, which depends on its size. Raises as
+    `take_census`."""
     return _config(spec, _counted(spec, facts))
 
 
@@ -50,15 +50,16 @@ def _config(spec: Spec, counted: Census) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """policy: this rank's part of the module, for proofs; engine: scores, until it is closed."""
+    """An open reference. policy: this rank's part of the module, for checks; engine: computes
+    log-probabilities until it is closed."""
 
     policy: Policy
     engine: Frozen
 
 
 def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
-    """A collective. `world`: of the policy (live) or of the pass's own processes, laid out as
-    `reference_layout` says. Raises as `build_model`."""
+    """Build the reference and its engine. A collective. `world`: the policy's while that trains, or that of a
+    scoring pass, with the layout of `reference_layout`. Raises as `build_model`."""
     model, counted = reference_model(spec), _counted(spec, facts)
     config, cut = _config(spec, counted), cut_of(reference_parallel(spec), counted)
     keep = keep_for(config, world, frozen=True)
@@ -66,7 +67,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
         policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
-        switch_off_dropout(policy.causal_lm)  # as in the policy: both get the same attention of packed rows
+        switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
         if spec.data.packing:
             max_length, device = spec.data.max_length, world.device
             attend_per_segment(policy.causal_lm, model.attention, max_length, device)
@@ -77,7 +78,8 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
 
 
 def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
-    """A collective. What must hold on real rows, as a run proves it of its policy; a line for each."""
+    """Run the checks on real rows that a run does for its policy too, and yield a line for each. A
+    collective."""
     engine, policy = reference.engine, reference.policy
     other = dpo_of(spec).reference_model
     if other is not None:
@@ -90,10 +92,12 @@ def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> It
 
 
 def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
-    """name: dpo.reference_model. A line that says how its own tokenizer and the policy's agree.
+    """Check that the reference's own tokenizer agrees with the policy's, and return a line for the user.
+    name: dpo.reference_model.
 
-    Raises SpecError where a token of the policy's has another id there, or where none is there. Some that are
-    not there (model.add_tokens) are told: the reference has learned nothing of them.
+    Raises SpecError where a token of the policy has another id there, or where the reference has none of the
+    tokens. Single tokens that it lacks (model.add_tokens) are only reported: the reference has learned
+    nothing about them.
     """
     try:
         theirs = load_tokenizer(name).get_vocab()
@@ -113,7 +117,7 @@ def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
 
 
 def _other(name: str, total: int, others: int, moved: list[tuple[str, int, int]]) -> SpecError:
-    """moved: tokens, their ids, and those that they have in the reference."""
+    """Return the error. moved: tokens, their ids, and their ids in the reference."""
     named = "".join(f"; {token!r} is {ours} and there {theirs}" for token, ours, theirs in moved[:SHOWN])
     message = (
         f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens are "

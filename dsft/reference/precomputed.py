@@ -1,7 +1,6 @@
-"""The reference's log-probabilities from a store, and a pass that adds those that it lacks: takes a spec and
-its inputs, gives the stored values.
+"""Read the reference's log-probabilities from a store, after a pass that scores those that it lacks.
 
-Of several jobs that need the same store at once, one makes it and the others wait for its lock.
+When several jobs need the same store at once, one computes it and the others wait for its lock.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ from dsft.system.lock import hold, holder
 
 Say = Callable[[str], None]
 MEMORY = "reference.json"
-"""In a run's folder: what its reference was."""
-_WAIT = 1.0  # seconds between two looks at a lock that another job holds
+"""File in a run's folder that identifies the run's reference."""
+_WAIT = 1.0  # seconds between two attempts to take a lock that another job has
 
 
 @dataclass(frozen=True)
 class Precomputed:
-    """key: what the log-probabilities are of; logps: (n, 2) of each dataset, that of training first."""
+    """Log-probabilities from a store. key: their identity; logps: (n, 2) of each dataset, that of training
+    first."""
 
     key: Key
     folder: Path
@@ -61,11 +61,12 @@ def precompute(
     again: bool,
     known: Callable[[Key], None] = lambda key: None,
 ) -> Precomputed:
-    """A collective, before the policy is built. again: some of the stored pairs are scored once more; known:
-    is called with the key before anything is scored, and may refuse it.
+    """Return the log-probabilities of all pairs, scoring those that the store lacks. A collective, before the
+    policy is built. again: score some of the stored pairs once more, to check them; known: called with the
+    key before anything is scored, may raise to reject it.
 
-    Raises CheckpointError where dpo.reference_store holds another reference's, or the store says something
-    else than the reference; StorageError where it cannot be written or read; what `score` does.
+    Raises CheckpointError where dpo.reference_store has values of another reference, or stored values differ
+    from new ones; StorageError where the store cannot be written or read; and what `score` raises.
     """
     say(reference_line(spec))
     key = world.first(lambda: key_of(spec, reference_model(spec), inputs))
@@ -104,7 +105,7 @@ def precompute(
 
 
 def _take(folder: Path, world: World, held: ExitStack, say: Say) -> None:
-    """Be the one that makes the store; where another job does, wait for it."""
+    """Take the lock of the store; while another job has it, wait."""
 
     def attempt() -> str | None:
         try:
@@ -134,15 +135,16 @@ def _done(scored: int, there: int, again: int, seconds: float) -> str:
 
 
 def memory_of(key: Key) -> dict[str, Any]:
-    """What a checkpoint says of its reference."""
+    """Return what a checkpoint stores about its reference."""
     return {"digest": key.digest, "components": key.components}
 
 
 def check_same_reference(
     where: Path, held: Mapping[str, Any] | None, key: Key, folder: Path, say: Say
 ) -> None:
-    """held: what the checkpoint `where` says, None at a fresh start, where the run's folder may have its last
-    start's. Raises CheckpointError where training would go on against another reference, naming what
+    """Check that the reference is the one that training began with. held: what the checkpoint `where` stores
+    about it, None at a fresh start; then a difference from the last start in the run's folder is only
+    reported. Raises CheckpointError where the reference is another than the checkpoint's, naming what
     differs."""
     if held is not None:
         others = _others(held, key)

@@ -1,8 +1,6 @@
-"""The three ways in which a run's micro-batches get `pairs.reference`: looked up in a store, scored by an
-engine of the reference's own, or scored by the policy's with its adapter off or as it was at the start.
-
-Takes what scores; gives a `Refer`.
-"""
+"""Fill `pairs.reference` of micro-batches, in one of three ways: look the values up in a store, score with
+the reference's own engine, or score with the policy's engine while its adapter is off or reset to its
+start."""
 
 from __future__ import annotations
 
@@ -26,20 +24,22 @@ from dsft.objective.answers import answer_logps
 from dsft.spec.schema import Spec
 
 Refer = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
-"""Micro-batches of pairs -> the same with `pairs.reference`. Of a store it only looks them up; of an engine
-it is a collective, and ranks without the last stage get theirs back as they were."""
+"""A function from micro-batches of pairs to the same with `pairs.reference`. With a store it only looks
+values up; with an engine it is a collective, and on ranks without the last stage micro-batches stay as they
+are."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A reference that an engine scores. weights: what this rank holds of them, none of which is trained."""
+    """A reference that an engine scores. weights: those of its weights that this rank has; none is
+    trained."""
 
     refer: Refer
     weights: Callable[[], Iterator[Tensor]]
 
 
 class WithReference(Sequence[MicroBatch]):
-    """Micro-batches of pairs, each filled when it is asked for: a held-out set may be larger than memory."""
+    """Micro-batches of pairs, each filled on access: a held-out set may be larger than memory."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:
         """logps: number and pairs of a micro-batch -> (n, 2) float64."""
@@ -61,12 +61,12 @@ class WithReference(Sequence[MicroBatch]):
 
 
 def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """The `Refer` of a run that needs nothing at this place."""
+    """Return the micro-batches unchanged: the `Refer` where nothing needs to be filled in."""
     return micro_batches
 
 
 def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
-    """For a rehearsal, which uses no value of the reference."""
+    """Fill in zeros, for a rehearsal, which uses no value of the reference."""
     pairs = micro_batch.pairs
     if pairs is None:
         return micro_batch
@@ -75,20 +75,21 @@ def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def filled(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
-    """scored: (n, 2) float64 of each, or nothing where this rank has no last stage."""
+    """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
+    stage."""
     return WithReference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
 
 
 def look_up(logps: NDArray[np.float64]) -> Refer:
-    """A Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when a
-    micro-batch is used."""
+    """Return a Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when
+    a micro-batch is accessed."""
     table = torch.from_numpy(logps)
     return lambda micro_batches: WithReference(micro_batches, lambda _, pairs: table[pairs.ids])
 
 
 def refer_to_engine(engine: Frozen) -> Held:
-    """The reference as a second engine beside the policy's. Each micro-batch is scored when it is asked
-    about, without gradients and dropout."""
+    """Use a second engine beside the policy's as reference. All micro-batches of a call are scored right
+    away, without gradients and dropout."""
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return filled(micro_batches, engine.score(micro_batches, answer_logps))
@@ -97,11 +98,12 @@ def refer_to_engine(engine: Frozen) -> Held:
 
 
 def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
-    """A new adapter is switched off. One that training continues (model.lora.path) is scored with a frozen
-    copy of its values, and so is what is trained beside an adapter (model.lora.modules_to_save).
+    """Use the policy's engine as reference. A new adapter is switched off. An adapter that training continues
+    (model.lora.path) is scored with a frozen copy of its values, and so is what is trained beside an adapter
+    (model.lora.modules_to_save).
 
-    Under ZeRO 3 a new one has a copy, too: its product is 0, and DeepSpeed, which gathers ahead what the last
-    pass used next, sees the same modules in every pass. Raises as `Remembered` does.
+    Under ZeRO 3 a new adapter is copied too: its product is 0, and DeepSpeed, which prefetches the modules
+    that the last pass used next, then sees the same modules in every pass. Raises as `Remembered` does.
     """
     lora = spec.model.lora
     assert lora is not None, "validated"
@@ -123,8 +125,8 @@ def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
-    """Every adapter under `module` has no effect meanwhile. Not by peft's own switch, which would also change
-    what requires a gradient."""
+    """Disable every adapter under `module` in the block. peft's own switch is not used, since it would also
+    change which parameters require a gradient."""
     from peft.tuners.lora import LoraLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

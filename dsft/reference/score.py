@@ -1,9 +1,9 @@
-"""The pass of a reference over the pairs that a store lacks, in the ranks' own processes and process group:
-takes the pairs, adds shards to the store, closes the reference's engine.
+"""Score the pairs that a store lacks with the reference, in the ranks' own processes and process group, and
+add them to the store as shards.
 
-The policy is built afterwards, in the memory that the engine gives back. Longest pairs come first, so that a
-micro-batch that does not fit fails in the first minute. Ranks have equal shares; each writes what it has
-scored twice a minute, so a pass that is killed loses no more than that.
+The reference's engine is closed afterwards, so that the policy is built in the memory that it frees. Longest
+pairs come first, so that a micro-batch that does not fit in memory fails within the first minute. Ranks have
+equal shares; each writes its results twice a minute, so a pass that is killed loses at most that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dsft.report.memory import resident
 from dsft.spec.schema import Spec
 
 SHARD_SECONDS = 30.0
-_ROUND = 8  # micro-batches of a rank that are dealt together
+_ROUND = 8  # micro-batches per rank in one round
 
 Ids = NDArray[np.int64]
 Say = Callable[[str], None]
@@ -49,8 +49,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pass:
-    """What is scored, the same on every rank. datasets: of data.train, then of each held-out set; stored:
-    what `folder` holds of them; again: of each dataset stored pairs (k,) that are scored once more, first."""
+    """What to score, the same on every rank. datasets: data.train, then each held-out set; stored: the values
+    that `folder` has; again: stored pairs (k,) of each dataset to score once more, before all others."""
 
     spec: Spec
     key: Key
@@ -87,12 +87,12 @@ def _time(seconds: float) -> str:
 
 
 def score(asked: Pass, inputs: Inputs, world: World, say: Say, tell: Callable[[Pace], None]) -> None:
-    """A collective, before the policy is built. `say` gets lines, on every rank; `tell` the progress, on
-    rank 0.
+    """Score the pairs that the store lacks. A collective, before the policy is built. `say` gets lines on
+    every rank, `tell` the progress on rank 0.
 
-    Raises CheckpointError where the store says something else than the reference, NonFiniteError where the
-    reference has no finite value for a pair, WorldError where its files have changed since the key was made;
-    OutOfMemoryError on the rank whose memory is full.
+    Raises CheckpointError where stored values differ from new ones, NonFiniteError where the reference gives
+    an infinite or NaN value for a pair, WorldError where its files have changed since the key was made;
+    OutOfMemoryError on the rank that runs out of memory.
     """
     spec = asked.spec
     world = replace(world, layout=reference_layout(spec, world.world_size))
@@ -112,13 +112,13 @@ def score(asked: Pass, inputs: Inputs, world: World, say: Say, tell: Callable[[P
 
 
 def in_use(device: torch.device) -> int:
-    """Bytes: on a GPU what torch's allocator has given out, else what is resident of this process."""
+    """Return the bytes in use: on a GPU those allocated by torch, else this process's resident memory."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident()
 
 
 def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
-    """ranks: bytes in use on each before the reference was built, while it was there, and after it was
-    closed. Shows the rank on which the most is still in use."""
+    """Describe the memory of the rank that has got back the least. ranks: bytes in use on each, before the
+    reference was built, while it was open, and after it was closed."""
     worst = max(ranks, key=lambda rank: rank[2] - rank[0])
     before, while_open, after = (size_text(size) for size in worst)
     return f"reference: closed; {before} of memory were in use before, {while_open} with it, {after} after"
@@ -126,7 +126,7 @@ def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
 
 @contextmanager
 def told_when_full(what: str) -> Iterator[None]:
-    """Raise OutOfMemoryError with the ways out, for an allocation that fails in the block."""
+    """Turn a failed allocation in the block into an OutOfMemoryError that says what to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -139,7 +139,7 @@ def told_when_full(what: str) -> Iterator[None]:
 
 
 def micro_batch_size(spec: Spec, data_parallel: int) -> int:
-    """train.micro_batch_size, or what the other two sizes come to on so many ranks."""
+    """Return train.micro_batch_size, or what follows from the other two sizes for `data_parallel` ranks."""
     train = spec.train
     if train.micro_batch_size is not None:
         return train.micro_batch_size
@@ -148,20 +148,21 @@ def micro_batch_size(spec: Spec, data_parallel: int) -> int:
 
 
 def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> BatchSizes:
-    """Of one micro-batch a rank: nothing is accumulated."""
+    """Return batch sizes with one micro-batch per rank and no accumulation."""
     sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": 1, "global_batch_size": None}
     return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data, spec.task)
 
 
 class Scorer:
-    """Scores pairs with an open reference. Every method is a collective."""
+    """An open reference that scores pairs. Every method is a collective."""
 
     def __init__(self, asked: Pass, pad_id: int, world: World, reference: Reference) -> None:
         self._asked, self._pad_id, self._world, self._reference = asked, pad_id, world, reference
         self._batch = scoring_batch(asked.spec, asked.micro_batch_size, world.layout.data_parallel)
 
     def check(self) -> None:
-        """Score pairs of the store once more. Raises CheckpointError where it says something else."""
+        """Score some stored pairs once more. Raises CheckpointError where the values differ from those in the
+        store."""
         asked = self._asked
         for dataset, ids in enumerate(asked.again):
             if not len(ids):
@@ -178,7 +179,7 @@ class Scorer:
             check_again(asked.folder, asked.datasets[dataset], ids, stored, values, precision)
 
     def score(self, tell: Callable[[Pace], None]) -> None:
-        """Add the missing pairs of each dataset to the store."""
+        """Score the missing pairs of each dataset and add them to the store."""
         missing = self._asked.stored.missing
         rounds = [(n, ids) for n, of_it in enumerate(missing) for ids in self._rounds(n, of_it)]
         done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
@@ -198,7 +199,7 @@ class Scorer:
             writer.add(dataset, pairs, logps)
 
     def _rounds(self, dataset: int, ids: Ids) -> Iterator[Ids]:
-        """Longest first, as many as fill some micro-batches of each rank."""
+        """Yield the pairs, longest first, in rounds that fill _ROUND micro-batches of each rank."""
         order = ids[np.argsort(-self._asked.datasets[dataset].lengths[ids], kind="stable")]
         size = self._batch.micro_batch_size * self._batch.data_parallel * _ROUND
         yield from (order[i : i + size] for i in range(0, len(order), size))
@@ -207,8 +208,8 @@ class Scorer:
         return int(self._asked.datasets[dataset].lengths[ids].sum(dtype=np.int64))
 
     def _scored(self, dataset: int, ids: Ids) -> Iterator[tuple[Ids, NDArray[np.float64]]]:
-        """This rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing where it does
-        not have the last stage."""
+        """Yield this rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing on a rank
+        without the last stage."""
         rank, rows = self._world.data_rank, self._asked.datasets[dataset]
         micro_batches = list(Laid(rows, ids, self._batch, rank, self._pad_id))
         for logps, micro_batch in zip(self._score(micro_batches), micro_batches, strict=False):
@@ -233,8 +234,8 @@ class Scorer:
 
 
 class Writer:
-    """Writes one rank's shards: when a dataset ends, and when the first waiting pair has waited for
-    SHARD_SECONDS."""
+    """A buffer for one rank's shards, written whenever the dataset changes, and when the oldest waiting pair
+    has waited for SHARD_SECONDS."""
 
     def __init__(self, folder: Path, key: Key) -> None:
         self._folder, self._key = folder, key

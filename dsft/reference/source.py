@@ -1,7 +1,5 @@
-"""A run's reference, whichever of the three ways it comes.
-
-Takes what a run has before and after its policy is built; gives what fills micro-batches in.
-"""
+"""Open a run's reference, of whichever of the three kinds, and fill its log-probabilities into
+micro-batches."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """refers: of data.train, then of each held-out set; key: what it is; unchanged: proves at the end that it
-    is what it was; is_stored: they look it up, which any thread can do ahead of a step."""
+    """A run's reference. refers: one Refer per dataset, data.train first, then each held-out set; key: its
+    identity; unchanged: checks at the end of the run that it is still the same; is_stored: the values come
+    from a store, so they can be looked up ahead of a step, in any thread."""
 
     refers: Sequence[Refer]
     key: Key
@@ -38,36 +37,37 @@ class Source:
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """What a checkpoint says of it."""
+        """What a checkpoint stores about the reference."""
         return memory_of(self.key)
 
     @property
     def ahead(self) -> Refer:
-        """While a step of training is made."""
+        """The Refer to apply to training micro-batches while they are prefetched."""
         return self.refers[0] if self.is_stored else as_it_is
 
     @property
     def now(self) -> Refer:
-        """Right before a step of training, a collective."""
+        """The Refer to apply right before a training step; a collective."""
         return as_it_is if self.is_stored else self.refers[0]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its folder, and the checkpoint that it goes on from."""
+    """Where a run starts: its folder, and the checkpoint that it resumes from."""
 
     folder: Path
     checkpoint: Checkpoint | None
     say: Say
 
     def check(self, key: Key) -> None:
-        """Raises CheckpointError where the run began against another reference."""
+        """Raise CheckpointError where the run began with another reference."""
         held = self.checkpoint.state.get("reference") if self.checkpoint is not None else None
         where = self.checkpoint.path if self.checkpoint is not None else self.folder
         check_same_reference(where, held, key, self.folder, self.say)
 
     def checked(self, spec: Spec, inputs: Inputs) -> Key:
-        """Of a reference without a store, remembered in the run's folder. Raises as `check` and `key_of`."""
+        """Return the key of a reference without a store, checked and written to the run's folder. Raises as
+        `check` and `key_of`."""
         key = key_of(spec, reference_model(spec), inputs)
         self.check(key)
         remember(self.folder, key)
@@ -75,7 +75,8 @@ class Start:
 
 
 def store_of(spec: Spec, inputs: Inputs, world: World, micro_batch_size: int, start: Start) -> Precomputed:
-    """The store, made where it is not there. A collective before the policy is built."""
+    """Return the values of the store, after scoring those that it lacks. A collective, before the policy is
+    built."""
     again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
     found = precompute(spec, micro_batch_size, inputs, world, start.say, again=again, known=start.check)
     world.first(lambda: remember(start.folder, found.key, found.folder))
@@ -91,8 +92,8 @@ def source_of(
     stored: Precomputed | None,
     start: Start,
 ) -> Source:
-    """A collective, before any step or checkpoint has changed the policy. Raises CheckpointError where the
-    run began against another reference."""
+    """Open the reference. A collective, before any step or checkpoint has changed the policy. Raises
+    CheckpointError where the run began with another reference."""
     if stored is not None:
         unchanged = world.each(lambda: Unchanged.of_files(spec, stored.key))
         return Source(stored.refers, stored.key, unchanged, is_stored=True)

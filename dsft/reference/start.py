@@ -1,4 +1,4 @@
-"""`dsft reference`: takes a spec and a number of ranks, and becomes dsft/train.py --reference_only."""
+"""Carry out `dsft reference` by replacing this process with dsft/train.py --reference_only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).parents[1] / "train.py"
 
 
 def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> None:
-    """ranks: of this host; by default one a GPU, one where there is none. train.py becomes torchrun for more
-    than one. Does not return. Raises SpecError where the spec has nothing to score."""
+    """Start the scoring on `ranks` processes of this host, by default one per GPU, or one without a GPU. For
+    more than one, train.py replaces itself with torchrun. Does not return. Raises SpecError where the spec
+    has nothing to score."""
     check_precomputed(load(spec, overrides), "dsft reference")
     if ranks is None:
         import torch

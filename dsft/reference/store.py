@@ -1,13 +1,12 @@
-"""The log-probabilities that a reference gives to the answers of all pairs, on the disk, in shards.
-
-Takes a folder and a Key. Gives arrays, and the numbers of the pairs that are not there yet. A folder holds
+"""Store the reference's log-probabilities of all answers on disk, in shards. A store is a folder with
 
     key.json                      the components of its key, and their digest
     shard-<digest>.safetensors    pairs I64 (k,), their numbers in one dataset, and logps F64 (k, 2), of the
                                   chosen and of the rejected answer; its metadata name the key and the dataset
 
-A shard is named by the sha256 of its bytes: what is not what was written is not read, and any number of ranks
-write beside each other. Which rank wrote what means nothing; a store is whole when every pair has a value.
+A shard is named by the SHA-256 of its bytes, so a damaged one is detected and ignored, and any number of
+ranks can write at the same time. It does not matter which rank wrote a shard; a store is complete when every
+pair has a value.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dsft.system.json_file import read_json
 
 KEY = "key.json"
 LOCK = ".store.lock"
-"""Of who makes the store: not a run's, whose folder it may be."""
+"""Lock of the job that writes the store; distinct from a run's lock, since both may be in one folder."""
 _SHARDS = "shard-*.safetensors"
 _NAMED = 32  # hexadecimal digits of a shard's digest in its name
 
@@ -43,13 +42,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Stored:
-    """What a store holds. logps: of each dataset, (n, 2) float64, NaN where a pair is not there."""
+    """Values read from a store. logps: of each dataset, (n, 2) float64, NaN where a pair is missing."""
 
     logps: tuple[NDArray[np.float64], ...]
 
     @property
     def missing(self) -> tuple[NDArray[np.int64], ...]:
-        """Of each dataset the numbers of the pairs that are not there."""
+        """Numbers of the missing pairs, per dataset."""
         return tuple(np.flatnonzero(np.isnan(one).any(axis=1)) for one in self.logps)
 
     @property
@@ -58,7 +57,8 @@ class Stored:
 
 
 def store_folder(spec: Spec, key: Key) -> Path:
-    """dpo.reference_store itself, or a folder named by the key below OUTPUT_DIR/.cache/reference."""
+    """Return dpo.reference_store, or else a folder below OUTPUT_DIR/.cache/reference that is named by the
+    key."""
     given = dpo_of(spec).reference_store
     if given is not None:
         return Path(given)
@@ -66,11 +66,12 @@ def store_folder(spec: Spec, key: Key) -> Path:
 
 
 def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
-    """That what the folder holds, if anything, is of this key. By anyone, at any time: nothing is written.
-    `say` gets a line where key.json is damaged while the shards, which name their key too, are of this key.
+    """Check that the folder, if it has any values, has those of this key. Nothing is written, so any process
+    may check at any time. `say` gets a warning where key.json is damaged but the shards, which name their key
+    too, are of this one.
 
-    Raises CheckpointError where it holds what another key gave, naming what differs; StorageError where it
-    cannot be read.
+    Raises CheckpointError where the values are of another key, naming what differs; StorageError where the
+    folder cannot be read.
     """
     try:
         held = _components(folder / KEY)
@@ -88,8 +89,9 @@ def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
 
 
 def prepare(folder: Path, key: Key) -> None:
-    """Make the folder ready to be written: with its key, without what killed writers left and damaged shards.
-    By who alone makes the store. Raises as `check`, and StorageError where it cannot be written."""
+    """Prepare the folder for writing: write its key, and remove damaged shards and what killed writers left.
+    Only for the process that has the lock. Raises as `check`, and StorageError where the folder cannot be
+    written."""
     check(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,8 +109,9 @@ def prepare(folder: Path, key: Key) -> None:
 
 
 def _components(path: Path) -> Components | None:
-    """None where it is not there or damaged: `prepare` writes it again then, since every shard names its key
-    itself. One that an earlier dsft wrote has no digest, and is taken as it is."""
+    """Return the components; None where the file is absent or damaged, so that `prepare` writes it again
+    (every shard names its key too). A file of an earlier dsft has no digest, and is accepted without the
+    check."""
     try:
         found = read_json(path)
         components, digest = found["components"], found.get("digest")
@@ -130,7 +133,7 @@ def _check(folder: Path, held: Components, key: Key) -> None:
 
 
 def _check_shards(folder: Path, key: Key) -> None:
-    """Where the folder does not say of what key it is."""
+    """Check the shards where key.json is absent or damaged."""
     if any(shard is not None and shard.key != key.digest for _, shard in _shards(folder)):
         raise CheckpointError(
             f"{folder} holds log-probabilities of another reference or of other pairs, and its {KEY} is gone "
@@ -140,8 +143,8 @@ def _check_shards(folder: Path, key: Key) -> None:
 
 
 def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
-    """What the folder holds for datasets of so many pairs. A shard that is damaged is told and passed over,
-    so its pairs are missing; one of another key is passed over. Raises StorageError where the folder cannot
+    """Read the values of datasets with the given numbers of pairs. A damaged shard is reported and ignored,
+    so its pairs are missing; a shard of another key is ignored. Raises StorageError where the folder cannot
     be read."""
     logps = tuple(np.full((size, 2), np.nan) for size in sizes)
     try:
@@ -156,8 +159,7 @@ def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
 
 
 def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
-    """Add pairs (k,) of a dataset with their values (k, 2): there whole, or not at all. Raises
-    StorageError."""
+    """Add the values (k, 2) of pairs (k,) of a dataset as one shard, atomically. Raises StorageError."""
     metadata = {"key": key.digest, "dataset": str(dataset)}
     content = save({"pairs": pairs.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
     try:
@@ -177,7 +179,8 @@ class _Shard:
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, _Shard | None]]:
-    """Those that are there; who makes the store may remove a damaged one meanwhile. Raises OSError."""
+    """Yield the shards, None for a damaged one. The writer of the store may remove damaged ones meanwhile.
+    Raises OSError."""
     for path in sorted(folder.glob(_SHARDS)):
         try:
             content = path.read_bytes()
@@ -187,7 +190,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, _Shard | None]]:
 
 
 def _shard(content: bytes, name: str) -> _Shard | None:
-    """None where the bytes are not those that were written under this name, or not all values are finite."""
+    """Return None where the bytes do not match the digest in the name, or a value is infinite or NaN."""
     if _name(content) != name:
         return None
     try:
