@@ -1,7 +1,7 @@
-"""What rank 0 says of a run, and how far a longer task is: takes lines, records and paces, gives a progress
-bar on a terminal and plain lines elsewhere.
+"""Print a run's lines and metrics and the progress of longer tasks: with a progress bar on a terminal, as
+plain lines elsewhere.
 
-Writes to standard output and to one log file, which gets the plain lines in either case.
+A log file gets the plain lines in either case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ EVERY_SECONDS = 10.0
 
 
 class Console:
-    """total_steps and first_step are optimizer steps: where the run ends, and where this start began."""
+    """The terminal output of rank 0. total_steps and first_step are optimizer steps: the last of the run, and
+    the one that this start resumes from."""
 
     def __init__(
         self, total_steps: int, first_step: int, log: IO[str] | None = None, terminal: Terminal | None = None
@@ -34,13 +35,13 @@ class Console:
         self._first = first_step
         self._began = time.monotonic()
         self._log = log
-        self._alone = threading.Lock()  # threads of W&B and others speak too; no line runs into another
+        self._alone = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
         self._bar = _bar(self._terminal) if self._terminal.is_terminal else None
         self._task = self._bar.add_task("", total=total_steps, completed=first_step) if self._bar else None
 
     def line(self, text: str) -> None:
-        """From any thread."""
+        """Print and log a line; from any thread."""
         with self._alone:
             self._print(text)
             self._write(text)
@@ -48,13 +49,13 @@ class Console:
     def metrics(self, record: Mapping[str, float]) -> None:
         step = int(record[STEP])
         where, facts = f"step {step}/{self._total}", "  ".join(_facts(record))
-        if "train/loss" not in record:  # an evaluation: it stays on the screen
+        if "train/loss" not in record:  # an evaluation: a line of its own, which stays
             self.line(f"{where}  {facts}")
             return
         remaining = self._remaining(step)
         shown = facts if remaining is None else f"{facts}  {remaining} left"
         with self._alone:
-            if self._bar is not None and self._task is not None:  # drawn from the first record on
+            if self._bar is not None and self._task is not None:  # the bar appears with the first record
                 self._bar.start()
                 self._bar.update(self._task, completed=step, description=shown)
             else:
@@ -65,19 +66,20 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
         if self._log is not None:
-            with suppress(OSError):  # `_write` has told it
+            with suppress(OSError):  # `_write` has reported the error
                 self._log.close()
             self._log = None
 
     def _print(self, text: str) -> None:
-        """Above the bar, where there is one."""
+        """Print above the bar, if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self._terminal.file, flush=True)
 
     def _remaining(self, step: int) -> timedelta | None:
-        """From the mean pace of this start; None before its first step is done and after the last."""
+        """Estimate the remaining time from the mean pace of this start; None before its first step is done
+        and after the last."""
         if not self._first < step < self._total:
             return None
         pace = (time.monotonic() - self._began) / (step - self._first)
@@ -93,7 +95,7 @@ class Console:
 
 
 def _facts(record: Mapping[str, float]) -> list[str]:
-    """What a reader looks at while it runs, rounded; metrics.jsonl has the rest."""
+    """Return the metrics to show during the run, rounded; metrics.jsonl has all of them."""
     formats = {
         "train/loss": "loss {:.4f}",
         "train/rewards/accuracies": "accuracy {:.3f}",
@@ -111,7 +113,7 @@ def _facts(record: Mapping[str, float]) -> list[str]:
 
 
 def named_losses(record: Mapping[str, float]) -> dict[str, float]:
-    """Evaluation set -> its loss, from `eval/NAME/loss`."""
+    """Return evaluation set -> its loss, from `eval/NAME/loss`."""
     found = ((re.fullmatch(r"eval/(.+)/loss", key), value) for key, value in record.items())
     return {match[1]: value for match, value in found if match}
 
@@ -122,7 +124,7 @@ def _bar(terminal: Terminal, *, transient: bool = False) -> Progress:
 
 
 class Pace(Protocol):
-    """How far a task is: its name, what is done, and the total."""
+    """Progress of a task: its name, what is done, and the total."""
 
     @property
     def name(self) -> str: ...
@@ -131,11 +133,11 @@ class Pace(Protocol):
     @property
     def total(self) -> int: ...
     def text(self, seconds: float) -> str:
-        """After so many seconds."""
+        """Describe the progress, `seconds` after the task began."""
         ...
 
     def count(self) -> str:
-        """What is done, of how many."""
+        """Say how much is done of the total."""
         ...
 
 
@@ -143,9 +145,10 @@ class Pace(Protocol):
 def shown(
     say: Callable[[str], None], terminal: Terminal | None = None, *, first: bool = True
 ) -> Iterator[Callable[[Pace], None]]:
-    """Give the block a function to call with each Pace of what is being made. On a terminal a bar shows it,
-    which only the `first` rank draws, which goes at the end, and above which `say` prints. Elsewhere `say`
-    gets a line every EVERY_SECONDS, the first after as many: what is quick is not told."""
+    """Give the block a function to call with each Pace of a task. On a terminal it updates a progress bar,
+    which only the `first` rank draws, above which `say` prints, and which disappears at the end. Elsewhere
+    `say` gets a line every EVERY_SECONDS, the first after the same time, so that a quick task prints
+    nothing."""
     terminal = terminal or Terminal()
     bar = _bar(terminal, transient=True) if first and terminal.is_terminal else None
     task = None if bar is None else bar.add_task("", total=None)

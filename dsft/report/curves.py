@@ -1,7 +1,7 @@
-"""A picture of a run: takes its records, writes curves.png with losses, learning rate and gradient norm.
+"""Plot a run's losses, learning rate and gradient norm into curves.png.
 
-matplotlib is imported when the picture is drawn, and needs no screen. A picture that cannot be made is told
-in a line; it fails nothing.
+matplotlib is imported only when the plot is drawn, and needs no display. If the plot cannot be made, a line
+says so; the run does not fail.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Points = tuple[list[int], list[float]]
 """Steps and values."""
 
 SMOOTHED_FROM = 60
-"""Points from which on the training loss is shown smoothed too."""
+"""Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
 REWARDS = ("rewards/margins", "rewards/accuracies")
 EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 
 
 def write_curves(path: Path, name: str, records: Sequence[Mapping[str, float]]) -> str:
-    """Draw `records` (of metrics.jsonl, the whole run's) into `path`; a line that says what was done."""
+    """Plot `records` (of metrics.jsonl, the whole run's) into `path`. Return a line for the user."""
     if importlib.util.find_spec("matplotlib") is None:
         return f"no {path.name}: matplotlib is not installed; pip install matplotlib"
     try:
         _figure(name, records).savefig(path, dpi=150)
-    except Exception as error:  # noqa: B902  a full disk, a broken matplotlib: the run is done and stays so
+    except Exception as error:  # noqa: B902  a full disk, a broken matplotlib: no reason for a run to fail
         return f"no {path.name}: {' '.join(str(error).split()) or type(error).__name__}"
     return f"curves: {path}"
 
 
 def series(records: Sequence[Mapping[str, float]], key: str) -> Points:
-    """The finite values of one metric, by step."""
+    """Return steps and values of one metric where it is finite."""
     found = [
         (int(record[STEP]), record[key]) for record in records if math.isfinite(record.get(key, math.nan))
     ]
@@ -46,8 +46,8 @@ def series(records: Sequence[Mapping[str, float]], key: str) -> Points:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, over a window of about a fortieth of the run; centred, so
-    that the curve does not lag behind, and narrower at both ends."""
+    """Return centered moving averages, over a window of about a fortieth of the run that narrows at both
+    ends, so that the curve does not lag behind."""
     reach, count = max(2, len(values) // 80), len(values)
     widths = [min(reach, i, count - 1 - i) for i in range(count)]
     return [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
@@ -105,7 +105,7 @@ def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
 
 
 def _rewards(axis: Any, records: Sequence[Mapping[str, float]], key: str) -> None:
-    """A figure of preference pairs, in training and held out."""
+    """Plot a metric of preference pairs, in training and held out."""
     _line(axis, series(records, f"train/{key}"), key)
     steps, values = series(records, f"eval/{key}")
     if values:

@@ -1,8 +1,7 @@
-"""What a run's folder says of how it was made: takes the resolved spec, the DeepSpeed JSON, versions, the
-command and the account of its rows; writes spec.yaml, deepspeed.json, hostfile, versions.json, command.txt
-and data.json into the run's folder.
+"""Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json, hostfile,
+versions.json, command.txt, data.json (the ledger of the rows) and reference.deepspeed.json.
 
-Secrets are taken out of everything (`dsft.report.redact`). Raises StorageError where the disk refuses.
+Secrets are removed (`dsft.report.redact`). Raises StorageError where the disk is full or fails.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """spec: resolved, as YAML; hostfile: its text, None for a run without one; command: argv; data: what
-    became of every row, None where none is read; reference: the DeepSpeed JSON of the reference's own engine,
-    None where it has none."""
+    """How a run was made. spec: resolved, as YAML; deepspeed: the DeepSpeed JSON; hostfile: its text, None
+    for a run without one; command: argv; data: the ledger, None where no rows are read; reference: the
+    DeepSpeed JSON of the reference's own engine, None where it has none."""
 
     spec: str
     deepspeed: Mapping[str, Any]
@@ -43,7 +42,8 @@ class Origin:
 
 
 def write_folder(run_dir: Path, origin: Origin) -> None:
-    """Each file is replaced whole; command.txt gets one line for each start."""
+    """Write the files. Each is replaced as a whole, except that command.txt gets one more line at each
+    start."""
     texts = {
         "spec.yaml": redact(origin.spec, os.environ),
         "deepspeed.json": _json(redact_tree(origin.deepspeed, os.environ)),
@@ -70,7 +70,8 @@ def write_folder(run_dir: Path, origin: Origin) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Python, the system, the commit where dsft is a checkout, and the packages that decide numbers."""
+    """Return the versions of Python, the system and the packages that decide numbers, and the commit if dsft
+    is a checkout."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     commit = _commit()
     if commit is not None:
@@ -84,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit, with + where files differ from it; None outside a checkout or without git."""
+    """Return the commit, with + where files differ from it; None outside a checkout or without git."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,8 +1,7 @@
-"""What every host is doing, in the record of each logged step: takes this rank's figures, gives all ranks' by
-host, and names a rank that lags behind the others. Pure, but for reading this process's and host's memory.
+"""Record the speed and memory of every host at each logged step, and detect stragglers.
 
-The figures of all ranks travel in one tensor, in the all-reduce that the loop makes for the losses anyway:
-each rank fills its own row of zeros.
+The values of all ranks travel in one tensor, in the all-reduce that the loop does for the losses anyway: each
+rank fills its own row, all others are zeros.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import resident
 
 LAGS, LAGS_NOT = 1.3, 1.15
-"""A rank's own work ÷ the others', from which on it lags, and under which it no longer does."""
+"""Ratio of a rank's own work to the others': above the first it is a straggler, below the second it no longer
+is."""
 LOST = 0.1
-"""Of a step: less than that, spent waiting for the slowest, is not worth a line."""
+"""Fraction of a step; if the others spend less than that waiting for the slowest rank, no line is printed."""
 RECORDS, STEPS, SECONDS = 5, 20, 10.0
-"""The fewest that a verdict rests on. One slow step, or rows of unequal length, are no lagging rank, and a
-moment of another program's is none."""
-JUDGED_EVERY = 1.0  # seconds: runs with quicker records are looked at after several
+"""The least number of records, steps and seconds to judge by, so that neither one slow step, nor rows of
+unequal length, nor a short disturbance by another program makes a straggler."""
+JUDGED_EVERY = 1.0  # seconds; shorter windows are judged together
 MOSTLY = 0.75
-"""In so many of these records, at least, the rank is the slowest, and by more than LAGS_NOT."""
+"""Fraction of the recent records in which a straggler must be the slowest rank, by more than LAGS_NOT."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs, and which stage of a pipeline."""
+    """Where a rank runs: host, local rank and pipeline stage."""
 
     host: str
     local_rank: int
@@ -46,10 +46,16 @@ class Place:
 
 
 class Spent(NamedTuple):
-    """One rank's part of a window of steps. seconds: from its first step's begin to its last one's end,
-    evaluations and checkpoints left out; waiting: of these, for other ranks; data: for the next batch;
-    tokens: positions that went through the model; bytes: of this process, of the host's memory in use, and
-    the largest that torch has allocated on the GPU."""
+    """One rank's share of a window of steps.
+
+    seconds     from the begin of its first step to the end of its last, without evaluations and checkpoints
+    waiting     seconds of these in which it waited for other ranks
+    data        seconds of these in which it waited for the next batch
+    tokens      positions that went through the model
+    resident    bytes of this process
+    host_used   bytes in use on the host
+    allocated   the most bytes that torch has allocated on the GPU
+    """
 
     steps: float
     seconds: float
@@ -62,7 +68,7 @@ class Spent(NamedTuple):
 
     @property
     def own(self) -> float:
-        """Seconds that were this rank's own doing: its work and its data."""
+        """Seconds that this rank itself caused, by its work and its data."""
         return max(self.seconds - self.waiting, 0.0)
 
 
@@ -70,14 +76,15 @@ WIDTH = len(Spent._fields)
 
 
 class Waits(Protocol):
-    """`dsft.engine.waiting.Waiting`."""
+    """The part of `dsft.engine.waiting.Waiting` that is used here."""
 
     def counted(self) -> AbstractContextManager[None]: ...
     def taken(self) -> float: ...
 
 
 class HostWatch:
-    """places: of every rank. say: takes one line; only rank 0 has a record and something to say."""
+    """A watch over the speed and memory of all hosts, with warnings about stragglers. places: of every rank;
+    say: takes one line. Only rank 0 gets a record and prints."""
 
     def __init__(
         self,
@@ -93,13 +100,13 @@ class HostWatch:
         self._say = say
 
     def counted(self) -> AbstractContextManager[None]:
-        """Around a step, its data and all."""
+        """Time the waiting within a step, including its data."""
         return self._waits.counted()
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
-        """(ranks · WIDTH,) float64 on the device: this rank's row, the others' are 0. Of the window that
-        began at `began` of time.perf_counter: its steps, seconds of wait for data, and positions computed.
-        Does not wait for the device."""
+        """Return this rank's row in a (ranks · WIDTH,) float64 tensor on the device; the others' rows are 0.
+        Describes the window since `began`, a value of time.perf_counter; data: seconds of waiting for data;
+        tokens: positions computed. Does not synchronize with the device."""
         waiting = self._waits.taken()
         seconds = time.perf_counter() - began
         allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -110,7 +117,7 @@ class HostWatch:
         return to_device(rows.flatten(), self._device)
 
     def record(self, everyones: Tensor) -> dict[str, float]:
-        """Of the sum of all ranks' `mine`."""
+        """Return the hosts' metrics on rank 0, else {}. everyones: the sum of all ranks' `mine`."""
         if self._rank != 0:
             return {}
         ranks = [Spent(*row) for row in everyones.view(-1, WIDTH).tolist()]
@@ -121,9 +128,9 @@ class HostWatch:
 
 
 def host_names(places: Sequence[Place]) -> list[str]:
-    """Each rank's host, as it stands in a metric's name: the first label of the host's name where that tells
-    the hosts apart, letters, digits, - and _ alone. Two hosts of one name get a number: a local rank stands
-    once on a host."""
+    """Return each rank's host as it appears in the names of metrics: the first label of the host name where
+    that is unique, reduced to letters, digits, - and _. Two machines of the same name are told apart since
+    each local rank occurs once per machine; the second gets a number."""
     hosts: dict[tuple[str, int], str] = {}
     seen: Counter[tuple[str, int]] = Counter()
     keys = []
@@ -133,7 +140,7 @@ def host_names(places: Sequence[Place]) -> list[str]:
     short = {key: re.sub(r"[^A-Za-z0-9_-]+", "-", key[0].partition(".")[0]) for key in dict.fromkeys(keys)}
     common = Counter(short.values())
     for key, name in short.items():
-        if common[name] > 1:  # a.one and a.two, or the same name on two machines
+        if common[name] > 1:  # such as a.one and a.two, or two machines of one name
             name = re.sub(r"[^A-Za-z0-9_-]+", "-", key[0])
         wanted, number = name or "host", 1
         while (name := wanted if number == 1 else f"{wanted}_{number}") in hosts.values():
@@ -143,7 +150,7 @@ def host_names(places: Sequence[Place]) -> list[str]:
 
 
 def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float]:
-    """host/NAME/… of every host, from its ranks'."""
+    """Return host/NAME/… of every host, from its ranks' values."""
     record: dict[str, float] = {}
     hosts: dict[str, list[Spent]] = {}
     for name, spent in zip(names, ranks, strict=True):
@@ -163,17 +170,17 @@ def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float
 
 
 class Lag:
-    """Which rank lags, over the last records.
+    """A detector of stragglers over the last records.
 
-    A rank is compared with those that do the same work: all, or its pipeline stage's. Stages differ by
-    nature; where each is one rank, a rank's part of all ranks' work is compared with the part that it had in
-    the first records, so one that is slow from the start is taken for a large stage.
+    A rank is compared with those that do the same work: all, or those of its pipeline stage. Stages differ by
+    nature; where each stage is one rank, a rank's share of the total work is compared with its share in the
+    first records, so a rank that is slow from the start is taken for a large stage.
     """
 
     def __init__(self, places: Sequence[Place], names: Sequence[str], seconds: float = SECONDS) -> None:
         self._places, self._names, self._seconds = places, names, seconds
         stages = {place.stage for place in places}
-        self._by_itself = len(stages) == len(places)  # nobody does the same work
+        self._by_itself = len(stages) == len(places)  # no two ranks do the same work
         everyone = range(len(places))
         self._groups = (
             [list(everyone)]
@@ -187,15 +194,16 @@ class Lag:
         self._named: int | None = None
 
     def record(self, ranks: Sequence[Spent]) -> dict[str, float]:
-        """Of one window: the slowest rank's own work ÷ what its peers say it should be (1: nobody is behind),
-        and which rank that is. Nothing for one rank, and until a pipeline's usual parts are known."""
+        """Return, for one window, the ratio of the slowest rank's own work to what is expected from its peers
+        (1: none lags), and its number. Empty for a single rank, and until a pipeline's usual shares are
+        known."""
         slowest = self._slowest(ranks)
         if slowest is None:
             return {}
         return {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}
 
     def add(self, ranks: Sequence[Spent]) -> list[str]:
-        """What there is to say after this window."""
+        """Add a window, and return the lines to print."""
         if len(ranks) < 2:
             return []
         recent = self._recent
@@ -230,14 +238,14 @@ class Lag:
         return [*lines, self._told(found, total[found.rank])]
 
     def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
-        """None where there is nobody to compare with."""
+        """Return the slowest rank; None where there is none to compare with."""
         if len(ranks) < 2 or self._usual is None:
             return None
         return max(self._behind(ranks), key=lambda each: each.ratio)
 
     def _behind(self, ranks: Sequence[Spent]) -> list[Behind]:
-        """By a rank's time, or by its time per token where that says less: rows of unequal length are not its
-        fault, and work that no token causes is not either."""
+        """Compare each rank with its peers, by time or by time per token, whichever is more lenient: neither
+        rows of unequal length nor work that does not depend on tokens count as lagging."""
         usual = self._usual
         assert usual is not None
         found: dict[int, Behind] = {}
@@ -274,8 +282,8 @@ class Lag:
 
 @dataclass(frozen=True)
 class Behind:
-    """ratio: a rank's own seconds ÷ those expected of it; lost: the difference, of the window's seconds;
-    expected: seconds a step."""
+    """How far a rank is behind. ratio: its own seconds ÷ those expected; lost: the difference, as a fraction
+    of the window's seconds; expected: seconds per step."""
 
     rank: int
     ratio: float
@@ -284,7 +292,7 @@ class Behind:
 
 
 class _Held(NamedTuple):
-    """What the recent windows hold together."""
+    """Totals of the recent windows."""
 
     records: int = 0
     steps: float = 0.0
@@ -306,7 +314,7 @@ class _Window:
 
 
 def others_medians(values: Sequence[float]) -> list[float]:
-    """For each value the median of the others; of two or more."""
+    """Return for each value the median of the others; there must be two or more."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranked, others = [values[index] for index in order], len(values) - 1
     found = [0.0] * len(values)

@@ -1,8 +1,8 @@
-"""metrics.jsonl, the truth about a run: takes records, appends one JSON object a line.
+"""Write and read metrics.jsonl, the complete record of a run, one JSON object per line.
 
-Floats are written unrounded (their shortest form that reads back as the same float); those that are not
-finite as the strings "NaN", "Infinity" and "-Infinity", since JSON has no such numbers and `float()` reads
-them. Touches one file.
+Floats are written unrounded (in the shortest form that reads back as the same float). NaN and infinities are
+written as the strings "NaN", "Infinity" and "-Infinity", which `float()` reads, since JSON has no such
+numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ STEP = "train/global_step"
 
 
 class MetricsFile:
-    """Open for appending. Raises StorageError where the disk takes no more."""
+    """metrics.jsonl, open for appending. Raises StorageError where it cannot be written."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """Lines after `resume_step`, and one that a kill has cut, are dropped: they are written again."""
+        """Open the file, and drop lines after `resume_step` and incomplete lines: they will be written
+        again."""
         self._path = path
         try:
             _cut(path, resume_step)
@@ -33,7 +34,8 @@ class MetricsFile:
             raise write_error(path, error) from error
 
     def metrics(self, record: Record) -> None:
-        """One line, flushed: a kill in the next moment loses nothing. The record has its step."""
+        """Write one line and flush it, so that a kill right afterwards loses nothing. The record has its
+        step."""
         if STEP not in record:
             raise ValueError(f"a record without {STEP}: {sorted(record)}")
         try:
@@ -43,12 +45,12 @@ class MetricsFile:
             raise write_error(self._path, error) from error
 
     def close(self) -> None:
-        with suppress(OSError):  # `metrics` has told it: what its flush could not write is tried once more
+        with suppress(OSError):  # `metrics` has reported the error; closing tries once more to write the rest
             self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All whole records, in their order; none where there is no file. Other lines are left out."""
+    """Return all whole records in order; none where there is no file. Other lines are ignored."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -60,7 +62,7 @@ def _line(record: Record) -> str:
 
 
 def written(value: float) -> float | str:
-    """As JSON has it."""
+    """Return the value as JSON can represent it."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,6 +1,6 @@
-"""The margin of each held-out pair: takes their rows, writes margins/step-N.jsonl into the run's folder.
+"""Write the margin of each held-out pair to margins/step-N.jsonl in the run's folder.
 
-One file an evaluation, replaced whole; a row is an object a line, numbers as in metrics.jsonl.
+There is one file per evaluation, replaced as a whole, with one object per line; numbers as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLDER = "margins"
 
 
 def write_margins(run_dir: Path, step: int, rows: Iterable[Mapping[str, float | str | None]]) -> Path:
-    """Row by row, so that any number of them needs no memory. Raises StorageError."""
+    """Write row by row, so that memory does not grow with their number. Raises StorageError."""
     path = run_dir / FOLDER / f"step-{step}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def write_margins(run_dir: Path, step: int, rows: Iterable[Mapping[str, float | 
 
 
 def cut_margins(run_dir: Path, resume_step: int) -> None:
-    """Those of later steps are made again. Raises StorageError."""
+    """Remove the files of steps after `resume_step`, which will be written again. Raises StorageError."""
     for path in sorted((run_dir / FOLDER).glob("step-*.jsonl")):
         found = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
         if found and int(found[1]) > resume_step:

@@ -1,6 +1,7 @@
-"""The largest memory that this process has used in each phase of a run, and runs/NAME/memory.json, which
-compares that of all ranks with the plan's: takes a device, gives bytes and GiB (2^30 bytes). Reads counters
-of the kernel and of torch's allocator, and resets their peaks.
+"""Measure the peak memory of this process in each phase of a run, and compare that of all ranks with the plan
+in runs/NAME/memory.json. Sizes are in bytes or GiB (2^30 bytes).
+
+Reads counters of the kernel and of torch's allocator, and resets their peaks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dsft.system.files import atomic_write, write_error
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 Phase = Literal["start", "reference", "load", "first_step", "steady", "evaluation", "save"]
-"""start: imports and data, before the model; reference: its pass over the pairs; load: model and engine;
+"""start: imports and data, before the model; reference: scoring the pairs; load: building model and engine;
 first_step: the rehearsal of step 1."""
 
-PHASES: tuple[Phase, ...] = get_args(Phase)[2:]  # those that the plan has figures for
+PHASES: tuple[Phase, ...] = get_args(Phase)[2:]  # those that the plan has values for
 
 Peaks = dict[str, int]
 """host_rss, and on a GPU device_allocated (by torch) and device_reserved (from the driver), in bytes."""
@@ -33,24 +34,25 @@ SAMPLED = "the largest resident memory seen at a phase's ends and when metrics w
 
 
 class MemoryMeter:
-    """One phase is always running; a phase that comes again keeps its largest peak.
+    """A meter of peak memory by phase. One phase is always running; if a phase is entered again, its larger
+    peak counts.
 
-    Where the kernel does not let a process set its peak back (a container without /proc/self/clear_refs),
-    the host's peak is the largest of samples; `method` says which it is.
+    Where a process cannot reset the kernel's peak (a container without /proc/self/clear_refs), the host's
+    peak is the largest of samples; `method` says which of the two is used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
         self._phase: Phase = "start"
-        self._largest: Peaks = {}  # of phases that are over
+        self._largest: Peaks = {}  # over all phases that have ended
         self._sampled = 0
         self.peaks: dict[Phase, Peaks] = {}
         self.method = RESET if _reset_host_peak() else SAMPLED
 
     @property
     def phase(self) -> Phase:
-        """The running one."""
+        """The running phase."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
@@ -65,7 +67,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def running(self) -> Peaks:
-        """The peaks of the running phase so far, in bytes."""
+        """Return the peaks of the running phase so far, in bytes."""
         now = _status("VmRSS")
         self._sampled = max(self._sampled, now)
         peaks = {"host_rss": _status("VmHWM") if self.method == RESET else self._sampled}
@@ -75,16 +77,16 @@ class MemoryMeter:
         return peaks
 
     def held(self) -> int:
-        """Bytes in use now: on the GPU where there is one, else resident in the host's memory."""
+        """Return the bytes in use now: on the GPU if there is one, else resident in host memory."""
         return torch.cuda.memory_allocated(self.device) if self._on_gpu else _status("VmRSS")
 
     def peak(self) -> int:
-        """The running phase's peak of what `held` counts, in bytes."""
+        """Return the running phase's peak of what `held` measures, in bytes."""
         peaks = self.running()
         return peaks["device_allocated"] if self._on_gpu else peaks["host_rss"]
 
     def record(self) -> dict[str, float]:
-        """For each logged step, in GiB: resident memory now, and the peaks since the process began."""
+        """Return for a logged step, in GiB: resident memory now, and the peaks since the process began."""
         peaks = dict(self._largest)
         _keep_larger(peaks, self.running())
         record = {
@@ -98,13 +100,14 @@ class MemoryMeter:
 
 
 def resident() -> int:
-    """Bytes of the host's memory that this process holds now."""
+    """Return the bytes of host memory that are resident for this process."""
     return _status("VmRSS")
 
 
 def room(device: torch.device) -> int:
-    """Bytes that this process may still take: on a GPU what the driver and torch's allocator have free; else
-    what is left of the host's memory, or of the process's limit on its address space (RLIMIT_AS)."""
+    """Return the bytes that this process can still allocate: on a GPU what the driver and torch's allocator
+    have free; else what is available of host memory or of the limit on the address space (RLIMIT_AS),
+    whichever is less."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -114,7 +117,7 @@ def room(device: torch.device) -> int:
 
 
 def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
-    """Each phase's peaks, the largest over the ranks."""
+    """Return the largest peaks over the ranks, by phase."""
     found: dict[Phase, Peaks] = {}
     for peaks in ranks:
         for phase, bytes_ in peaks.items():
@@ -123,7 +126,7 @@ def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
 
 
 def write_memory(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file whole. Raises StorageError where the disk refuses."""
+    """Write the file atomically. Raises StorageError where that fails."""
     try:
         with atomic_write(path) as file:
             file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -137,7 +140,8 @@ def _keep_larger(kept: Peaks, new: Mapping[str, int]) -> None:
 
 
 def _reset_host_peak() -> bool:
-    """Whether VmHWM is the present resident memory from here on; 5 does that (proc(5), clear_refs)."""
+    """Reset VmHWM to the present resident memory by writing 5 (proc(5), clear_refs). Return whether that
+    worked."""
     try:
         CLEAR.write_text("5", encoding="ascii")
     except OSError:
@@ -146,7 +150,7 @@ def _reset_host_peak() -> bool:
 
 
 def _status(key: str) -> int:
-    """VmRSS, VmHWM or VmSize in bytes; proc(5) gives kB of 1,024 bytes."""
+    """Return VmRSS, VmHWM or VmSize in bytes; proc(5) gives kB of 1,024 bytes."""
     for line in STATUS.read_text(encoding="ascii").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -154,15 +158,15 @@ def _status(key: str) -> int:
 
 
 Gather = Callable[[Any], list[Any]]
-"""This rank's value -> every rank's, a collective."""
+"""A collective that returns every rank's value."""
 
 
 class MemoryFile:
-    """Written anew by rank 0 whenever a phase ends, which costs one small collective.
+    """memory.json, rewritten by rank 0 at the end of each phase, which costs one small collective.
 
-    folder: the run's, on rank 0; planned: bytes per rank by phase and by the names of `Peaks`. A figure of
-    the host's memory is compared after subtracting what the process had before the model: the plan counts
-    no imports and no data.
+    folder: the run's, on rank 0; planned: bytes per rank by phase and by the names of `Peaks`. Before
+    measured host memory is compared with the plan, what the process used before the model was loaded is
+    subtracted: the plan does not count imports and data.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class MemoryFile:
         self._pending: dict[str, float] = {}
 
     def enter(self, phase: Phase) -> None:
-        """A collective. Raises StorageError on the rank that writes."""
+        """Begin a phase and write the file. A collective. Raises StorageError on the rank that writes."""
         self.meter.enter(phase)
         ranks = self._gather(self.meter.peaks)
         found = largest(ranks)
@@ -184,7 +188,8 @@ class MemoryFile:
             write_memory(self._path, self._content(found, ranks))
 
     def record(self) -> dict[str, float]:
-        """For each logged step: this rank's memory, and what phases that ended since took at most."""
+        """Return for a logged step: this rank's memory, and the peaks of phases that ended since the last
+        record."""
         pending, self._pending = self._pending, {}
         return self.meter.record() | pending
 
@@ -209,7 +214,8 @@ class MemoryFile:
 
 
 def compared(measured: int, planned: int | None, before: int) -> dict[str, float]:
-    """error: measured ÷ planned − 1, after subtracting `before` from what was measured."""
+    """Compare with the plan. error: measured ÷ planned − 1, after `before` is subtracted from the measured
+    value."""
     figures: dict[str, float] = {"measured": measured}
     if before:
         figures["above_start"] = measured - before

@@ -1,4 +1,4 @@
-"""One step's trace: takes the run's folder and a step, gives a context for each step that traces that one.
+"""Trace one step of a run.
 
 The file is in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
 """
@@ -19,7 +19,8 @@ DEFAULT = 3  # the first steps of a start build caches, allocate and trace
 
 
 def traced_step(asked: int | None, first: int, last: int) -> int:
-    """The step to trace of those from `first` to `last`: the one asked for; else the third, or the last."""
+    """Return the step to trace between `first` and `last`: the one asked for, else the third, or the last if
+    there are fewer. Raises SpecError where the one asked for is not among them."""
     if asked is None:
         return min(first + DEFAULT - 1, last)
     if first <= asked <= last:
@@ -29,8 +30,9 @@ def traced_step(asked: int | None, first: int, last: int) -> int:
 
 
 class StepTrace:
-    """Called with each step's number, from 1: a context that records `step` and leaves others alone. `path`
-    is where the trace will be; `say` is told when it is there."""
+    """The trace of one step. Called with a step's number, from 1, it returns a context, which records the
+    trace if that is `step`, and has no effect otherwise. The trace is written to `path`; then `say` gets a
+    line."""
 
     def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
         self._step, self._say = step, say

@@ -1,8 +1,7 @@
-"""Takes text that is about to be written or sent, gives it without the secrets that this process holds.
+"""Remove secrets from text that is about to be written or sent.
 
 A secret is the value of an environment variable, of a key or of a command-line option whose name says so
-(HF_TOKEN, wandb.api_key, --password), or what stands before the @ of an address. `print_fault` writes to the
-error output; nothing else is touched.
+(HF_TOKEN, wandb.api_key, --password), or the part before the @ of a URL.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 from dsft.errors import plain
 
-HIDDEN = "(hidden)"  # a plain word to YAML too
+HIDDEN = "(hidden)"  # a plain word in YAML too
 _NAME = (
-    r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are no secrets
+    r"(?:[\w.-]*[_.-])?(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)"  # special tokens of a tokenizer are not secrets
     r"(?:token|api[_-]?key|access[_-]?key|secret|password|passwd|credentials?)(?:[_.-](?:id|key|value))?"
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
@@ -30,29 +29,29 @@ _SHORTEST = 6  # characters; a shorter value would hide ordinary words
 
 
 def redact_values(text: str, environ: Mapping[str, str]) -> str:
-    """Return `text` with (hidden) in the place of every value of a secret variable and of what stands before
-    the @ of an address. For messages about a key such as wandb.api_key, which may follow its name."""
+    """Return `text` with every value of a secret variable, and the part before the @ of every URL, replaced
+    by (hidden). Values after names like wandb.api_key stay, so this is for messages about such keys."""
     for value in sorted(_values(environ), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _USER_INFO.sub(HIDDEN, text)
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with (hidden) in the place of every secret."""
+    """Return `text` with every secret replaced by (hidden)."""
     text = redact_values(text, environ)
     text = _ASSIGNED.sub(lambda found: f"{found['name']}={HIDDEN}", text)
     return _LISTED.sub(lambda found: f"{found['name']}: {HIDDEN}", text)
 
 
 def print_fault(error: BaseException) -> None:
-    """Print the traceback of an exception that nobody expected, as Python does, without the secrets that its
-    text or the source lines may hold."""
+    """Print the traceback of an unexpected exception as Python does, but without the secrets that its text or
+    the source lines may contain."""
     text = "".join(traceback.format_exception(error))
     print(plain(redact(text, os.environ)), end="", file=sys.stderr, flush=True)
 
 
 def redact_threads() -> None:
-    """From now on the tracebacks of threads are printed by `print_fault`."""
+    """Print the tracebacks of threads with `print_fault` from now on."""
 
     def hook(fault: threading.ExceptHookArgs) -> None:
         if fault.exc_value is not None and not isinstance(fault.exc_value, SystemExit):
@@ -62,7 +61,7 @@ def redact_threads() -> None:
 
 
 def redact_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A command line, word by word; the word after an option such as --api-key is one too."""
+    """Redact a command line word by word; the word after an option such as --api-key is a secret too."""
     hidden = [redact(word, environ) for word in words]
     for position, option in enumerate(words[:-1]):
         if option.startswith("-") and _SECRET_NAME.fullmatch(option.lstrip("-")):
@@ -71,7 +70,7 @@ def redact_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str
 
 
 def redact_tree(value: Any, environ: Mapping[str, str]) -> Any:
-    """Nested mappings and lists; also whole values under keys whose name says that they are secret."""
+    """Redact nested mappings and lists; string values under keys with a secret name are hidden as a whole."""
     if isinstance(value, Mapping):
         return {
             key: HIDDEN

@@ -1,8 +1,7 @@
-"""All that a run reports, behind one value: takes lines, records and a summary, gives them to the terminal,
-to metrics.jsonl and logs/train.log in the run's folder, to Weights & Biases, and to TensorBoard and SwanLab
-where the spec asks for them.
+"""Report everything about a run through one object: to the terminal, to metrics.jsonl and logs/train.log in
+the run's folder, to Weights & Biases, and to TensorBoard and SwanLab where the spec asks for them.
 
-Only rank 0's report is enabled; the others' take the same calls and do nothing.
+Only rank 0's report is enabled; on other ranks the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Outputs:
 
 
 class Report:
-    """Made by `open`. Raises StorageError where the run's folder cannot be written."""
+    """All outputs of a run; made by `open`. Raises StorageError where the run's folder cannot be written."""
 
     def __init__(self, outputs: _Outputs | None) -> None:
         self._outputs = outputs
@@ -46,8 +45,9 @@ class Report:
         *,
         enabled: bool,
     ) -> Report:
-        """resume_step: the optimizer step that this start goes on from, 0 for a new run; what an earlier
-        start reported of later steps is cut off. config: what W&B shows of the run, `task` in it."""
+        """Open all outputs. resume_step: the optimizer step that this start resumes from, 0 for a new run;
+        what an earlier start reported about later steps is removed. config: what W&B shows of the run,
+        including `task`."""
         if not enabled:
             return cls(None)
         path = run_dir / "logs" / "train.log"
@@ -64,12 +64,12 @@ class Report:
         return cls(_Outputs(console, file, wandb, sinks))
 
     def line(self, text: str) -> None:
-        """One decision or event, in a sentence."""
+        """Print one decision or event, in a sentence."""
         if self._outputs is not None:
             self._outputs.console.line(text)
 
     def metrics(self, record: Record) -> None:
-        """Numbers by their W&B names, train/global_step among them."""
+        """Record numbers under their W&B names, including train/global_step."""
         if self._outputs is not None:
             self._outputs.file.metrics(record)
             self._outputs.console.metrics(record)
@@ -78,7 +78,7 @@ class Report:
                 sink.metrics(record)
 
     def close(self, summary: Mapping[str, float]) -> None:
-        """At the end, once, whether the run ended well or not; summary: W&B's last values."""
+        """Close all outputs, once, whether the run succeeded or not. summary: the last values, for W&B."""
         if self._outputs is not None:
             self._outputs.file.close()
             self._outputs.wandb.close(summary)

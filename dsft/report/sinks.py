@@ -1,8 +1,8 @@
-"""TensorBoard and SwanLab: take the spec's keys, records and the run's folder; each has a thread of its own.
+"""Report to TensorBoard and SwanLab, each from a thread of its own. Writes tensorboard/ and swanlog/ in the
+run's folder.
 
-Like Weights & Biases they neither slow nor stop a run: what goes wrong is said in one line, and metrics.jsonl
-has everything in any case. Their packages are imported only where a spec asks for them. Writes tensorboard/
-and swanlog/ in the run's folder.
+Like Weights & Biases they neither slow nor stop a run: an error is reported in one line, and metrics.jsonl
+has everything in any case. Their packages are imported only where a spec asks for them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dsft.report.jsonl import STEP, Record
 from dsft.report.redact import redact, redact_tree
 from dsft.spec.schema import Spec, SwanLab
 
-FINISH_SECONDS = 20.0  # for the last records at the end
+FINISH_SECONDS = 20.0  # for the last records, at the end
 
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
-"""What SwanLab would record of the machine."""
+"""What SwanLab would record about the machine; all of it is switched off."""
 
 
 class Sink(Protocol):
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 class Aside:
-    """A sink that works in a thread. `make` is called there; `warn` takes one line, from any thread."""
+    """A sink that runs in its own thread. `make` is called there; `warn` takes one line, from any thread."""
 
     def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]) -> None:
         self._name, self._make, self._warn = name, make, warn
@@ -43,11 +43,11 @@ class Aside:
         self._thread.start()
 
     def metrics(self, record: Record) -> None:
-        """Returns at once."""
+        """Queue a record, and return at once."""
         self._work.put(dict(record))
 
     def close(self) -> None:
-        """Waits for the last records, for FINISH_SECONDS at most."""
+        """Wait until the last records are written, for FINISH_SECONDS at most."""
         self._work.put(None)
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
@@ -59,13 +59,13 @@ class Aside:
             while (record := self._work.get()) is not None:
                 sink.write(record)
             sink.close()
-        except Exception as error:  # noqa: B902  whatever it is, training goes on
+        except Exception as error:  # noqa: B902  no error here may stop training
             words = redact(" ".join(str(error).split())[:200] or type(error).__name__, os.environ)
             self._warn(f"{self._name}: stopped, {words}; metrics.jsonl has everything.")
 
 
 def check_installed(spec: Spec) -> None:
-    """MissingInputError for a sink that the spec asks for and whose package is not there."""
+    """Raise MissingInputError for a sink that the spec asks for and whose package is not installed."""
     asked = {"tensorboard": spec.tensorboard, "swanlab": spec.swanlab is not None}
     for package, wanted in asked.items():
         if wanted and importlib.util.find_spec(package) is None:
@@ -78,8 +78,8 @@ def check_installed(spec: Spec) -> None:
 def open_sinks(
     spec: Spec, run_dir: Path, resume_step: int, config: Mapping[str, Any], warn: Callable[[str], None]
 ) -> list[Aside]:
-    """Those that the spec asks for. resume_step: the step that this start goes on from; config: what is shown
-    of the run, without secrets."""
+    """Open the sinks that the spec asks for. resume_step: the step that this start resumes from; config: what
+    is shown of the run; secrets are removed here."""
     sinks = []
     if spec.tensorboard:
         folder = run_dir / "tensorboard"
@@ -95,7 +95,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier start wrote of later steps is dropped by the reader.
+        # TensorBoard ignores what an earlier start wrote about later steps.
         self._writer: Any = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, record: Record) -> None:
@@ -122,7 +122,7 @@ class _SwanLab:
             mode=mode,
             log_dir=str(run_dir / "swanlog"),
             config=config,
-            # No command line, machine or code is recorded, and nothing is asked on a terminal.
+            # Records no command line, machine or code, and asks nothing on a terminal.
             settings=swanlab.Settings(
                 interactive=False,
                 terminal={"proxy_type": "none"},

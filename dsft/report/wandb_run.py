@@ -1,9 +1,8 @@
-"""Weights & Biases: takes the spec's section, records and a summary; gives them to a thread of its own.
+"""Report to Weights & Biases from a thread of its own. Writes wandb.json and wandb/ in the run's folder.
 
-It never slows or stops a run: whatever wandb does (start, reach a server, fail) happens in that thread, and
-what goes wrong there is said in one line. metrics.jsonl has everything in any case. Writes wandb.json and
-wandb/ in the run's folder. No command line, no code and no machine's metadata is sent, and wandb is not
-imported where the mode is disabled.
+W&B never slows or stops a run: whatever wandb does (start, reach a server, fail) happens in that thread, and
+an error is reported in one line. metrics.jsonl has everything in any case. No command line, code or metadata
+of the machine is sent, and wandb is not imported where the mode is disabled.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FINISH_SECONDS = 20.0  # for the last uploads at the end
 
 @dataclass(frozen=True)
 class Identity:
-    """Which W&B run this folder is. name is the folder's; run_id stays the same over all its starts."""
+    """The W&B run of a folder. name is the folder's; run_id stays the same over all its starts."""
 
     name: str
     run_id: str
@@ -40,7 +39,7 @@ class Identity:
 
 
 class WandbRun:
-    """warn takes one line of text, from any thread."""
+    """A W&B run that records in its own thread. warn takes one line of text, from any thread."""
 
     def __init__(
         self, section: Wandb, run_dir: Path, config: Mapping[str, Any], warn: Callable[[str], None]
@@ -60,12 +59,12 @@ class WandbRun:
         self._thread.start()
 
     def metrics(self, record: Record) -> None:
-        """Returns at once."""
+        """Queue a record, and return at once."""
         if self._thread is not None:
             self._work.put(dict(record))
 
     def close(self, summary: Mapping[str, float]) -> None:
-        """Waits for the last records and uploads, for FINISH_SECONDS at most."""
+        """Wait for the last records and uploads, for FINISH_SECONDS at most."""
         if self._thread is None:
             return
         self._summary = dict(summary)
@@ -86,16 +85,17 @@ class WandbRun:
                     run.log(record, step=int(record[STEP]))
             run.summary.update(self._summary)
             run.finish()
-        except Exception as error:  # noqa: B902  whatever it is, training goes on
+        except Exception as error:  # noqa: B902  no error here may stop training
             self._say(f"W&B: stopped, {_reason(error)}; metrics.jsonl has everything.")
 
     def _say(self, text: str) -> None:
-        if not self._left_behind:  # after close nobody listens
+        if not self._left_behind:  # after close the report is gone
             self._warn(text)
 
 
 def mode_of(section: Wandb, environ: Mapping[str, str]) -> str:
-    """online, offline or disabled. auto follows WANDB_MODE where set, else it is online with a key."""
+    """Return online, offline or disabled. With mode auto, WANDB_MODE decides where it is set; else the mode
+    is online if there is a key."""
     wanted = section.mode
     if wanted == "auto" and environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
         wanted = environ["WANDB_MODE"]  # type: ignore[assignment]
@@ -105,12 +105,12 @@ def mode_of(section: Wandb, environ: Mapping[str, str]) -> str:
 
 
 def identity(run_dir: Path, job_type: str | None) -> Identity:
-    """From wandb.json in the run's folder, made at its first start: the folder's name and a random part, so
-    that a folder deleted and made anew is another run."""
+    """Return the identity from wandb.json in the run's folder, which the first start writes. The id has a
+    random part, so that a folder that is deleted and created again is another run."""
     path = run_dir / "wandb.json"
     try:
         run_id = str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut by a kill before the run had points
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut off by a kill
         run_id = f"{run_dir.name[:50]}-{secrets.token_hex(4)}"
         with atomic_write(path) as file:
             file.write(json.dumps({"id": run_id}).encode() + b"\n")
@@ -130,7 +130,7 @@ def _has_key(environ: Mapping[str, str]) -> bool:
 def _start(
     section: Wandb, run_dir: Path, config: dict[str, Any], mode: str, warn: Callable[[str], None]
 ) -> Any:
-    """A wandb run, offline where the server does not answer or does not take it."""
+    """Start a wandb run, offline where the server does not answer or rejects it."""
     who = identity(run_dir, config.get("task"))
     if mode == "online":
         try:
@@ -147,9 +147,9 @@ def _start(
 
 
 def _ask_server(environ: Mapping[str, str]) -> None:
-    """Raises within seconds where the server is not there or does not take the key: wandb.init waits half a
-    minute for it, whatever its init_timeout."""
-    import requests  # comes with wandb; heeds the proxies and the netrc file that the environment names
+    """Raise within seconds where the server does not answer or rejects the key: wandb.init would wait half a
+    minute, whatever its init_timeout."""
+    import requests  # comes with wandb; uses the environment's proxies and netrc file
 
     address = (environ.get("WANDB_BASE_URL") or SERVER).rstrip("/")
     key = environ.get("WANDB_API_KEY")
@@ -167,7 +167,7 @@ def _ask_server(environ: Mapping[str, str]) -> None:
 
 
 def _forget_failed_start() -> None:
-    """wandb's own process remembers the id of a run that failed to start as being in use."""
+    """Reset wandb's own process, which treats the id of a run that failed to start as still in use."""
     import wandb
 
     wandb.teardown()
@@ -181,12 +181,12 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, 
         "disable_code": True,
         "save_code": False,
         "disable_git": True,
-        "x_disable_meta": True,  # it holds the command line
+        "x_disable_meta": True,  # it contains the command line
         "x_save_requirements": False,  # versions.json has them
     }
     bounded = {"init_timeout": 20.0, "finish_timeout": FINISH_SECONDS}
     settings = wandb.Settings(**quiet, **private, **bounded)  # type: ignore[arg-type]
-    wandb.setup(settings)  # init alone would speak before it reads `silent`
+    wandb.setup(settings)  # init alone would print before it reads `silent`
     run = wandb.init(
         project=section.project,
         entity=section.entity,
@@ -195,7 +195,7 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, 
         name=who.name,
         id=who.run_id,
         job_type=who.job_type,
-        resume="allow" if mode == "online" else None,  # offline every start is a folder of its own
+        resume="allow" if mode == "online" else None,  # offline every start has a folder of its own
         mode=mode,  # type: ignore[arg-type]
         dir=str(run_dir),
         config=config,
@@ -207,6 +207,6 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], who: Identity, 
 
 
 def _reason(error: Exception) -> str:
-    """One line of an error's own words, without secrets."""
+    """Return the text of an error in one line, without secrets."""
     words = " ".join(str(error).split()) or type(error).__name__
     return redact(words if len(words) <= 200 else f"{words[:199]}…", os.environ)
