@@ -33,8 +33,8 @@ Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
 UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError)
-"""What transformers and peft raise for files that are absent, damaged, of another model or of a package that
-is not installed, and torch for a pickle that has more than tensors."""
+"""Exceptions that transformers and peft raise for files that are absent, damaged, of another model or of a
+package that is not installed, and torch for a pickle that has more than tensors."""
 
 
 @dataclass(frozen=True)

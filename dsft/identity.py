@@ -34,8 +34,8 @@ Identity = dict[str, Any]
 
 
 def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
-    """Return what is known before a rank joins the others. `config` is the DeepSpeed JSON. Values of
-    cluster.env may be secret, so they are replaced by digests."""
+    """Return the part of the list that a rank knows before it joins the others. `config` is the DeepSpeed
+    JSON. Values of cluster.env may be secret, so they are replaced by digests."""
     told = spec.model_dump(mode="json")
     if spec.cluster is not None:
         told["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}

@@ -55,7 +55,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What state.json contains beside the shapes and kinds of the tensors; all values are JSON.
+    """The content of state.json beside the shapes and kinds of the tensors; all values are JSON.
 
     progress  where the run is: step, applied_steps, num_tokens, epoch, …
     spec      the resolved spec
@@ -90,8 +90,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written: its file, elements per kind, its parameters' shapes and the bytes it needed;
-    or why it failed."""
+    """The result of one rank's write: its file, elements per kind, its parameters' shapes and the bytes
+    needed; or why it failed."""
 
     name: str
     written: Written | None

@@ -23,7 +23,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process of a run is given at its start.
+    """The description of a run for one of its processes.
 
     config    the DeepSpeed configuration that follows from the spec or from the user's JSON; `resolve`
               completes it

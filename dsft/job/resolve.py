@@ -43,8 +43,8 @@ from dsft.system.host import host_memory
 
 @dataclass(frozen=True)
 class Resolved:
-    """What follows from the hosts and the size of the model. config: the complete DeepSpeed configuration;
-    counted: the model's parameters; cut: the pipeline stage of each layer."""
+    """The settings that follow from the hosts and the size of the model. config: the complete DeepSpeed
+    configuration; counted: the model's parameters; cut: the pipeline stage of each layer."""
 
     config: Config
     counted: Census

@@ -60,7 +60,7 @@ BARE = (
 
 @dataclass(frozen=True)
 class Start:
-    """What is checked at step 0. micro_batches: this rank's of the first step, with pairs.reference, as many
+    """The input of `check_start`. micro_batches: this rank's of the first step, with pairs.reference, as many
     on every rank; without_adapter: a context in which the policy runs without its adapter, None where it has
     none."""
 

@@ -135,7 +135,7 @@ def _done(scored: int, there: int, again: int, seconds: float) -> str:
 
 
 def memory_of(key: Key) -> dict[str, Any]:
-    """Return what a checkpoint stores about its reference."""
+    """Return the identity of the reference as a checkpoint stores it."""
     return {"digest": key.digest, "components": key.components}
 
 

@@ -49,8 +49,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pass:
-    """What to score, the same on every rank. datasets: data.train, then each held-out set; stored: the values
-    that `folder` has; again: stored pairs (k,) of each dataset to score once more, before all others."""
+    """A scoring pass, the same on every rank. datasets: data.train, then each held-out set; stored: the
+    values that `folder` has; again: stored pairs (k,) of each dataset to score once more, before all
+    others."""
 
     spec: Spec
     key: Key

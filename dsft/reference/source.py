@@ -37,7 +37,7 @@ class Source:
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """What a checkpoint stores about the reference."""
+        """The identity of the reference, as a checkpoint stores it."""
         return memory_of(self.key)
 
     @property
@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: its folder, and the checkpoint that it resumes from."""
+    """The starting point of a run: its folder, and the checkpoint that it resumes from."""
 
     folder: Path
     checkpoint: Checkpoint | None

@@ -29,7 +29,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """How a run was made. spec: resolved, as YAML; deepspeed: the DeepSpeed JSON; hostfile: its text, None
+    """The origin of a run. spec: resolved, as YAML; deepspeed: the DeepSpeed JSON; hostfile: its text, None
     for a run without one; command: argv; data: the ledger, None where no rows are read; reference: the
     DeepSpeed JSON of the reference's own engine, None where it has none."""
 

@@ -38,7 +38,7 @@ MOSTLY = 0.75
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: host, local rank and pipeline stage."""
+    """The place of a rank: host, local rank and pipeline stage."""
 
     host: str
     local_rank: int

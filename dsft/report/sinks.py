@@ -25,7 +25,7 @@ FINISH_SECONDS = 20.0  # for the last records, at the end
 
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
-"""What SwanLab would record about the machine; all of it is switched off."""
+"""Facts about the machine that SwanLab would record; all are switched off."""
 
 
 class Sink(Protocol):
