@@ -357,7 +357,7 @@ def _pieces(values: Values, name: str, entry: Entry) -> Iterator[Tensor]:
 
 def _replace(out: Path, aside: Path) -> None:
     """Rename `aside` to `out`. An older `out` is moved away first, and removed only once the new one is in
-    place."""
+    place. Between the two renames there is no `out`."""
     old = aside.with_name(aside.name + "-old")
     if out.exists():
         os.rename(out, old)

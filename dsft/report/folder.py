@@ -1,7 +1,8 @@
 """Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json, hostfile,
 versions.json, command.txt, data.json (the ledger of the rows) and reference.deepspeed.json.
 
-Secrets are removed (`dsft.report.redact`). Raises StorageError where the disk is full or fails.
+Secrets are removed (`dsft.report.redact`) from spec.yaml, deepspeed.json, data.json and command.txt; the
+other files are not expected to contain any. Raises StorageError where the disk is full or fails.
 """
 
 from __future__ import annotations
