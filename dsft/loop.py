@@ -1,6 +1,7 @@
-"""The training loop: takes an engine, planned steps and plain numbers, gives records to a report.
+"""Train: run the optimizer steps, report their records, evaluate and save on schedule.
 
-It knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`, `Steps` and `Run`."""
+The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`, `Steps` and `Run`.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +30,20 @@ Doing = Literal["data", "step", "evaluate", "save"]
 
 class Steps(Protocol):
     def step(self, index: int) -> GlobalStep:
-        """The optimizer step `index` (from 0), whatever was asked before."""
+        """Return the batch of optimizer step `index` (from 0), whatever steps were asked for before."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, and all that a resume needs to know of the loop.
+    """How far a run is: all state of the loop that a resume needs.
 
-    step counts planned steps done, applied_steps those whose gradient was finite, num_tokens the
-    input tokens seen, nonfinite_in_a_row the steps skipped since the last applied one (in fp16: those at the
-    lowest loss scale), loss_scale and loss_scale_steps the next step's LossScale in fp16; owes_evaluation: of
-    this step, which a stop has put off.
+    step                planned steps done
+    applied_steps       steps whose gradient was finite
+    num_tokens          input tokens seen
+    nonfinite_in_a_row  steps skipped since the last applied one; in fp16 those at the lowest loss scale
+    loss_scale          the next step's LossScale.scale, in fp16
+    loss_scale_steps    the next step's LossScale.good_steps, in fp16
+    owes_evaluation     whether a stop has put off the evaluation of this step
     """
 
     step: int = 0
@@ -69,7 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen, in optimizer steps; None is never. learning_rate: applied steps -> rate."""
+    """When to log, evaluate and save, in optimizer steps; None: never. learning_rate: from applied steps to
+    the rate."""
 
     total_steps: int
     log_every: int
@@ -78,18 +83,19 @@ class Schedule:
     learning_rate: Callable[[int], float]
     max_nonfinite_in_a_row: int
     seed: int
-    evaluate_saved: bool = False  # each checkpoint's step is evaluated, whatever eval_every
+    evaluate_saved: bool = False  # evaluate at each checkpoint's step, whatever eval_every is
     evaluate_first: bool = False  # before step 1
 
 
 class Watch(Protocol):
-    """What all ranks' steps cost, in each record: `dsft.report.hosts.HostWatch`."""
+    """Measures what the steps cost on all ranks, for each record: `dsft.report.hosts.HostWatch`."""
 
     def counted(self) -> AbstractContextManager[None]:
-        """Around a step and its data."""
+        """Return a context for a step and the fetching of its data."""
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
-        """(n,) float64 of this rank's window, 0 where other ranks have theirs: summed with the losses."""
+        """Return (n,) float64 of this rank's window, 0 in the places of other ranks: it is summed with the
+        losses."""
 
     def record(self, everyones: Tensor) -> Record: ...
 
@@ -98,16 +104,17 @@ class Alike(Protocol):
     """Compares replicated weights between ranks: `dsft.engine.replicas.Replicas`."""
 
     def mine(self, step: int, *, saves: bool) -> Tensor:
-        """(n,) float64 of this rank, summed with the losses; empty where nothing is to be compared."""
+        """Return (n,) float64 of this rank, to be summed with the losses; empty where no comparison is
+        due."""
 
     def check(self, everyones: Tensor, step: int) -> None:
-        """Raise WorldError where the sum over all ranks, on the host, says that they differ. Before the next
-        step, which may change what they hold."""
+        """Raise WorldError if the sum over all ranks, on the host, shows that they differ. Called before the
+        next step, which may change the compared tensors."""
 
 
 class Run:
-    """What the loop asks for beside the engine. By default nothing is evaluated, watched or saved; a real
-    run's methods are in `dsft.job.hooks`. evaluates: whether rows are held out."""
+    """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
+    methods are in `dsft.job.hooks`. evaluates: whether rows are held out."""
 
     evaluates = False
     watch: Watch | None = None
@@ -117,43 +124,48 @@ class Run:
         self.world = world
 
     def evaluate(self, step: int) -> Record:
-        """The metrics of the held-out rows, with eval/loss."""
+        """Return the metrics of the held-out rows, with eval/loss."""
         raise NotImplementedError
 
     def report(self, record: Record) -> None: ...
 
     def save(self, progress: Progress, held_out_loss: float | None) -> None:
-        """Commit a checkpoint with its step's eval/loss (None: not evaluated); a collective."""
+        """Commit a checkpoint with the eval/loss of its step (None: not evaluated). A collective."""
 
     def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:
-        """From Σ lengths and Σ lengths² of the examples and from seconds; None: the peak is not known."""
+        """Return the model FLOPs utilization from Σ lengths and Σ lengths² of the examples and from seconds;
+        None where the peak of the device is not known."""
         return None
 
     def trace(self, step: int) -> AbstractContextManager[object]:
-        """Around a step and its data."""
+        """Return a context for a step and the fetching of its data."""
         return nullcontext()
 
     def refer(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Micro-batches with what an engine of the reference says of their pairs; a collective."""
+        """Return the micro-batches with the reference's log-probabilities of their pairs. A collective."""
         return micro_batches
 
     def ask(self) -> Callable[[], str | None]:
-        """Begin a collective on whether the run is to stop; what it returns waits for the reason, or None."""
+        """Start a collective on whether the run should stop. The returned function waits for the reason, or
+        None."""
         return lambda: None
 
     def mark(self, doing: Doing, step: int) -> None:
-        """Called with what begins now, and how many steps are done."""
+        """Record which phase begins now, and how many steps are done."""
 
     def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
-        """Name the rows of a step that was not applied, from its window's loss; a collective."""
+        """Name the rows of a step that was not applied. loss: of its window. A collective."""
         return f"examples {list(batch.example_ids)[:8]}"
 
 
 @dataclass
 class Window:
-    """What has happened since the last log line. last: the last step's result, and its learning rate;
-    computed: this rank's positions, padding included; sources: by metric, where the data has several
-    sources."""
+    """What has happened since the last log record.
+
+    last      the last step's result, and its learning rate
+    computed  this rank's positions, padding included
+    sources   figures by metric name, where the data has several sources
+    """
 
     last: tuple[StepResult, float] | None = None
     sums: Tensor | None = None
@@ -184,7 +196,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Unread:
-    """A record whose sums are on their way from the device to the host. read: waits for them; can_wait:
+    """A record whose sums are still being copied from the device to the host. read: waits for them; can_wait:
     nothing before the next step depends on it."""
 
     read: Callable[[], Record]
@@ -193,14 +205,14 @@ class Unread:
 
 @dataclass
 class Late:
-    """Reports each record before that of a later step begins: on a GPU it is read once the next step is
-    launched, so that the device does not stand still while the host writes."""
+    """Reports each record before that of a later step begins. On a GPU a record is read once the next step is
+    launched, so that the device is not idle while the host writes."""
 
     report: Callable[[Record], None]
     unread: Unread | None = None
 
     def read(self) -> Record:
-        """What is unread, after it is reported; empty where nothing is."""
+        """Report the pending record and return it; return {} if none is pending."""
         if self.unread is None:
             return {}
         unread, self.unread = self.unread, None
@@ -212,10 +224,10 @@ class Late:
 def fit(
     engine: Engine, objective: Objective, steps: Steps, schedule: Schedule, run: Run, progress: Progress
 ) -> Progress:
-    """Train from `progress` to the schedule's last step; the end is always evaluated and saved.
+    """Train from `progress` to the schedule's last step, which is always evaluated and saved.
 
-    Raises NonFiniteError after max_nonfinite_in_a_row steps whose gradient was not finite; StoppedError once
-    a checkpoint of the step at which the run was asked to stop is saved.
+    Raises NonFiniteError after max_nonfinite_in_a_row steps in a row whose gradient was not finite;
+    StoppedError after saving a checkpoint of the step at which the run was asked to stop.
     """
     if run.evaluates and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
         evaluate(run, progress)
@@ -223,7 +235,7 @@ def fit(
     try:
         return _fit(engine, objective, steps, schedule, run, replace(progress, owes_evaluation=False), late)
     finally:
-        late.read()  # where a step has failed, of the one before it
+        late.read()  # if a step has failed: the record of the one before it
 
 
 def _fit(
@@ -237,7 +249,7 @@ def _fit(
 ) -> Progress:
     window = Window()
     while progress.step < schedule.total_steps:
-        asked = run.ask()  # while the step goes on
+        asked = run.ask()  # runs during the step
         learning_rate = schedule.learning_rate(progress.applied_steps)
         with run.trace(progress.step + 1), run.watch.counted() if run.watch else nullcontext():
             run.mark("data", progress.step)
@@ -250,17 +262,17 @@ def _fit(
             seed_step(schedule.seed, progress.step, run.world.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
             stop = asked()
-        late.read()  # of the step before
+        late.read()  # the record of the step before
         progress = progress.after(batch, result)
         window.add(batch, result, learning_rate, waited)
 
         planned = plan(schedule, progress.step)
-        # A window never goes over a checkpoint: a run that goes on from there reports the same ones.
+        # A window never spans a checkpoint, so that a resumed run reports the same windows.
         if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
             saves = bool(planned.saves or stop)
             pauses = saves or planned.evaluates or not result.applied
             late.unread = training_record(window, objective, run, progress, saves=saves, pauses=pauses)
-            # In fp16 an overflow of a finite loss is how the loss scale is found.
+            # In fp16 an overflow with a finite loss is normal: the loss scale is found by it.
             loss = math.nan if late.unread.can_wait else late.read()["train/loss"]
             if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
                 named = run.skipped(progress.step, batch, micro_batches, loss)
@@ -279,13 +291,13 @@ def _fit(
                 f"stopped at step {progress.step} of {schedule.total_steps} by {stop}, and saved; the same "
                 "command goes on from there."
             )
-        window.began += time.perf_counter() - paused  # neither belongs to a step's time
+        window.began += time.perf_counter() - paused  # evaluation and save are no part of the step time
     return progress
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What comes after a step. last: no step does."""
+    """What follows a step. last: it is the last step."""
 
     last: bool
     evaluates: bool
@@ -300,9 +312,9 @@ def plan(schedule: Schedule, step: int) -> Planned:
 
 
 def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> str | None:
-    """Evaluate and save, as planned and as far as a stop leaves time for it: it is saved at once, and what
-    was to be evaluated is when the run goes on, but for the end. A save takes long, so it is followed by the
-    question whether to stop. The reason; None: the run goes on."""
+    """Evaluate and save as planned. On a stop save at once and put the evaluation off until the run is
+    resumed, except after the last step. Since a save takes long, ask again after it whether to stop. Return
+    the reason to stop, or None."""
     held_out_loss = None
     owes = run.evaluates and planned.evaluates
     if owes and (planned.last or not stop):
@@ -315,7 +327,7 @@ def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> s
 
 
 def evaluate(run: Run, progress: Progress) -> float:
-    """eval/loss, after it is reported with the others."""
+    """Evaluate, report all metrics and return eval/loss."""
     run.mark("evaluate", progress.step)
     record = run.evaluate(progress.step)
     run.report(record | position(progress))
@@ -341,9 +353,12 @@ def position(progress: Progress) -> Record:
 def training_record(
     window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool, pauses: bool
 ) -> Unread:
-    """The window's loss and metrics (its sums ÷ its counts), speed, and its last step's norm and rate. One
-    collective, which begins here. saves: a checkpoint follows; pauses: another step does not follow at once.
-    `read` raises WorldError where ranks hold other weights than each other."""
+    """Begin the one collective of a record and return the unread record: the window's loss and metrics (its
+    sums ÷ its counts) and its speed, the last step's gradient norm and learning rate.
+
+    saves: a checkpoint follows; pauses: the next step does not follow at once. `read` raises WorldError if
+    replicated weights differ between ranks.
+    """
     assert window.sums is not None and window.last is not None, "a record is made after a step"
     watch, replicas, none = run.watch, run.replicas, window.sums.new_zeros(0)
     parts = (
@@ -385,12 +400,12 @@ def training_record(
 
 
 def on_gpu(sums: Tensor) -> bool:
-    """Whether the host is ahead of them."""
+    """Whether the sums are computed on a GPU, so that the host runs ahead of them."""
     return sums.is_cuda
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Random numbers (dropout) are a pure function of seed, step and rank, so a resumed run draws the
-    same ones without any generator's state having been saved."""
+    """Seed the random numbers (dropout) by a pure function of seed, step and rank, so that a resumed run
+    draws the same ones and no generator's state is saved."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)

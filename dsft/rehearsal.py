@@ -1,6 +1,5 @@
-"""Step 1 before step 1: takes an engine and the longest micro-batch of a run, so that a run that does not fit
-fails in its first minute, with the sizes that would fit.
-"""
+"""Run a step on the longest micro-batch before step 1, so that a run that does not fit into memory fails in
+its first minute and names the sizes that would fit."""
 
 from __future__ import annotations
 
@@ -14,25 +13,25 @@ from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, room
 
-PARTS = (4, 2, 1)  # the longest micro-batch divided by these: two smaller ones are measured first
+PARTS = (4, 2, 1)  # divisors of the longest micro-batch: two smaller ones are measured first
 LESS = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
-MARGIN = 64  # one part in so many of the memory is not counted on: allocators round to pages
+MARGIN = 64  # 1/64 of the memory is not counted on: allocators round to pages
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a micro-batch of so many tokens took at its fullest moment, in bytes."""
+    """The peak memory of a micro-batch, in bytes, and its number of tokens."""
 
     tokens: int
     peak: int
 
 
 def rehearse(engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, meter: MemoryMeter) -> None:
-    """A whole step on a quarter, on half and on all of `longest`, then an evaluation of `held_out`.
+    """Run a whole step on a quarter, on half and on all of `longest`, then an evaluation of `held_out`.
 
-    A collective. `held_out` is None where no held-out row is longer than those trained on: evaluation keeps
-    neither activations nor gradients, so a training step of the same length takes more. Raises
-    OutOfMemoryError on the rank whose memory is full, while the others still wait for it.
+    A collective. `held_out` is None where no held-out row is longer than the training rows: evaluation keeps
+    neither activations nor gradients, so a training step of the same length needs more memory. Raises
+    OutOfMemoryError on the rank that runs out of memory, while the others still wait for it.
     """
     taken: list[Taken] = []
     for part in PARTS:
@@ -74,7 +73,7 @@ def ran_out(error: Exception) -> bool:
 
 @contextmanager
 def told_when_full(meter: MemoryMeter) -> Iterator[None]:
-    """Raise OutOfMemoryError for an allocation that fails in the block, in whichever phase that is."""
+    """Raise OutOfMemoryError for an allocation that fails in the block, in whichever phase."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -84,7 +83,7 @@ def told_when_full(meter: MemoryMeter) -> Iterator[None]:
 
 
 def full(phase: Phase, error: str) -> str:
-    """What to say of an allocation that failed outside of the rehearsal."""
+    """Return the message for an allocation that failed outside of the rehearsal."""
     reason = " ".join(error.split())[:400]
     if phase == "load":
         return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."
@@ -97,11 +96,12 @@ def full(phase: Phase, error: str) -> str:
 
 
 def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
-    """The largest micro-batch for `limit` bytes, in tokens; None where the measurements do not tell.
+    """Return the largest micro-batch that fits into `limit` bytes, in tokens; None where nothing was
+    measured.
 
-    Activations and the head's part grow with the tokens, weights and optimizer states do not: a straight
-    line through the peaks of two smaller micro-batches gives bytes per token. Where the second took no more
-    than the first (the update, not the backward, was the fullest moment), its size alone is known.
+    Activations and the head's share grow with the tokens, weights and optimizer states do not: a straight
+    line through the peaks of two smaller micro-batches gives bytes per token. Where the second needed no more
+    than the first (the peak was in the update, not in the backward pass), only its own size is known to fit.
     """
     if len(taken) < 2:
         return taken[0].tokens if taken else None
@@ -113,7 +113,7 @@ def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
 
 
 def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> str:
-    """What was too large, what was measured, and what would fit."""
+    """Return the message: what was too large, what was measured, and what would fit."""
     rows, length = longest.input_ids.shape
     rows_each = 1 if longest.pairs is None else 2
     what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"

@@ -1,7 +1,8 @@
-"""How fast this host's disk is past the page cache (libaio), as DeepSpeed swaps, and with which settings.
+"""Measure how fast this host's disk is past the page cache (libaio), as DeepSpeed swaps, with several
+settings.
 
-Takes a folder; gives rates. Measured once per host and disk and kept in the cache folder; every run takes
-the settings that are fastest on the slowest of its disks.
+Rates are measured once per host and disk and cached in the cache folder; every run uses the settings that are
+fastest on the slowest of its disks.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ SETTINGS: tuple[Mapping[str, Any], ...] = tuple(
     {**AIO, "queue_depth": depth, "intra_op_parallelism": threads}
     for depth, threads in ((8, 1), (32, 1), (8, 2), (32, 2), (32, 4), (32, 8))
 )
-"""From DeepSpeed's own to what arrays of disks need (its blogs/deepnvme). All with its block size, below
-which it swaps nothing: a larger one would keep more in memory."""
+"""From DeepSpeed's own settings to what arrays of disks need (its blogs/deepnvme). All use its block size,
+below which it swaps nothing: a larger one would keep more in memory."""
 
 Rates = tuple[float, float]
 """Bytes per second: read, written."""
 
 
 def rates(folder: Path) -> tuple[list[Rates], bool]:
-    """One for each of SETTINGS, and whether they were measured now. folder: on the disk, empty enough for
-    MEASURED bytes."""
+    """Return the rates with each of SETTINGS, and whether they were measured now. folder: on the disk, with
+    at least MEASURED bytes free."""
     place = cache_folder() / "aio" / f"{_disk(folder)}.json"
     known = _known(place)
     if known is not None:
@@ -52,7 +53,8 @@ def rates(folder: Path) -> tuple[list[Rates], bool]:
 
 
 def measure(folder: Path) -> list[Rates]:
-    """Raises StorageError where the disk does not take such reads and writes."""
+    """Measure the rates with each of SETTINGS. Raises StorageError where the disk does not support such reads
+    and writes."""
     path = folder / "measured.swp"
     aio = load_op(AsyncIOBuilder(), lambda line: None)
     try:
@@ -62,13 +64,13 @@ def measure(folder: Path) -> list[Rates]:
 
 
 def fastest(all_rates: Sequence[Sequence[Rates]]) -> int:
-    """The index of the settings with which a byte is written and read back soonest on the slowest disk; the
-    first of equal ones. all_rates: of each host, those of SETTINGS."""
+    """Return the index of the settings that write and read back a byte in the least time on the slowest disk;
+    the first of equal ones. all_rates: for each host, the rates with SETTINGS."""
     return min(range(len(SETTINGS)), key=lambda i: max(1 / one[i][0] + 1 / one[i][1] for one in all_rates))
 
 
 def _disk(folder: Path) -> str:
-    """Of this host, as far as rates depend on it."""
+    """Return a name for all that rates depend on: host, disk and DeepSpeed's version."""
     return f"{socket.gethostname()}-{os.stat(folder).st_dev}-deepspeed-{deepspeed.__version__}"
 
 

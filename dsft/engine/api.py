@@ -1,4 +1,4 @@
-"""What the loop and the checkpoint see of an engine; ZeRO and pipeline are siblings behind it."""
+"""The engine as the loop and the checkpoint see it; the ZeRO and the pipeline engine implement it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ ReadRange = Callable[[str, Kind, int, int], Tensor]
 
 @dataclass(frozen=True)
 class LossScale:
-    """fp16: what the loss is multiplied by before the backward, so that small gradients do not become 0.
+    """The fp16 loss scale: the factor of the loss before the backward pass, so that small gradients do not
+    become 0.
 
     Halved by a step whose gradient overflowed, doubled after `GROWTH_STEPS` steps without one (Micikevicius
-    et al. 2018). good_steps: since it last changed.
+    et al. 2018). good_steps: steps without overflow since it last changed.
     """
 
     scale: float = INITIAL_SCALE
@@ -59,7 +60,8 @@ class LossScale:
 
 
 Kept = Callable[[Tensor, MicroBatch], Tensor]
-"""What is kept of a micro-batch that was scored, from the log-probabilities (B, T) of its targets."""
+"""What `Scorer.score` returns for a micro-batch, computed from the log-probabilities (B, T) of its
+targets."""
 
 
 def log_probabilities(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -68,10 +70,14 @@ def log_probabilities(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class StepResult:
-    """sums (n_terms,) float64 on the device, this rank's share, detached and not divided by any count:
-    summed over all ranks of the world they are the step's; grad_norm: the 2-norm of the averaged,
-    unscaled gradient before clipping (may be a device scalar); applied: False where it was not finite;
-    loss_scale: that of this step, in fp16 alone."""
+    """The outcome of a step on this rank.
+
+    sums        (n_terms,) float64 on the device, this rank's share, detached and not divided by any count;
+                summed over all ranks of the world they are the step's
+    grad_norm   2-norm of the averaged, unscaled gradient before clipping; may be a device scalar
+    applied     False where that norm was not finite
+    loss_scale  the step's loss scale, in fp16 alone
+    """
 
     sums: Tensor
     grad_norm: float | Tensor
@@ -80,14 +86,17 @@ class StepResult:
 
 
 class Scorer(Protocol):
-    """An engine as far as it scores: of the policy, or of a frozen model."""
+    """The scoring half of an engine, for the policy or for a frozen model."""
 
     def score(
         self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
     ) -> tuple[Tensor, ...]:
-        """What `kept` makes of each micro-batch, on the device, from its targets' log-probabilities (B, T)
-        float32: by default these. Without gradients, and without dropout unless `training`; none where this
-        rank has no last stage. A collective: every rank gives as many micro-batches."""
+        """Return `kept` of each micro-batch, on the device: by default its targets' log-probabilities (B, T)
+        float32.
+
+        Computes no gradients, and no dropout unless `training`. Empty where this rank does not have the last
+        stage. A collective: every rank passes the same number of micro-batches.
+        """
         ...
 
 
@@ -95,39 +104,41 @@ class Engine(Scorer, Protocol):
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
-        """Forward, backward and one optimizer step. Every rank gives the same number of micro-batches."""
+        """Run forward, backward and one optimizer step. Every rank passes the same number of
+        micro-batches."""
         ...
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
-        """One whole step on this micro-batch with rate and gradient 0, which allocates all that a step
-        does, optimizer states too, and then leaves the engine as it was. To be called before `load`; a
-        collective. On every rank the micro-batch has the same shape."""
+        """Run one whole step on this micro-batch with learning rate and gradient 0, which allocates all that
+        a step allocates, optimizer states included, then leave the engine as it was. Must be called before
+        `load`. A collective: the micro-batch has the same shape on every rank."""
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """(n_terms,) float64: this rank's sums without gradients (zeros where it has no last stage)."""
+        """Return this rank's sums (n_terms,) float64, without gradients; zeros where it has no last stage."""
         ...
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
-        """The values that these parameters of the policy have now, to score with them later."""
+        """Return a snapshot of these parameters of the policy, to score with it later."""
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Hugging Face name -> full shape of every parameter that this rank's stage trains."""
+        """Return the full shape of every parameter that this rank's stage trains, by Hugging Face name."""
         ...
 
     def owned(self) -> Iterator[Fragment]:
-        """The state that this rank owns; over all ranks each element stands exactly once."""
+        """Yield the state that this rank owns; over all ranks each element occurs exactly once."""
         ...
 
     def replicated(self) -> Mapping[str, Tensor]:
-        """The tensors that this rank holds whole, by name, as `dsft.engine.replicas` compares them."""
+        """Return the tensors that this rank has whole, by name, for the comparison in
+        `dsft.engine.replicas`."""
         ...
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
-        """fp16: that of the next step."""
+        """Set the loss scale of the next step (fp16)."""
         ...
 
     def load(self, read: ReadRange, applied_steps: int) -> None:
-        """Take values and moments for what this rank holds, and the optimizer's step count."""
+        """Read values and moments of what this rank stores, and set the optimizer's step count."""
         ...

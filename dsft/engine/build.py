@@ -1,5 +1,4 @@
-"""Chooses the engine: takes this rank's part of the model, the spec, the DeepSpeed configuration and the
-world."""
+"""Build the engine of a run, for ZeRO or for a pipeline."""
 
 from __future__ import annotations
 
@@ -20,8 +19,11 @@ from dsft.spec.schema import Spec
 def build_engine(
     policy: Policy, spec: Spec, config: Mapping[str, Any], world: World, objective: Objective
 ) -> Engine:
-    """A collective; SpecError where its groups cannot be stepped, and in a pipeline where the objective reads
-    an extra. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`."""
+    """Build the engine. A collective. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`.
+
+    Raises SpecError where its parameter groups cannot be stepped, and in a pipeline where the objective reads
+    an extra.
+    """
     if objective.extras and world.layout.pipeline_stages > 1:
         message = (
             f"the objective reads {', '.join(objective.extras)} of the model, which the stages of a pipeline "

@@ -1,4 +1,5 @@
-"""The device of this process: found and described, or refused with the reason, before any rank meets another.
+"""Find and describe the device of this process, or refuse to start with the reason, before any rank meets
+another.
 
 DeepSpeed takes the CPU where torch sees no GPU (accelerator/real_accelerator.py of 0.19.8): under a driver
 that is too old for this torch, or in a container without the driver's files, a run would train there.
@@ -17,15 +18,15 @@ from dsft.launch.places import CPU, Device
 from dsft.spec.schema import Accelerator
 
 _DRIVER = Path("/sys/module/nvidia/version")
-_NODE = Path("/dev/nvidiactl")  # there where NVIDIA's driver is loaded
+_NODE = Path("/dev/nvidiactl")  # exists where NVIDIA's driver is loaded
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 def take_device(
     local_rank: int, promised: Accelerator | None, environ: MutableMapping[str, str]
 ) -> torch.device:
-    """Make the device of this rank torch's current one: number `local_rank`, or the only one that the process
-    sees. `promised`: what cluster.accelerator names.
+    """Make the device of this rank torch's current one and return it: number `local_rank`, or the only one
+    that the process sees. `promised`: what cluster.accelerator names.
 
     LOCAL_RANK is set to the device's number in `environ`, since DeepSpeed reads that from it
     (runtime/engine.py:1941 local_rank, runtime/zero/partition_parameters.py:1138 local_device).
@@ -72,7 +73,7 @@ def _check_cpu_is_meant(promised: Accelerator | None, environ: MutableMapping[st
 
 
 def _no_gpu(why: str) -> WorldError:
-    """why: a clause that says why there should be one."""
+    """Return the error. why: a clause that says why a GPU is expected."""
     return WorldError(
         f"torch sees no GPU: {_reason()}; and {why}. Mend that (dsft doctor SPEC looks at each host), or set "
         "DS_ACCELERATOR=cpu to train on the CPU."
@@ -80,7 +81,7 @@ def _no_gpu(why: str) -> WorldError:
 
 
 def _reason() -> str:
-    """torch's own, in one line."""
+    """Return torch's own reason, in one line."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -1,7 +1,7 @@
-"""The engine of a model that is not trained: takes a policy and its DeepSpeed configuration, scores.
+"""Score micro-batches with a model that is not trained.
 
-Whole on every rank, sharded by ZeRO 3, or in pipeline stages. DeepSpeed without an optimizer gathers and
-releases parameters and does nothing else; its pipeline has no part here, since a forward pass alone is one
+The model is whole on every rank, sharded by ZeRO 3, or in pipeline stages. Without an optimizer DeepSpeed
+only gathers and releases parameters. Its pipeline engine is not used, since a forward pass alone sends one
 tensor to the next stage.
 """
 
@@ -31,7 +31,7 @@ from dsft.model.policy import Policy, Scored, behind_inputs
 
 
 class Frozen:
-    """Scores as `Engine.score` does, and holds parameters and nothing else."""
+    """An engine that only scores, as `Scorer.score`; parameters are all that it stores."""
 
     def __init__(self, policy: Policy, module: Any, world: World) -> None:
         """module: `policy`, or DeepSpeed's engine around it."""
@@ -41,20 +41,21 @@ class Frozen:
     def score(
         self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
     ) -> tuple[Tensor, ...]:
-        """As `Engine.score`."""
+        """See `Scorer.score`."""
         self._module.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
         scored = ((self._forward(batch), batch) for batch in batches)
         return tuple(kept(logps, batch) for logps, batch in scored if logps is not None)
 
     def weights(self) -> Iterator[Tensor]:
-        """What this rank holds of the parameters."""
+        """Yield this rank's share of each parameter."""
         return map(home_of, self._policy.parameters())
 
     def close(self) -> None:
-        """Free its parameters, and give their memory back. It scores no more, and nothing of it is left in
-        DeepSpeed, which otherwise keeps every module under ZeRO 3: in a list of the running modules, and in a
-        cache of what each one releases (partitioned_param_coordinator.py:634 __params_to_release)."""
+        """Free the parameters and return their memory; the engine cannot score afterwards. The module is
+        removed from DeepSpeed too, which otherwise keeps every module under ZeRO 3: in a list of the running
+        modules, and in a cache of what each one releases (partitioned_param_coordinator.py:634
+        __params_to_release)."""
         if self._module is not self._policy:
             self._module.destroy()
             stack = parameter_offload.FWD_MODULE_STACK
@@ -66,11 +67,11 @@ class Frozen:
             if hasattr(tensor, "ds_tensor"):
                 tensor.ds_tensor = None
         del self._module, self._policy
-        gc.collect()  # an engine and its hooks hold each other
+        gc.collect()  # an engine and its hooks refer to each other
         give_back_memory()
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
-        """(B, T) log-probabilities; None where this rank does not have the last stage."""
+        """Return the log-probabilities (B, T); None where this rank does not have the last stage."""
         inputs = batch.input_ids if self._policy.is_first else self._received(batch)
         output: Tensor | Scored = self._module(inputs, *behind_inputs(batch, noisy=False))
         if isinstance(output, Scored):
@@ -79,7 +80,8 @@ class Frozen:
         return None
 
     def _received(self, batch: MicroBatch) -> Tensor:
-        """(B, T, hidden) from the stage before: every stage has the micro-batch, and so its shape."""
+        """Receive (B, T, hidden) from the previous stage. Every stage has the micro-batch, and so its
+        shape."""
         width = self._policy.causal_lm.config.get_text_config().hidden_size
         dtype = next(self._policy.parameters()).dtype
         hidden = torch.empty(*batch.input_ids.shape, width, dtype=dtype, device=self._world.device)
@@ -88,8 +90,8 @@ class Frozen:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the device and to the host: what torch's allocators keep of GPU memory and of
-    page-locked host memory, and what glibc keeps of small blocks (malloc_trim(3))."""
+    """Return freed memory to the device and to the host: cached GPU memory and pinned memory of torch's
+    allocators, and glibc's free small blocks (malloc_trim(3))."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
@@ -99,8 +101,9 @@ def give_back_memory() -> None:
 
 
 def build_frozen(policy: Policy, config: Mapping[str, Any], world: World) -> Frozen:
-    """A collective. `policy`: filled with `keep_for(config, world)`, and the stage `world.stage` of
-    `world.layout.pipeline_stages`. None of its parameters is trained from here on."""
+    """Build the engine of a model that is not trained. A collective. `policy`: the stage `world.stage` of
+    `world.layout.pipeline_stages`, filled with `keep_for(config, world)`. Its parameters are frozen from here
+    on."""
     policy.requires_grad_(False)
     policy.eval()
     place_buffers(policy, world.device)

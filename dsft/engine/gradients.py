@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 does to gradients and dsft does otherwise: their norms, the clipping at ZeRO 0 in
+"""Replace what DeepSpeed 0.19.8 does to gradients: their norms, the clipping at ZeRO 0 in
 fp32, and the loss scale of fp16.
 
 Norms. torch 2.13 adds up the squares of a whole float32 tensor in a few running sums, so that its norm of 40
@@ -9,15 +9,15 @@ computes in float32: `FP16_UnfusedOptimizer` (ZeRO 0 in bf16, unfused_optimizer.
 `BF16_Optimizer` (ZeRO 1 in bf16, bf16_optimizer.py:390 get_global_norm_of_tensors) look them up in their
 modules at every step.
 
-Clipping. DeepSpeed leaves ZeRO 0 in fp32 to a function that sees one stage's gradients only, keeps its norm
-to itself and applies a gradient that is not finite (runtime/utils.py:394 is_model_parallel_parameter,
+Clipping. For ZeRO 0 in fp32 DeepSpeed calls a function that sees one stage's gradients only, returns no norm
+and applies a gradient that is not finite (runtime/utils.py:394 is_model_parallel_parameter,
 engine.py:3511 clip_fp32_gradients). `StepClip` is an optimizer step pre-hook over the reduced gradients of
 all pipeline stages.
 
 Loss scale. DeepSpeed's own scaler changes its scale inside the step, before the gradient is divided by it: in
 a step in which it grows, ZeRO 1 to 3 divide by twice what the loss was multiplied by (stage_1_and_2.py:3047
 _update_scale, stage_1_and_2.py:3198 combined_scale, stage3.py:2826 _update_scale, stage3.py:2981
-combined_scale), and at its lowest scale it raises. `Scaler` changes after the step."""
+combined_scale), and at its lowest scale it raises. `Scaler` changes its scale after the step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from dsft.engine.api import LossScale
 from dsft.engine.state import is_copy
 
 ROW = 1024
-"""Elements of which torch takes one norm: rounds by less than 1e-9 on average."""
+"""Number of elements per call of torch's norm: rounds by less than 1e-9 on average."""
 
 
 def condensed(tensor: Tensor) -> Tensor:
-    """A float32 vector of at most `ROW` elements that has the same 2-norm as `tensor`. A tensor on a GPU is
-    returned as it is: CUDA's norm adds up in a tree."""
+    """Return a float32 vector of at most `ROW` elements with the same 2-norm as `tensor`. A tensor on a GPU
+    is returned as it is: CUDA's norm adds up in a tree."""
     if not tensor.is_cpu:
         return tensor
     values = tensor.detach().float().reshape(-1)
@@ -55,7 +55,7 @@ _global_norm = bf16_optimizer.get_global_norm_of_tensors
 
 
 def install_norms() -> None:
-    """Make DeepSpeed compute these norms as `condensed` does, from now on."""
+    """Make DeepSpeed compute these norms with `condensed`, from now on."""
     unfused_optimizer.get_weight_norm = _exact_weight_norm
     bf16_optimizer.get_global_norm_of_tensors = _exact_global_norm
 
@@ -71,11 +71,11 @@ def _exact_global_norm(input_tensors: Iterable[Tensor], mpu: Any = None, norm_ty
 
 
 class StepClip:
-    """Before each step: the norm over all stages, then clipping to `max_norm` (0: none). A gradient whose
-    norm is not finite is dropped, so that the optimizer's step finds nothing to apply.
+    """An optimizer hook before each step: computes the norm over all stages, then clips to `max_norm` (0: no
+    clipping). A gradient whose norm is not finite is dropped, so that the optimizer has nothing to apply.
 
-    `stages`: the process group of the ranks that hold the other stages of the same model; None where this
-    rank holds it whole. Data-parallel ranks hold equal gradients by now and so decide alike, without a
+    `stages`: the process group of the ranks with the other stages of the same model; None where this rank has
+    the whole model. Data-parallel ranks have equal gradients by now and so decide alike, without a
     collective.
     """
 
@@ -109,7 +109,7 @@ class StepClip:
 
 
 class Scaler:
-    """What DeepSpeed asks of a scaler; `state` is that of the next step."""
+    """DeepSpeed's interface of a loss scaler; `state` is the loss scale of the next step."""
 
     dynamic = True
 
@@ -128,16 +128,16 @@ class Scaler:
         return loss * self.state.scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Called inside the step, which goes on to read the scale: nothing is changed yet."""
+        """Do nothing: DeepSpeed calls this inside the step, which reads the scale afterwards."""
 
     def step(self, applied: bool) -> LossScale:
-        """The scale of the step that is done; from here on the next one's."""
+        """Return the loss scale of the finished step, and move on to that of the next one."""
         used, self.state = self.state, self.state.after(applied)
         return used
 
 
 def install_scaler(optimizer: Any) -> Scaler:
-    """Into DeepSpeed's ZeRO 1, 2 and 3."""
+    """Install a `Scaler` in DeepSpeed's optimizer of ZeRO 1, 2 or 3, and return it."""
     scaler = Scaler()
     optimizer.loss_scaler = scaler
     return scaler

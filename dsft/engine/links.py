@@ -1,4 +1,5 @@
-"""The program that `dsft doctor --network` starts on every host. It answers the questions of `dsft.remote`:
+"""Measure the links between hosts: `dsft doctor --network` starts this program on every host. Its requests
+and their answers, over `dsft.remote`:
 
     {"do": "listen"}                           port (of its store), interfaces, gpus
     {"do": "reach", address, port}             interface (own), or error
@@ -7,9 +8,9 @@
     {"do": "all_reduce", ranks (of this host), name, address, port, peer, world_size, backend, sizes, seconds}
                                                reduces: [[bytes, seconds], …], on rank 0
 
-Two hosts measure their link with send and recv in a gloo group of their own, one direction after the other;
-the all-reduce is the run's backend (NCCL on GPUs, gloo on CPUs) with one process a GPU, or one a host. All
-meet at the store of their first rank's host. Imports torch, and no DeepSpeed.
+Two hosts measure their link with send and recv in a gloo group of their own, one direction after the other.
+The all-reduce uses the run's backend, NCCL with one process per GPU or gloo with one per host. Each group
+meets at the store of its first rank's host. Imports torch, but not DeepSpeed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
             return [pair(order, store)]
         return [all_reduce(order, store)]
 
-    serve(answer, silence=math.inf)  # many other pairs may have their turn before
+    serve(answer, silence=math.inf)  # many other pairs may be measured first
     os._exit(0)  # a group that cannot meet may still wait
 
 
@@ -70,8 +71,8 @@ def reach(address: str, port: int) -> dict[str, Any]:
 
 @contextmanager
 def group(order: Mapping[str, Any], rank: int, size: int, backend: str, own: Store | None) -> Iterator[None]:
-    """A process group over the interface towards the others, as in a run. own: this host's store, at which
-    rank 0 meets the others."""
+    """Join a process group over the interface that leads to the others, as in a run. own: this host's store,
+    at which rank 0 meets the others."""
     address = address_towards(order["peer"])
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if not chosen and address is not None and (interface := interface_of(address)) is not None:
@@ -90,7 +91,8 @@ def group(order: Mapping[str, Any], rank: int, size: int, backend: str, own: Sto
 
 
 def pair(order: Mapping[str, Any], own: Store) -> dict[str, Any]:
-    """Both directions, one after the other: who sends measures the round trip, who receives the speed."""
+    """Measure both directions, one after the other: the sender measures the round trip, the receiver the
+    rate."""
     rank, other = order["rank"], 1 - order["rank"]
     found = {}
     with group(order, rank, 2, "gloo", own):
@@ -124,11 +126,12 @@ def pong(other: int) -> None:
 
 
 def receive(other: int) -> float:
-    """Return the Gbit/s of the first transfer of SECONDS, or of MOST bytes; each has four times the bytes of
-    the last one. The time begins when the sender is told to begin, half a round trip early."""
+    """Return the rate in Gbit/s of the first transfer that takes SECONDS or has MOST bytes; each has four
+    times the bytes of the last one. The clock starts with the signal to the sender, half a round trip
+    early."""
     size = LEAST
     while True:
-        buffer = torch.ones(size, dtype=torch.uint8)  # its pages are there
+        buffer = torch.ones(size, dtype=torch.uint8)  # so that its pages are allocated
         _heard(other)
         began = time.perf_counter()
         _tell(1.0, other)
@@ -163,7 +166,7 @@ def _heard(other: int) -> float:
 
 
 def all_reduce(order: Mapping[str, Any], own: Store) -> dict[str, Any]:
-    """This process is the first rank of this host; the others are processes of its own."""
+    """Time all-reduces. This process is the first rank of this host; the others are its child processes."""
     context = multiprocessing.get_context("spawn")
     others = [
         context.Process(target=_member, args=(order, local, os.getpid()))
@@ -203,7 +206,7 @@ def _seconds(size: int, seconds: float, device: torch.device) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    first = max(once(), once())  # buffers and connections are made
+    first = max(once(), once())  # creates buffers and connections
     count = torch.tensor([min(max(int(seconds / max(first, 1e-6)), 3), 200)], device=device)
     dist.broadcast(count, 0)  # each repeats as often as rank 0 says
     return statistics.median(once() for _ in range(int(count)))

@@ -1,7 +1,7 @@
-"""DeepSpeed's compiled ops: loads those that a run needs into every process, before anything of the model is
-built. Where one is not compiled yet, one process of each host compiles it and the others wait.
+"""Load the DeepSpeed ops that a run needs into every process, before the model is built. Where one is not
+compiled yet, one process of each host compiles it and the others wait.
 
-A builder is an OpBuilder of DeepSpeed (ops/op_builder/builder.py). `toolchain` says which ops a run needs,
+A builder is an OpBuilder of DeepSpeed (ops/op_builder/builder.py). `toolchain` knows which ops a run needs,
 where they are compiled, and what a host lacks to compile them.
 """
 
@@ -38,19 +38,19 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 CPU_ADAM = "zero_force_ds_cpu_optimizer"
-"""The key of DeepSpeed's configuration that says which Adam steps on the CPU; true: DeepSpeed's."""
+"""The key of DeepSpeed's configuration that selects the Adam on the CPU; true: DeepSpeed's."""
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 LOG = "failed.log"
-"""In the op's folder: the compiler's and DeepSpeed's output of a build that failed."""
+"""File in the op's folder with the output of the compiler and of DeepSpeed after a failed build."""
 PATIENCE = 1.0
-"""Seconds to wait for the lock before saying so: ranks of one host load an op one after another."""
+"""Seconds to wait for the lock before reporting it: ranks of one host load an op one after another."""
 
 _BUILDERS = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
 _WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
 
 
 class Ranks(Protocol):
-    """The part of `World` that is needed here."""
+    """The part of `World` that this module uses."""
 
     @property
     def local_rank(self) -> int: ...
@@ -61,10 +61,11 @@ class Ranks(Protocol):
 
 
 def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
-    """Load what the spec needs on all ranks. A collective. Return the configuration with `CPU_ADAM` decided.
+    """Load the ops that the spec needs on all ranks, and return the configuration with `CPU_ADAM` set. A
+    collective.
 
-    Raises BuildError or StorageError where some host cannot have an op. Where that is cpu_adam for states in
-    memory and parallel.allow_torch_adam is set, all ranks step with torch's AdamW instead, and `say` gets the
+    Raises BuildError or StorageError where a host cannot load an op. If that op is cpu_adam, for states in
+    memory, and parallel.allow_torch_adam is set, all ranks use torch's AdamW instead, and `say` gets the
     reason.
     """
     decided = dict(config)
@@ -87,7 +88,7 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Say) -
 
 def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
     """Load the op on all ranks, on one of each host first. A collective. `say` gets a line before and after a
-    compile. Raises what `load_op` raises on all ranks where it fails on one."""
+    compile. Raises on all ranks what `load_op` raises on one."""
     is_here = is_compiled(builder.name, _accelerator())
     lacking = [host for host in ranks.gather(None if is_here or ranks.local_rank else gethostname()) if host]
     if lacking:
@@ -99,8 +100,8 @@ def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
 
 
 def load_op(builder: Any, say: Say) -> Any:
-    """Return the op's module, compiled first where it is not there yet. DeepSpeed's own later call finds it
-    loaded. `say` gets a line where another process builds meanwhile.
+    """Return the op's module; compile it first where necessary. DeepSpeed's own later call finds it loaded.
+    `say` gets a line while another process compiles.
 
     Raises BuildError with what is missing or the compiler's last lines; StorageError where the folder cannot
     be written.
@@ -132,9 +133,9 @@ def _accelerator() -> str:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path, say: Say) -> Iterator[None]:
-    """Hold the lock of dsft's folder, with torch building there. The kernel drops the lock when its holder
-    dies. torch's own, the mere existence of a file (torch/utils/file_baton.py), outlives a build that was
-    killed, and torch waits for it without end: here nobody else can hold it, so it is removed."""
+    """Lock dsft's folder and make torch build there. The kernel releases the lock when its process dies.
+    torch's own lock, the mere existence of a file (torch/utils/file_baton.py), outlives a killed build, and
+    torch waits for it without end: here no other process can own it, so it is removed."""
     lock = FileLock(folder / NAME)
     try:
         lock.acquire(timeout=PATIENCE)

@@ -1,7 +1,6 @@
-"""The optimizer that DeepSpeed drives: takes trained parameters by name and a spec's `optim`, gives an
-optimizer.
+"""Build the optimizer that DeepSpeed drives, from the trained parameters and a spec's `optim`.
 
-It stands here and not in the DeepSpeed JSON, since the right class depends on where the update runs.
+It is built here and not from the DeepSpeed JSON, since the right class depends on where the update runs.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from dsft.spec.schema import Optim, Spec
 def build_optimizer(
     trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over few groups. `offloaded`: fp32 weights and moments live in the host's memory, where
-    DeepSpeed's own Adam updates them. Elsewhere torch's fused AdamW."""
+    """Build AdamW or SGD over few parameter groups. `offloaded`: fp32 weights and moments are in host memory,
+    where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one."""
     groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
@@ -41,8 +40,9 @@ def build_optimizer(
 
 
 def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) -> None:
-    """A collective. Raises SpecError for a group of optim.groups that fits no trained parameter of the whole
-    model, and in a pipeline for stages that DeepSpeed cannot step together."""
+    """Check the parameter groups of all stages. A collective. Raises SpecError for a group of optim.groups
+    that matches no trained parameter of the whole model, and in a pipeline for stages that DeepSpeed cannot
+    step together."""
     settings = {_settings(name, parameter, spec.optim) for name, parameter in trained.items()}
     told = world.gather((list(trained), len(settings)))
     names = list(dict.fromkeys(name for mine, _ in told for name in mine))
@@ -70,8 +70,8 @@ RATE = "rate"
 
 
 def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Iterator[dict[str, Any]]:
-    """As few groups as there are pairs of learning rate and weight decay. None is without parameters, so that
-    none meets the code of DeepSpeed that flattens groups."""
+    """Yield one group for each distinct pair of learning rate and weight decay. No group is empty, since
+    DeepSpeed's flattening would fail on it."""
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         found.setdefault(_settings(name, parameter, optim), []).append(parameter)
@@ -81,10 +81,11 @@ def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Itera
 
 
 def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, float]:
-    """Multiple of the learning rate, and weight decay, by the first group of the spec whose pattern fits.
+    """Return the multiple of the learning rate and the weight decay, by the first group of the spec whose
+    pattern matches.
 
-    A decay that a group states holds for all of it. Otherwise matrices and embeddings decay; biases, norms
-    and other vectors do not.
+    A weight decay that a group sets applies to all its parameters. Otherwise matrices and embeddings decay;
+    biases, norms and other vectors do not.
     """
     index = group_of(name, optim)
     group = optim.groups[index] if index is not None else None

@@ -1,8 +1,8 @@
-"""What a rank keeps of a model that is being filled: takes the DeepSpeed configuration, gives a `Keep`.
+"""Keep this rank's share of a model while it is being filled: all of it, or its partition under ZeRO 3.
 
-Under ZeRO 3 it is this rank's partition of one parameter after the other, so that no rank ever holds the
-model. Not by `zero.Init(module=…)`, which sends each whole parameter from rank 0 to all: the ranks read their
-own ranges.
+ZeRO 3 partitions one parameter after the other, so that no rank ever has the whole model.
+`zero.Init(module=…)` would send each whole parameter from rank 0 to all; here the ranks read their own
+ranges.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from dsft.model.weights import Keep
 
 
 def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -> Keep:
-    """All of each parameter, except under ZeRO 3. frozen: of a model that is not trained."""
+    """Return the `Keep` of a layout: the whole of each parameter, except under ZeRO 3. frozen: the model is
+    not trained."""
     if config["zero_optimization"]["stage"] != 3:
         return Keep()
-    # An empty module: for what zero.Init does beside the partitioning, such as its own linear function.
+    # An empty module: only for what zero.Init does besides partitioning, such as its own linear function.
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
 
     def span(numel: int) -> tuple[int, int]:
-        """Equal parts, the last ones short, as in `Init._partition_param` (partition_parameters.py:1778
-        _partition_param)."""
+        """Return this rank's range: equal parts, the last ones short, as in `Init._partition_param`
+        (partition_parameters.py:1778 _partition_param)."""
         size = -(-numel // world.world_size)
         return min(size * world.rank, numel), min(size * (world.rank + 1), numel)
 
     def take(parameter: Any, part: Tensor | None) -> None:
-        if part is None and world.world_size == 1:  # all is there, and need not be copied
+        if part is None and world.world_size == 1:  # it is the whole, and need not be copied
             part = parameter.data.reshape(-1)
         if part is None:
             parameter.data = parameter.data.to(init.local_device)
@@ -55,9 +56,9 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
 
 
 def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
-    """Where the partition stays: on the device that computes, or in the host's memory, where small ones are
-    kept on the device all the same. A trained one is not page-locked: DeepSpeed moves it into one page-locked
-    tensor (stage3.py:906 pin_memory), and torch would keep the locked memory that it leaves."""
+    """Move the partition to where it stays: the device that computes, or host memory when offloaded, except
+    for small ones, which stay on the device. A trained one is not pinned here: DeepSpeed moves it into one
+    pinned tensor (stage3.py:906 pin_memory), and torch would keep the pinned memory that it leaves."""
     if parameter.ds_persist or init.remote_device not in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
         return part.to(init.local_device)
     pinned = init.pin_memory and (frozen or not parameter.requires_grad)
@@ -65,14 +66,14 @@ def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
 
 
 def _padded(part: Tensor, parameter: Any) -> Tensor:
-    """Every partition has the same size, so the last ones are padded."""
+    """Pad the last partitions to the size that all have."""
     size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
     return part if len(part) == size else F.pad(part, (0, size - len(part)))
 
 
 def _swap_out(part: Tensor, parameter: Any, init: Any) -> bool:
-    """Write it where it is large enough for the disk, through one of the swapper's buffers, as
-    `Init._partition_param` does."""
+    """Write the partition to NVMe if it is large enough, through one of the swapper's buffers, as
+    `Init._partition_param` does. Return whether it was written."""
     swapper = init.param_swapper
     if swapper is None or not swapper.swappable_tensor(numel=len(part)):
         return False
@@ -84,7 +85,8 @@ def _swap_out(part: Tensor, parameter: Any, init: Any) -> bool:
 
 
 def _set_partition(parameter: Any, part: Tensor, location: OffloadDeviceEnum | None = None) -> None:
-    """What `Init._partition_param` would make of the whole parameter, of which there is none to copy from."""
+    """Set the attributes that `Init._partition_param` would set, which needs the whole parameter to copy
+    from."""
     tensor: Any = part
     tensor.ds_numel = len(part)
     tensor.status = PartitionedParamStatus.AVAILABLE
@@ -94,13 +96,13 @@ def _set_partition(parameter: Any, part: Tensor, location: OffloadDeviceEnum | N
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of the whole parameter, whether ZeRO 3 has cut it or not."""
+    """Return the shape of the whole parameter, whether ZeRO 3 has partitioned it or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
-    """A collective. Copy rank 0's floating-point buffers into those of the same name: processors of different
-    kinds may compute a rotary table with another last bit."""
+    """Copy rank 0's floating-point buffers into those of the same name. A collective. Processors of different
+    kinds may compute a rotary table with different last bits."""
     own = {
         n: buffer for n, buffer in module.named_buffers() if buffer.is_floating_point() and not buffer.is_meta
     }
@@ -110,18 +112,18 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """DeepSpeed moves a module to its device, except one whose parameters are cut (engine.py:2093
-    dont_change_device)."""
+    """Move the buffers to the device. DeepSpeed does so itself, except for a module whose parameters are
+    partitioned (engine.py:2093 dont_change_device)."""
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
 
 
 class Remembered:
-    """Values of some parameters as they are now, to be put in their place for a while. Under ZeRO 3 these are
-    this rank's shares, and whatever was gathered from other values is released on the way in and on the way
-    out. Nothing here changes what the optimizer holds.
+    """A snapshot of parameter values that can be swapped in temporarily. Under ZeRO 3 the values are this
+    rank's shares, and what was gathered from other values is released on entry and on exit. The optimizer's
+    state is not changed.
 
-    values: what this rank holds of each parameter, as it was.
+    values: this rank's share of each parameter, as it was.
     """
 
     def __init__(self, engine: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -131,7 +133,8 @@ class Remembered:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The parameters have the remembered values meanwhile. Without gradients, and no step inside."""
+        """Give the parameters the values of the snapshot inside the block. No gradients and no step
+        inside."""
         self._exchange()
         try:
             yield
@@ -140,7 +143,7 @@ class Remembered:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """The memory of one for that of the other; no element is copied."""
+        """Swap the memory of both; no element is copied."""
         if self._sharded:
             self._sharded.optimizer.empty_partition_cache()
         for index, home in enumerate(self._homes):
@@ -148,6 +151,6 @@ class Remembered:
 
 
 def home_of(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of it, whatever is gathered."""
+    """Return the tensor with this rank's share of the parameter, whatever is gathered."""
     home: Tensor = getattr(parameter, "ds_tensor", parameter)
     return home

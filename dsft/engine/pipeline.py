@@ -1,4 +1,4 @@
-"""The pipeline engine: takes one stage of a policy, steps it through DeepSpeed's schedule. ZeRO 0 or 1."""
+"""Step one pipeline stage of a policy through DeepSpeed's schedule, with ZeRO 0 or 1."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ class PipelineEngine(TrainingEngine):
     ) -> None:
         super().__init__(policy, world, objective)
         self._scales, self._total = self._zeros(), self._zeros()
-        self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # while scoring alone
+        self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # set only while scoring
         self._stage = _Stage(policy)
         module = _pipeline(self._stage, world, self._loss)
-        ties = find_ties(self._trained, world)  # after it: a PipelineModule takes every mark off
+        ties = find_ties(self._trained, world)  # after it, since a PipelineModule removes the marks
         self._start(module, spec, config)
         tie(self._engine, ties, world.shard_rank)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
-        """Forward, backward and one optimizer step, in as many micro-batches as there are."""
+        """Run forward and backward on each of the micro-batches, then one optimizer step."""
         self._started.set_learning_rate(learning_rate)
         number, shards = len(micro_batches), self._world.layout.shards
         self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * shards)
         self._total = self._zeros()
-        # DeepSpeed takes the mean over micro-batches and the ranks of a stage; here alone it is undone.
+        # DeepSpeed takes the mean over micro-batches and the ranks of a stage; only this line undoes it.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
         self._scales = to_device(scales * (number * shards), self._world.device)
         self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._started.outcome())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
-        """As many micro-batches as the first stage holds at once, where steps have so many."""
+        """Rehearse with as many micro-batches as the first stage stores at once, or as a step has if those
+        are fewer."""
         size = self._engine.train_batch_size()
         number = min(self._world.layout.pipeline_stages, self._engine.gradient_accumulation_steps())
         self._rehearse(micro_batch, number)
@@ -90,8 +91,8 @@ class PipelineEngine(TrainingEngine):
         return tuple(scored)
 
     def _loss(self, scored: Scored, micro_batch: MicroBatch) -> Tensor:
-        """Called on the last stage, per micro-batch; keeps the sums, which DeepSpeed would round to
-        float32."""
+        """Return a micro-batch's loss; DeepSpeed calls this on the last stage. Add up its sums here, since
+        DeepSpeed would round them to float32."""
         if self._keep is not None:
             self._keep(scored.logps.detach(), micro_batch)
             return scored.logps.new_zeros(())
@@ -100,16 +101,17 @@ class PipelineEngine(TrainingEngine):
         return sums.dot(self._scales)
 
     def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, MicroBatch]]:
-        """What DeepSpeed draws from on the first stage and on the last: tokens, and a label of its own class,
-        which it passes through. The stage itself draws from its own, so nothing but hidden states travels."""
+        """Return what DeepSpeed reads on the first and on the last stage: tokens, and as label the
+        micro-batch, which it passes through. Each stage reads micro-batches from its own iterator, so only
+        hidden states are sent."""
         here = [micro_batch.to(self._world.device) for micro_batch in micro_batches]
         self._stage.micro_batches = iter(here)
         return ((micro_batch.input_ids, micro_batch) for micro_batch in here)
 
 
 class _Stage(nn.Module):
-    """A policy behind the one argument that DeepSpeed gives a layer. Every schedule takes the micro-batches
-    of a step through a stage in their order, so each forward is of the next one."""
+    """A policy behind the one argument that DeepSpeed passes to a layer. Every schedule sends the
+    micro-batches of a step through a stage in order, so each forward pass takes the next one."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -118,7 +120,8 @@ class _Stage(nn.Module):
         self.micro_batches: Iterator[MicroBatch] = iter(())
 
     def forward(self, inputs: Tensor) -> Tensor | Scored:
-        """inputs: (B, T) tokens on the first stage, else (B, T, hidden), which all but the last give too."""
+        """Return (B, T, hidden), or what the policy returns on the last stage. inputs: (B, T) tokens on the
+        first stage, else (B, T, hidden)."""
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
@@ -127,7 +130,8 @@ class _Stage(nn.Module):
 
 
 def _pipeline(own: _Stage, world: World, loss: Any) -> nn.Module:
-    """One layer per stage, of which this rank has its own and nothing in the others' places."""
+    """Build DeepSpeed's module with one layer per stage: this rank's own, and `nn.Identity` for the
+    others."""
     stages = world.layout.pipeline_stages
     layers = [own if stage == world.stage else nn.Identity() for stage in range(stages)]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed, past any log level
@@ -139,16 +143,18 @@ def _pipeline(own: _Stage, world: World, loss: Any) -> nn.Module:
 
 # --- tied parameters --------------------------------------------------------------------------------------
 #
-# An embedding that the head shares is on the first stage and on the last. Each copy has its own moments and
+# An embedding tied to the head is on the first stage and on the last. Each copy has its own moments and
 # takes the same step, since each gets the same gradient to the last bit. The norm, the checkpoint and the
 # export count the first stage's copy alone (`state.is_copy`).
 
 Ties = list[tuple[nn.Parameter, dist.ProcessGroup]]
-"""This stage's tied parameters, each with all ranks that hold it: of some stages, all ranks."""
+"""This stage's tied parameters, each with the process group of all ranks that have it: all ranks of those
+stages."""
 
 
 def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
-    """A collective. Whatever name two stages train is tied; copies but the first stage's are marked."""
+    """Find the parameters that several stages train, by name, and mark all copies but the first stage's. A
+    collective."""
     shards, found = world.layout.shards, []
     told = world.gather(list(trained))
     for name in dict.fromkeys(name for names in told for name in names):
@@ -162,9 +168,9 @@ def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
 
 
 def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
-    """Have a PipelineEngine add up the gradients of all copies where it asks for tied layers of its own
-    (pipe/engine.py:281 get_tied_weights_and_groups): after the last backward, before any reduction over the
-    ranks of a stage."""
+    """Make DeepSpeed's PipelineEngine add up the gradients of all copies where it asks for its own tied
+    layers (pipe/engine.py:281 get_tied_weights_and_groups): after the last backward, before any reduction
+    over the ranks of a stage."""
 
     def add_up() -> list[Any]:
         for parameter, group in ties:
@@ -175,9 +181,9 @@ def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
 
 
 def _gradient(optimizer: Any, parameter: Any) -> Tensor:
-    """Where micro-batches have been added up. DeepSpeed looks at `.grad` alone, and so at nothing where ZeRO
-    1 adds them up in another type (stage_1_and_2.py:1247 get_gradient_for_reduction): copies would drift
-    apart in silence."""
+    """Return the tensor in which the gradients of the micro-batches are accumulated. DeepSpeed uses `.grad`
+    alone, which is empty where ZeRO 1 accumulates in another type (stage_1_and_2.py:1247
+    get_gradient_for_reduction): copies would drift apart without notice."""
     if isinstance(optimizer, BF16_Optimizer):
         return parameter._hp_grad
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -186,9 +192,9 @@ def _gradient(optimizer: Any, parameter: Any) -> Tensor:
 
 
 def _add_up(gradient: Tensor, group: dist.ProcessGroup, shard_rank: int) -> None:
-    """Over stages and their ranks at once, in float32. The sum then stands on the first rank
-    of each stage, and zeros on the others: so the stage's own reduction, which adds each element in an
-    order that depends on its place, changes no bit of it."""
+    """Add up over stages and their ranks at once, in float32. The first rank of each stage gets the sum, the
+    others zeros, so that the stage's own reduction, which adds each element in an order that depends on its
+    place, changes no bit of it."""
     total = gradient.float()
     dist.all_reduce(total, group=group)
     gradient.copy_(total if shard_rank == 0 else total.zero_())
