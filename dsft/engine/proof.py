@@ -1,5 +1,5 @@
-"""Proofs on real rows, before the first step: takes an engine with the run's weights, stops a run that would
-learn something else than it says."""
+"""Prove on real rows, before the first step, that packing, the head and the kernels are exact, and stop a run
+that would train something else than its spec says."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ from dsft.model.policy import Policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-# The same kernels run on the same shapes, so a neighbour's tokens change nothing but by a border crossed.
+# The same kernels run on the same shapes, so a neighbour's tokens change nothing unless a border is crossed.
 NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
-# Alone a row is computed by other kernels: what their rounding of one token's loss may come to. The mean of n
-# tokens is nearer, by the root of n, down to a tenth.
+# Alone a row is computed by other kernels: this is how far their rounding may move one token's loss. The
+# mean of n tokens differs less, by the square root of n, down to a tenth.
 ALONE = {"fp32": 1e-3, "bf16": 0.3, "fp16": 0.1}  # nats
 # The head and the model round the same product; where the model scales it in its own type, some ulps more.
 HEAD = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the log-probabilities' spread
-# Other kernels in each layer round otherwise; a wrong norm or rotation moves a token by half of the spread.
+# Other kernels in each layer round differently; a wrong norm or rotation moves a token by half of the spread.
 KERNELS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 ROUNDING = 1e-5  # nats
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
-WIDE = 256  # tokens of a row whose logits are made whole
-LOOKED_AT = 1000  # examples
+WIDE = 256  # tokens of a row whose logits are computed whole
+LOOKED_AT = 1000  # examples from which the rows are chosen
 
 
 def prove_packing(
     engine: Scorer, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
 ) -> str:
-    """A collective. Packs a few of the dataset's rows, then changes every second one: the others' losses must
-    stay; and each must have the loss that it has alone, padded, under transformers' own attention. The same
-    of the answers of preference pairs that share their prompt, where the dataset has such.
+    """Check that packing is exact, on a few of the dataset's rows. A collective.
 
-    Gives a line that says so; raises SpecError on every rank where that does not hold.
+    The packed rows are scored, then again with every second row changed: the losses of the others must stay.
+    Each must also have the loss that it has alone, padded, under transformers' own attention. The same is
+    checked for the answers of preference pairs that share their prompt, where the dataset has such.
+
+    Returns a line for the log; raises SpecError on every rank where a check fails.
     """
     rows, pairs = real_rows(dataset), shared_pairs(dataset)
     together = engine.score([lay(rows, pad_id), lay(every_second_changed(rows), pad_id)])
@@ -66,9 +68,9 @@ def prove_packing(
 
 
 def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
-    """A collective. Scores two of the dataset's rows by the head and by the model's own logits. Where they
-    differ, every rank takes the model's logits from then on. Gives a line that says which it is, and on a GPU
-    what computes the head's softmax, whose gradients were compared when that was chosen."""
+    """Score two of the dataset's rows by the head and by the model's own logits. A collective. Where they
+    differ, every rank computes the model's logits from then on. Returns a line that says which it is, and on
+    a GPU what computes the head's softmax, whose gradients were compared when it was chosen."""
     if any(world.gather(policy.full_logits)):
         policy.full_logits = policy.is_last
         return "head: the model's output layer is not a plain linear one; its logits are computed whole"
@@ -95,9 +97,9 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
 
 
 def prove_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
-    """A collective. Scores a few of the dataset's rows with the fused kernels and with the model's own
-    modules. Gives a line that says so; raises SpecError on every rank where a token's loss differs by more
-    than rounding."""
+    """Score a few of the dataset's rows with the fused kernels and with the model's own modules. A
+    collective. Returns a line for the log; raises SpecError on every rank where a token's loss differs by
+    more than rounding."""
     batches = [collate([row], pad_id) for row in real_rows(dataset)]
     are_targets = [(batch.targets != NO_TARGET).to(world.device) for batch in batches]
     with own_attention(policy.causal_lm):
@@ -126,8 +128,9 @@ def prove_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
 
 
 def _apart(found: Tensor, own: Tensor, rounding: float) -> tuple[float, float]:
-    """The largest difference, and what rounding explains. A wrong scale or soft-cap shows in how far the
-    log-probabilities spread, however small the logits of a fresh model are."""
+    """Return the largest difference, and what rounding explains: that is relative to the spread of the
+    log-probabilities, so that a wrong scale or soft-cap shows however small the logits of a fresh model
+    are."""
     spread = float(own.max() - own.min())
     return float((found - own).abs().max()), ROUNDING + rounding * spread
 
@@ -138,7 +141,7 @@ def _excess(pair: tuple[float, float]) -> float:
 
 
 def real_rows(dataset: Dataset) -> list[Example]:
-    """Three short rows and a long one between them, every token of them but the first a target."""
+    """Return three short rows and a long one between them; every token but a row's first is a target."""
     pieces = [
         piece
         for example in islice(dataset, LOOKED_AT)
@@ -152,7 +155,8 @@ def real_rows(dataset: Dataset) -> list[Example]:
 
 
 def every_second_changed(rows: Sequence[Example]) -> list[Example]:
-    """The first, third, … row with every token replaced by another one of these rows."""
+    """Return the rows, with every token of the first, third, … row replaced by another token of these
+    rows."""
     known = np.unique(np.concatenate([row.input_ids for row in rows]))
     return [
         Example(known[(np.searchsorted(known, row.input_ids) + 1) % len(known)], row.trained, row.source)
@@ -163,8 +167,8 @@ def every_second_changed(rows: Sequence[Example]) -> list[Example]:
 
 
 def shared_pairs(dataset: Dataset) -> list[Example]:
-    """Preference pairs whose prompt stands once: one of at most LONG tokens between the two shortest; none
-    where the dataset has none."""
+    """Return preference pairs that share their prompt: one of at most LONG tokens between the two shortest;
+    empty where the dataset has none."""
     looked_at = [example for example in islice(dataset, LOOKED_AT) if any(example.starts or ())]
     by_length = sorted(looked_at, key=lambda example: len(example.input_ids))
     longer = [example for example in by_length[2:] if len(example.input_ids) <= LONG]
@@ -172,13 +176,13 @@ def shared_pairs(dataset: Dataset) -> list[Example]:
 
 
 def _borders(pair: Example) -> tuple[int, int]:
-    """Of a pair whose prompt stands once: tokens of the prompt, and where the rejected answer's part begins,
-    with the prompt's last token once more."""
+    """Return, for a pair that shares its prompt, the number of the prompt's tokens, and where the rejected
+    answer's segment begins, which repeats the prompt's last token."""
     return pair.segment_starts[1] + 1, pair.segment_lengths[0]
 
 
 def whole_rows(pair: Example) -> tuple[Example, Example]:
-    """The chosen and the rejected answer, each behind the whole prompt."""
+    """Return the chosen and the rejected answer as rows of their own, each after the whole prompt."""
     border, start = pair.segment_lengths[0], (pair.starts or (0, 0))[1]
     at = np.arange(len(pair.input_ids))
     chosen, rejected = at[:border], np.concatenate((at[:start], at[border:]))
@@ -189,7 +193,8 @@ def whole_rows(pair: Example) -> tuple[Example, Example]:
 
 
 def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:
-    """Every token of each pair's chosen (0) or rejected (1) answer replaced by another one of these pairs."""
+    """Return the pairs, with every token of the chosen (0) or rejected (1) answer replaced by another token
+    of these pairs."""
     known = np.unique(np.concatenate([pair.input_ids for pair in pairs]))
     changed = []
     for pair in pairs:
@@ -207,8 +212,9 @@ def _compare_answers(
     precision: Precision,
     way_out: str,
 ) -> None:
-    """Local; nothing to compare on a rank without the last stage. shared: of the pairs as they are, with
-    other chosen answers, and with other rejected ones."""
+    """Raise SpecError where an answer's loss changes with the other answer, or differs from the loss that the
+    answer has alone. Local; nothing to compare on a rank without the last stage. shared: log-probabilities of
+    the pairs as they are, with changed chosen answers, and with changed rejected ones."""
     if not shared:
         return
     lengths = [length for pair in pairs for length in pair.segment_lengths]
@@ -242,7 +248,8 @@ def _compare(
     precision: Precision,
     way_out: str,
 ) -> None:
-    """Local; nothing to compare on a rank without the last stage."""
+    """Raise SpecError where a row's loss changes with its neighbours, or differs from the loss that the row
+    has alone. Local; nothing to compare on a rank without the last stage."""
     if not together:
         return
     lengths = [len(row.input_ids) for row in rows]
@@ -264,7 +271,7 @@ def _apart_per_token(found: Tensor, own: Tensor, tokens: int) -> float:
 
 
 def _rounding(tokens: int, precision: Precision) -> float:
-    """What other kernels may make of the mean loss of so many tokens."""
+    """Return how far the rounding of other kernels may move the mean loss of `tokens` tokens, in nats."""
     return ALONE[precision] * max(tokens**-0.5, 0.1)
 
 

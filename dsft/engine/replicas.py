@@ -1,9 +1,9 @@
-"""A periodic comparison of what several ranks hold alike: weights that are not sharded, frozen weights,
-buffers, and the copies of a tied parameter on several pipeline stages.
+"""Compare periodically what several ranks replicate: weights that are not sharded, frozen weights, buffers,
+and the copies of a tied parameter on several pipeline stages.
 
-Takes what an engine says that it holds whole, and the world. Each rank adds up the bits of its tensors; the
-digests of all ranks travel in the all-reduce that the loop makes for its record. Weights that ZeRO 1 and 2
-gather in each step are compared too; sharded ones (ZeRO 3) are on one rank only.
+Each rank adds up the bits of its tensors; the digests of all ranks travel in the all-reduce that the loop
+makes for its record. Weights that ZeRO 1 and 2 gather in each step are compared too; sharded ones (ZeRO 3)
+are on one rank only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from dsft.engine.world import World
 from dsft.errors import WorldError
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element: the integer type whose values are the element's bits."""
+"""The integer type whose values are an element's bits, by the element's bytes."""
 BLOCK = 2**20
-"""Elements that are added up at a time. torch widens them to int64 in a copy, which is to stay small."""
+"""Elements added up at a time: torch widens them to int64 in a copy, which should stay small."""
 EXACT = 2**53 - 1
-"""Bits of a digest that are compared, since it travels as a float64."""
+"""Mask of the bits of a digest that are compared, since it travels as a float64."""
 _SHOWN = 3
 _CHANGING = ("dynamic", "longrope")  # rotary tables that follow the longest row of a batch
 
 
 class Replicas:
-    """`every`: steps between two comparisons; None: only before a checkpoint is saved."""
+    """The comparison of a run. `every`: steps between two comparisons; None: only before a checkpoint is
+    saved."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], world: World, every: int | None) -> None:
         """A collective. `tensors`: `Engine.replicated`."""
@@ -40,9 +41,9 @@ class Replicas:
         self._sets = sorted(set(self._holders.values()))
 
     def mine(self, step: int, *, saves: bool) -> Tensor:
-        """(ranks × sets,) float64 on the device: the digests of this rank, and zeros for other ranks, so that
-        the sum over all ranks holds everyone's. A set is all tensors that the same ranks hold. Empty where
-        `step` is not due: all ranks ask with the same step."""
+        """Return (ranks × sets,) float64 on the device: this rank's digests, and zeros for other ranks, so
+        that the sum over all ranks has all digests. A set is all tensors that the same ranks have. Empty
+        where `step` is not due: all ranks call this with the same step."""
         is_due = saves or (self._every is not None and step - self._last >= self._every)
         if not self._sets or not is_due:
             return torch.zeros(0, dtype=torch.float64, device=self._world.device)
@@ -57,8 +58,8 @@ class Replicas:
         return (rows & EXACT).double().flatten()
 
     def check(self, everyones: Tensor, step: int) -> None:
-        """`everyones`: the sum of all ranks' `mine`. Raises WorldError on every rank, with rank and tensor,
-        where ranks that hold the same tensors have other digests."""
+        """Compare the digests. `everyones`: the sum of all ranks' `mine`. Raises WorldError on every rank,
+        naming rank and tensor, where ranks with the same tensors have different digests."""
         if not everyones.numel():
             return
         rows = everyones.view(self._world.world_size, len(self._sets)).long()
@@ -70,16 +71,17 @@ class Replicas:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """The sum of all elements' bits as integers, int64 and wrapping, on the tensor's device. Any single bit
-    that differs changes it."""
+    """Return the sum of all elements' bits as integers, int64 and wrapping, on the tensor's device. Any
+    single bit that differs changes it."""
     flat = tensor.detach().reshape(-1)
     words = flat.view(WORDS[flat.element_size()])
     return torch.stack([block.sum(dtype=torch.int64) for block in words.split(BLOCK)]).sum()
 
 
 def replicated(causal_lm: nn.Module, masters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """What a rank holds whole, by name: parameters that ZeRO 3 has not sharded, buffers, and `masters`, the
-    float32 copies of parameters where every data-parallel rank has all of them (ZeRO 0 in bf16 or fp16)."""
+    """Return the tensors that a rank has whole, by name: parameters that ZeRO 3 has not sharded, buffers, and
+    `masters`, the float32 copies of parameters where every data-parallel rank has all of them (ZeRO 0 in bf16
+    or fp16)."""
     found: dict[str, Tensor] = _buffers(causal_lm)
     found |= {name: p for name, p in causal_lm.named_parameters() if not hasattr(p, "ds_tensor")}
     found |= {f"{name} in float32": master for name, master in masters}
@@ -87,7 +89,7 @@ def replicated(causal_lm: nn.Module, masters: Iterable[tuple[str, Tensor]]) -> d
 
 
 def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Those that do not follow the rows that a rank has seen."""
+    """Return the buffers that do not depend on the rows that a rank has seen."""
     return {
         name: buffer
         for prefix, part in causal_lm.named_modules()
@@ -97,7 +99,7 @@ def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
 
 
 def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
-    """Tensor -> the ranks that hold it, of all that several ranks hold: the same on every rank."""
+    """Return the ranks that have each tensor, for all that several ranks have: the same on every rank."""
     everyones = [names] * world.world_size if world.layout.pipeline_stages == 1 else world.gather(names)
     found: dict[str, list[int]] = {}
     for rank, held in enumerate(everyones):
@@ -107,7 +109,8 @@ def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
 
 
 def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: int) -> str:
-    """`hosts` and `digests` are by rank; digests are of each tensor that the rank shares with others."""
+    """Return the message. `hosts` and `digests` are by rank; digests are of each tensor that the rank shares
+    with others."""
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in dict.fromkeys(name for held in digests for name in held):
         values = {rank: held[name] for rank, held in enumerate(digests) if name in held}

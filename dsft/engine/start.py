@@ -1,8 +1,6 @@
-"""What the ZeRO engine and the pipeline have in common: how DeepSpeed is started on a module, and what does
-not depend on how a step is made.
+"""Start DeepSpeed on a module, and implement what the ZeRO and the pipeline engine have in common.
 
-Takes the module, the trained parameters and the DeepSpeed configuration, which decides how; the spec
-decides what.
+The DeepSpeed configuration decides how to train; the spec decides what.
 """
 
 from __future__ import annotations
@@ -38,8 +36,13 @@ from dsft.spec.schema import Spec
 
 @dataclass(frozen=True)
 class Started:
-    """engine: DeepSpeed's; optimizer: the one that it drives; clip: only where DeepSpeed's clipping is
-    replaced; scaler: of fp16 alone."""
+    """DeepSpeed on a module.
+
+    engine     DeepSpeed's engine
+    optimizer  the optimizer that it drives
+    clip       only where DeepSpeed's clipping is replaced
+    scaler     in fp16 alone
+    """
 
     engine: Any
     optimizer: torch.optim.Optimizer
@@ -47,13 +50,13 @@ class Started:
     scaler: Scaler | None = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """That of the step; a group of optim.groups has its own multiple of it."""
+        """Set the learning rate of the step; a group of optim.groups gets its own multiple of it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group[RATE]
 
     def outcome(self) -> tuple[float | Tensor, bool, LossScale | None]:
-        """The last step's gradient norm before clipping, whether it was applied, and its loss scale; the same
-        on all ranks."""
+        """Return the last step's gradient norm before clipping, whether it was applied, and its loss scale;
+        the same on all ranks."""
         if self.clip is not None:
             return self.clip.norm, self.clip.applied, None
         applied = self.engine.was_step_applied()
@@ -64,13 +67,13 @@ class Started:
 
 
 class TrainingEngine(ABC):
-    """The half of `dsft.engine.api.Engine` that both engines have."""
+    """The part of `dsft.engine.api.Engine` that both engines share."""
 
     _started: Started
     _engine: Any  # DeepSpeed's
 
     def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
-        """Without DeepSpeed, which a subclass starts with `_start`."""
+        """Set up all but DeepSpeed, which a subclass starts with `_start`."""
         self._world, self._objective = world, objective
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
@@ -104,7 +107,7 @@ class TrainingEngine(ABC):
         state.load(self._engine, self._trained, read, applied_steps)
 
     def _rehearse(self, micro_batch: MicroBatch, number: int) -> None:
-        """One step on so many copies of `micro_batch`, which leaves the engine as it was."""
+        """Make one step on `number` copies of `micro_batch`, which leaves the engine as it was."""
         nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
         rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
 
@@ -115,7 +118,7 @@ class TrainingEngine(ABC):
 def start(
     module: nn.Module, trained: Mapping[str, nn.Parameter], spec: Spec, config: Mapping[str, Any]
 ) -> Started:
-    """A collective: every rank calls it with its own stage. `config` is not changed."""
+    """Start DeepSpeed. A collective: every rank calls it with its own stage. `config` is not changed."""
     install_norms()
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
@@ -139,15 +142,15 @@ def start(
 COUNTERS = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm"
 )  # fmt: skip
-"""Of DeepSpeed's engine, all that a step advances (deepspeed/runtime/engine.py:536 global_steps and the lines
-after it)."""
+"""All attributes of DeepSpeed's engine that a step advances (deepspeed/runtime/engine.py:536 global_steps and
+the lines after it)."""
 
 
 def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> None:
-    """Call `step`, which must give the optimizer a rate and a gradient of 0, then take it back: moments,
-    Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since
-    Adam and SGD move and decay them by a multiple of the rate. The moments are made before it, so that the
-    backward has them beside its activations, as every step but a run's first does."""
+    """Call `step`, which must give the optimizer a learning rate and a gradient of 0, then undo it: moments,
+    Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since Adam
+    and SGD move and decay them by a multiple of the rate. The moments are allocated before it, so that the
+    backward pass has them beside its activations, as in every step but a run's first."""
     cpu = device.type == "cpu"
     state.make_moments(engine)
     with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
@@ -172,7 +175,7 @@ def _counters_kept(engine: Any) -> Iterator[None]:
 
 
 def check_precision(precision: str) -> None:
-    """Raises WorldError for fp16 where DeepSpeed says that the device cannot compute in it."""
+    """Raise WorldError for fp16 where DeepSpeed reports that the device does not support it."""
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise WorldError(
             f"train.precision: fp16 cannot be computed on this {get_accelerator().device_name()}; use bf16 "
@@ -181,25 +184,24 @@ def check_precision(precision: str) -> None:
 
 
 def set_tf32(tf32: bool, device: torch.device) -> None:
-    """Whether the process multiplies fp32 matrices on its GPU as TF32. By the older of torch's two settings,
-    which sets the newer one too; after the newer alone, torch refuses to say what is set, as torch.compile
-    asks it (aten/src/ATen/Context.cpp)."""
+    """Set whether the process multiplies fp32 matrices on its GPU as TF32. This uses the older of torch's two
+    settings, which sets the newer one too; after the newer alone torch refuses to return the setting, which
+    torch.compile asks for (aten/src/ATen/Context.cpp)."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
 def _drop_gradient(optimizer: Any) -> None:
-    """ZeRO 1 and 2 with bf16 and offload keep the gradient of a step that they skip (stage_1_and_2.py:3057
-    reset_cpu_buffers),
-    and add the next one to it: no later step would be finite."""
+    """Drop the gradient of a skipped step. ZeRO 1 and 2 with bf16 and offload keep it (stage_1_and_2.py:3057
+    reset_cpu_buffers) and add the next one to it: no later step would be finite."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
 
 
 def _is_plain_fp32(config: Mapping[str, Any]) -> bool:
-    """ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over pipeline
-    stages."""
+    """Whether this is ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over
+    pipeline stages."""
     return not config["zero_optimization"]["stage"] and not config["bf16"]["enabled"]
 
 

@@ -1,8 +1,7 @@
-"""Where DeepSpeed keeps each parameter's fp32 value and moments, read and written without its checkpoints.
+"""Read and write each parameter's fp32 value and moments where DeepSpeed keeps them, without its checkpoints.
 
-Takes an engine and its parameters by Hugging Face name; gives the ranges that this rank owns, or puts back
-what a checkpoint holds. Local: no collective, whatever the ZeRO stage. Only state.py knows the optimizers'
-insides; file and line of what DeepSpeed does are those of version 0.19.8.
+Local: no collective, whatever the ZeRO stage. Only state.py knows the optimizers' insides; file and line of
+what DeepSpeed does are those of version 0.19.8.
 
     ZeRO 0, fp32       the optimizer's own state, by parameter; equal on all ranks of a stage
     ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all ranks of a stage
@@ -40,7 +39,7 @@ class Held:
 
     start   index of its first element in the flattened parameter
     size    its number of elements
-    home    the fp32 tensor that holds the value and is the key of `optimizer.state`; may hold others too
+    home    the fp32 tensor that has the value and is the key of `optimizer.state`; may have others too
     offset  index of its first element in the flattened `home`
     """
 
@@ -50,12 +49,12 @@ class Held:
     offset: int
 
     def part(self, start: int, stop: int) -> Held:
-        """Its elements [start, stop), counted in the flattened parameter and cut to what is held."""
+        """Return the elements [start, stop), counted in the flattened parameter and limited to this part."""
         start, stop = max(start, self.start), min(stop, self.start + self.size)
         return Held(start, max(stop - start, 0), self.home, self.offset + start - self.start)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """(size,) its view of `tensor`, which is shaped like `home`."""
+        """Return the view (size,) of this part in `tensor`, which is shaped like `home`."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
@@ -63,12 +62,11 @@ Locate = Callable[[nn.Parameter], Held | None]
 
 
 def owned(engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int) -> Iterator[Fragment]:
-    """The state that this rank owns; over all ranks each element stands exactly once.
+    """Yield the state that this rank owns; over all ranks each element occurs exactly once.
 
-    `named` maps Hugging Face names to the engine's parameters; one that stands under two names (tied) is
-    given once, under the first, and one on two pipeline stages by the first of them. Before the first
-    applied step there are no moments, and none are given.
-    Raises CheckpointError for an optimizer whose state is not understood.
+    `named` maps Hugging Face names to the engine's parameters. A tied parameter with two names occurs once,
+    under the first; one on two pipeline stages only on the first of them. Before the first applied step there
+    are no moments, and none are yielded. Raises CheckpointError for an unknown optimizer.
     """
     locate, replicated = _locator(engine.optimizer)
     kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer))
@@ -85,7 +83,7 @@ def owned(engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shard
 
 
 def masters(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """The float32 values of trained parameters, as `owned` reads them, where all ranks of a stage hold
+    """Yield the float32 values of trained parameters, as `owned` reads them, where all ranks of a stage have
     the same and they are not the parameters themselves."""
     locate, is_replicated = _locator(engine.optimizer)
     for name, parameter in _once(named) if is_replicated else ():
@@ -96,7 +94,7 @@ def masters(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applied_steps: int) -> None:
-    """Put values, moments and the step count in place: the next step is the one that would have followed.
+    """Load values, moments and the step count, so that the next step is the one that would have followed.
 
     With applied_steps 0 the moments are as before a first step. Raises what `read` raises.
     """
@@ -132,29 +130,30 @@ def _put(
 
 
 def forget_first_step(engine: Any) -> None:
-    """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, while they are made
-    (unfused_optimizer.py:412
-    initialize_optimizer_states, fused_optimizer.py:125 initialize_optimizer_states): it counts in Adam's bias
-    correction and decays weights. Other optimizers are left as they are. Called once after
-    `deepspeed.initialize`."""
+    """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, when they are built
+    (unfused_optimizer.py:412 initialize_optimizer_states, fused_optimizer.py:125
+    initialize_optimizer_states): it counts in Adam's bias correction and decays weights. Other optimizers are
+    left as they are. Called once after `deepspeed.initialize`."""
     if isinstance(engine.optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
         engine.optimizer.optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
 
 
 def make_moments(engine: Any) -> None:
-    """Allocate the moments, as zeros after one step; what is swapped to a disk takes no memory and has none.
+    """Allocate the moments, as zeros after one step, except those swapped to a disk, which take no memory.
     Undone by `forget_steps`."""
     _empty_state(engine.optimizer, 1)
 
 
 def forget_steps(engine: Any) -> None:
-    """No moments and no step count, as before a first step, where no step has changed a weight."""
+    """Remove the moments and the step count, as before a first step; for steps that have changed no
+    weight."""
     _empty_state(engine.optimizer, 0)
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Whether an earlier stage holds it too; the word is DeepSpeed's, whose norms leave such out."""
+    """Whether an earlier stage has the parameter too; the attribute is DeepSpeed's, whose norms leave such
+    out."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
@@ -167,17 +166,18 @@ def _once(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter
 
 
 def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The range of `size` elements that one of `ranks` equal copies writes."""
+    """Return the range of `size` elements that one of `ranks` equal copies writes."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
 def _base(optimizer: Any) -> Any:
-    """The torch optimizer inside DeepSpeed's."""
+    """Return the torch optimizer inside DeepSpeed's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _tensor(optimizer: Any, home: Tensor, kind: Kind) -> Tensor | None:
-    """All of `home`, or a moment of it, wherever it is; None where there is no such moment yet."""
+    """Return all of `home`, or a moment of it, in memory or on disk; None where there is no such moment
+    yet."""
     if is_swapped(optimizer, home):
         return mapped(optimizer, home, kind)
     if kind == "value":
@@ -198,7 +198,7 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
 
 
 def _locator(optimizer: Any) -> tuple[Locate, bool]:
-    """Where a parameter's state is, and whether all ranks of a stage hold the same."""
+    """Return a function that finds a parameter's state, and whether all ranks of a stage have the same."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return lambda parameter: _held_zero3(optimizer, parameter), False
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
@@ -229,7 +229,8 @@ def _held_zero3(optimizer: Any, parameter: Any) -> Held:
 
 
 def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
-    """ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (for DeepSpeed's FusedAdam)."""
+    """Return the parts at ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (DeepSpeed's
+    FusedAdam)."""
     found: dict[nn.Parameter, Held] = {}
     for index, group in enumerate(optimizer.fp16_groups):
         offset = 0
@@ -244,15 +245,16 @@ def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
 
 
 def _homes(optimizer: Any) -> Iterable[Tensor]:
-    """All keys of the base optimizer's state on this rank, those with nothing but padding too."""
+    """Return all keys of the base optimizer's state on this rank, including those with nothing but
+    padding."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return optimizer.fp32_partitioned_groups_flat
     return (home for group in _base(optimizer).param_groups for home in group["params"])
 
 
 def _empty_state(optimizer: Any, applied_steps: int) -> None:
-    """The base optimizer's state after `applied_steps`, with moments of zeros; none after 0 steps, nor of
-    what is swapped out."""
+    """Set the base optimizer's state as after `applied_steps`, with moments of zeros; none after 0 steps, nor
+    for what is swapped out."""
     base = _base(optimizer)
     base.state.clear()
     forget_moments(optimizer)
@@ -265,7 +267,7 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
 
 
 def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
-    """Of one tensor of the optimizer, which is in memory."""
+    """Set the state of one tensor of the optimizer, which is in memory."""
     base, kinds = _base(optimizer), _moments(optimizer)
     if not applied_steps:
         return
@@ -275,9 +277,9 @@ def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
 
 
 def _unlink_moments(optimizer: Any) -> None:
-    """What DeepSpeed links to each parameter (mixed_precision_linkage.py:37
-    set_optim_state_fragment) are views of the moments, whose
-    memory they would keep until a step has made others."""
+    """Remove the links to the moments from each parameter: DeepSpeed's are views
+    (mixed_precision_linkage.py:37 set_optim_state_fragment), which would keep the memory of the moments until
+    a step has made others."""
     if not hasattr(optimizer, "_hp_optimizer_states_linked"):
         return
     optimizer._hp_optimizer_states_linked = False
@@ -297,8 +299,9 @@ def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:
 
 
 def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
-    """Its C++ side multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h,
-    IncrementStep), which differs in the last bits: go through the steps on an element that is thrown away."""
+    """Advance DeepSpeedCPUAdam's powers step by step, on an element that is thrown away. Its C++ side
+    multiplies β₁ᵗ and β₂ᵗ step by step, and takes pow() after a jump (cpu_adam.h, IncrementStep), which
+    differs in the last bits."""
     scrap = [torch.zeros(1) for _ in range(4)]
     group = base.param_groups[0]
     beta1, beta2 = group["betas"]
@@ -309,7 +312,7 @@ def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
 
 
 def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) -> None:
-    """The fp32 value that this rank holds, and the weights in the type that forward and backward use."""
+    """Set the fp32 value that this rank stores, and the weights in the type that forward and backward use."""
     if not hasattr(parameter, "ds_tensor"):
         whole = read(name, "value", 0, parameter.numel())
         parameter.data.copy_(whole.view(parameter.shape))
@@ -321,5 +324,5 @@ def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) ->
     held.of(held.home).copy_(part)
     if parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:  # else `put_in_place` writes its file
         parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
-    if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are kept whole on every rank
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are whole on every rank
         parameter.data.copy_(read(name, "value", 0, parameter.ds_numel).view(parameter.ds_shape))

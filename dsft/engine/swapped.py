@@ -1,10 +1,9 @@
-"""What ZeRO 3 keeps in files (offload to NVMe): takes DeepSpeed's optimizer and one of its sub-groups, gives
-the tensors as they stand on the disk, or has them in memory for a while.
+"""Read and write what ZeRO 3 keeps in files when offloading to NVMe.
 
 A sub-group's fp32 value and moments are a file each where the value has 1 MiB or more, or a block of aio
-(optimizer_utils.py, is_swappable_tensor); smaller ones stay in memory. Between steps the files are whole:
-the last swap of a step is waited for (stage3.py:2761 _optimizer_states_and_gradient_swap_out). DeepSpeed's
-own checkpoint of them does not restore the moments; here they are read and written through its own swapper,
+(optimizer_utils.py, is_swappable_tensor); smaller ones stay in memory. Between steps the files are complete:
+a step waits for its last swap (stage3.py:2761 _optimizer_states_and_gradient_swap_out). DeepSpeed's own
+checkpoint of them does not restore the moments; here they are read and written through its own swapper,
 sub-group by sub-group. File and line are those of version 0.19.8.
 """
 
@@ -23,13 +22,13 @@ from dsft.engine.api import Kind
 
 
 def is_swapped(optimizer: Any, home: Any) -> bool:
-    """Whether the fp32 tensor `home` is empty between steps, its elements in a file."""
+    """Whether the fp32 tensor `home` is empty between steps, with its elements in a file."""
     return getattr(optimizer, "swap_optimizer", False) and home.ds_id in _swapper(optimizer).swap_params_info
 
 
 def mapped(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
-    """(n,) fp32, a private map of the file: read from the disk where it is looked at, until the next step.
-    None where there is no such moment yet."""
+    """Return (n,) fp32, a private memory map of the file, valid until the next step; None where there is no
+    such moment yet."""
     info = _swapper(optimizer).swap_params_info[home.ds_id]
     value, *moments = info.tensors
     for tensor in (value,) if kind == "value" else moments:
@@ -41,8 +40,8 @@ def mapped(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
 
 @contextmanager
 def in_memory(optimizer: Any, home: Tensor) -> Iterator[None]:
-    """`home` and the moments that it has are in memory in the block, then as the block has left them in their
-    files, and the parameters' own values with them."""
+    """Swap `home` and its moments into memory for the block, then write them back as the block has left them,
+    and the parameters' own values with them."""
     group = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is home)
     optimizer._optimizer_states_and_gradient_swap_in(group)
     yield
@@ -60,13 +59,13 @@ def put_in_place(optimizer: Any) -> None:
 
 
 def forget_moments(optimizer: Any) -> None:
-    """As before a first step: swap the values alone. Files of moments are written anew."""
+    """Swap the values alone, as before a first step. Files of moments are written again."""
     if getattr(optimizer, "swap_optimizer", False):
         _swapper(optimizer).purge_state()
 
 
 def _place(optimizer: Any, group: int) -> None:
-    """The sub-group's fp32 values into its parameters, in memory or in files."""
+    """Copy the sub-group's fp32 values into its parameters, in memory or in files."""
     for parameter in optimizer.fp16_groups[group]:
         part = parameter.ds_tensor
         on_disk = part.final_location == OffloadDeviceEnum.nvme

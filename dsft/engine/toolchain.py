@@ -1,5 +1,5 @@
-"""DeepSpeed's compiled ops without torch: which a run needs, the folder of compiled ones, whether they are
-there, and what this host lacks to compile them. Both a run and `dsft doctor` ask here."""
+"""Find DeepSpeed's compiled ops without importing torch: which a run needs, the folder of compiled ones,
+whether they are there, and what this host lacks to compile them. Used by a run and by `dsft doctor`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def build_folder() -> Path:
 
 
 def is_compiled(op: str, accelerator: str) -> bool:
-    """Whether nothing has to be compiled. accelerator: cpu or cuda, as DeepSpeed calls it."""
+    """Whether the op is there, so that nothing has to be compiled. accelerator: cpu or cuda, as DeepSpeed
+    calls it."""
     return is_installed(op, accelerator) or (build_folder() / op / f"{op}.so").is_file()
 
 
@@ -139,7 +140,8 @@ def _includes() -> set[str]:
 
 
 def _trial(compiler: Sequence[str], source: str, *libraries: str) -> str | None:
-    """Return the compiler's output; None where it made a library, or took too long for an answer."""
+    """Compile `source` as a trial. Return the compiler's output; None where it built a library or ran into
+    the timeout."""
     flags = [f"-std={standard()}", "-fPIC", "-shared", "-fopenmp", *(f"-I{path}" for path in _includes())]
     flags += shlex.split(os.environ.get("CFLAGS", ""))
     links = [*shlex.split(os.environ.get("LDFLAGS", "")), *libraries]
@@ -157,7 +159,7 @@ def _trial(compiler: Sequence[str], source: str, *libraries: str) -> str | None:
 
 
 def _has_nvcc() -> bool:
-    """As torch looks for it (utils/cpp_extension.py, _find_cuda_home)."""
+    """Whether nvcc is found, as torch looks for it (utils/cpp_extension.py, _find_cuda_home)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return Path(home, "bin", "nvcc").is_file()

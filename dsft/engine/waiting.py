@@ -1,9 +1,9 @@
-"""How long this rank has waited for others: takes a device, gives seconds. Nothing is communicated.
+"""Measure how long this rank waits for others in its steps. Nothing is communicated.
 
-Every wait of a step, DeepSpeed's and dsft's, synchronous or on a handle, goes through `Work.wait`, which has
-a clock around it during a step. On a CPU that is the time for which the thread stood. On a GPU the call
-returns at once and a stream stands instead: two events around it say for how long. What is called without a
-handle runs on the current stream there, before `wait`, so DeepSpeed's calls themselves get events too.
+Every wait of a step, DeepSpeed's and dsft's, synchronous or on a handle, goes through `Work.wait`, which is
+timed during a step. On a CPU that is the time for which the thread is blocked. On a GPU the call returns at
+once and a stream waits instead: two events around the call measure for how long. There, a call without a
+handle runs on the current stream, before `wait`, so DeepSpeed's calls themselves get events too.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ CALLS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced",
     "reduce_scatter", "reduce_scatter_tensor", "send", "recv",
 )  # fmt: skip
-"""Of DeepSpeed's backend, that engines call in a step."""
+"""The methods of DeepSpeed's backend that engines call in a step."""
 HELD = 1024
-"""Pairs of events that are kept, beside those that the device has not reached yet."""
+"""Number of event pairs above which the finished ones are read and dropped."""
 
 
 class Waiting:
-    """On a CPU the waits of the thread that made it count; other threads work beside the step."""
+    """A clock of this rank's waits. On a CPU only waits of the thread that built it count; other threads work
+    beside the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._thread = threading.get_ident()
-        self._inside = False  # a call that waits within
+        self._inside = False  # in a call that itself waits
         self._seconds = 0.0
         self._events: deque[tuple[Any, Any]] = deque()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Waits in this block count: a step's, and not a checkpoint's."""
+        """Count the waits in this block: those of a step, not of a checkpoint."""
         with ExitStack() as undo:
             self._clock(Work, "wait", undo)
             if self._on_gpu:
@@ -49,13 +50,15 @@ class Waiting:
             yield
 
     def taken(self) -> float:
-        """Seconds since the last call; on a GPU those of waits that are over, the others in the next call."""
+        """Return the seconds since the last call; on a GPU those of finished waits, the others with the next
+        call."""
         self._read()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _read(self) -> None:
-        """Over all streams, which may wait at the same time: the sum can be more than a step lost by it."""
+        """Add up the finished waits of all streams, which may wait at the same time: the sum can be more than
+        a step lost by it."""
         while self._events and self._events[0][1].query():
             first, last = self._events.popleft()
             self._seconds += first.elapsed_time(last) / 1000
@@ -76,7 +79,7 @@ class Waiting:
             self._seconds += time.perf_counter() - began
 
     def _between_events(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """On whichever thread: the one that runs the backward does not run beside the step's own."""
+        """Time a call on any thread: the thread of the backward pass does not run beside the step's own."""
         if self._inside:
             return call(*args, **kwargs)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The process group: takes how this process was launched, gives a `World` to agree in.
+"""Join the process group, and let ranks agree through a `World`.
 
 Every method but `close` is a collective: all ranks call it, in the same order.
 """
@@ -40,18 +40,18 @@ from dsft.spec.schema import Accelerator
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
-_HEARD = timedelta(seconds=20)  # for the others to read the answer before rank 0 ends with its store
+_HEARD = timedelta(seconds=20)  # for the others to read the answer before rank 0 ends, and its store with it
 _SHOWN = 8  # differences between ranks that a message shows
 
 
 def silent(text: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 @dataclass(frozen=True)
 class World:
-    """rank = stage × shards + shard_rank, as in DeepSpeed's PipeDataParallelTopology. places: of all
-    ranks, by rank."""
+    """This rank's place among all ranks. rank = stage × shards + shard_rank, as in DeepSpeed's
+    PipeDataParallelTopology. places: of all ranks, by rank."""
 
     rank: int
     world_size: int
@@ -73,25 +73,26 @@ class World:
         return self.layout.shard_rank(self.rank)
 
     def sum(self, mine: Tensor) -> Tensor:
-        """The sum over all ranks; `mine` is left as it is."""
+        """Return the sum over all ranks; `mine` is not changed."""
         total = mine.clone()
         dist.all_reduce(total)
         return total
 
     def gather(self, mine: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, mine)
         return values
 
     def broadcast(self, mine: T) -> T:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         box = [mine]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Rank 0's result of `work` on every rank; a DsftError that it raises is raised on every rank."""
+        """Return rank 0's result of `work` on every rank; a DsftError that it raises is raised on every
+        rank."""
         outcome: tuple[T | None, DsftError | None] = (None, None)
         if self.rank == 0:
             try:
@@ -104,8 +105,8 @@ class World:
         return cast(T, result)
 
     def each(self, work: Callable[[], T]) -> T:
-        """Every rank's own result of `work`, which is local. Where it fails on some, the first one's error
-        is raised on all: none is left waiting, and rank 0 can tell it."""
+        """Return this rank's own result of `work`, which is local. Where it fails on some ranks, the first
+        one's error is raised on all: no rank is left waiting, and rank 0 can report it."""
         outcome: tuple[T | None, DsftError | None] = (None, None)
         try:
             outcome = (work(), None)
@@ -117,8 +118,8 @@ class World:
         return cast(T, outcome[0])
 
     def hosts_first(self, work: Callable[[], object]) -> None:
-        """`work`, which is local, on one rank of each host and then on the others; where it fails on one, its
-        error is raised on all, and what comes after is not tried."""
+        """Run `work`, which is local, on one rank of each host and then on the others. Where it fails on one,
+        its error is raised on all, and the others do not run it."""
         leads = self.local_rank == 0
         self.each(lambda: work() if leads else None)
         self.each(lambda: None if leads else work())
@@ -142,16 +143,16 @@ def join(
     identity: Mapping[str, Any] | None = None,
     promised: Accelerator | None = None,
 ) -> World:
-    """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host also add up in shared memory,
-    by an operation that is compiled first (`say` is told). A process started alone joins itself.
+    """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host reduce in shared memory by an
+    op that is compiled first (`say` gets the progress). A process started alone joins a group of one.
 
-    `identity` holds JSON values, by name, that must be the same on all ranks. They are compared, with the
-    kind of device, before any collective: ranks with another backend or other code could not take part in
-    one. `promised` is what cluster.accelerator names. Between hosts gloo talks over the interface that leads
-    to them, unless GLOO_SOCKET_IFNAME names one.
+    `identity` has JSON values, by name, that must be the same on all ranks. They are compared, with the kind
+    of device, before any collective: ranks with another backend or other code could not take part in one.
+    `promised` is what cluster.accelerator names. Between hosts gloo uses the interface that leads to them,
+    unless GLOO_SOCKET_IFNAME names one.
 
     Raises WorldError where the ranks differ, where a rank has no device or another rank's, and where rank 0's
-    port is taken, BuildError or StorageError where the operation cannot be built.
+    port is taken; BuildError or StorageError where the op cannot be built.
     """
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
     warnings.filterwarnings(
@@ -162,7 +163,7 @@ def join(
     name = device.type
     own = here(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
     if name == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new length of a row
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length of a row
     store = _store(launched)
     # An agent of torchrun keeps its store when it starts the ranks again.
     attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -182,10 +183,10 @@ def join(
         # as DeepSpeed's TorchBackend does: NCCL connects at once, and splits this group for each new one
         device_id=device if name == "cuda" and world.world_size > 1 else None,
     )
-    world.prove_same(identity or {})  # once more: after a change of hosts the store has what others wrote
-    if name == "cpu":  # DeepSpeed finds its operation loaded
+    world.prove_same(identity or {})  # again: after a change of hosts the store has what others wrote
+    if name == "cpu":  # DeepSpeed finds its op loaded
         load_everywhere(ShareMemCommBuilder(), world, say)
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells of its operation, on every rank
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints about its op, on every rank
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
         )
@@ -195,8 +196,8 @@ def join(
 
 
 def _store(launched: Launched) -> Store:
-    """The store at which the ranks meet. Raises WorldError where a program has taken rank 0's port since
-    `check_port` found it free."""
+    """Return the store at which the ranks meet. Raises WorldError where a program has taken rank 0's port
+    since `check_port` found it free."""
     try:
         store, _, _ = next(rendezvous("env://", launched.rank, launched.world_size, timeout=TIMEOUT))
     except dist.DistNetworkError as error:
@@ -208,9 +209,9 @@ def _store(launched: Launched) -> Store:
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any], place: Place) -> list[Place]:
-    """Compare `mine` of all ranks through the store that they share, and give the places of all, by rank:
-    rank 0 reads all of them and writes what it found. Raises WorldError on every rank where they differ, and
-    where two have one device."""
+    """Compare `mine` of all ranks through their common store, and return the places of all, by rank: rank 0
+    reads all of them and writes the result. Raises WorldError on every rank where they differ, and where two
+    have the same device."""
     store.set(f"identity/{rank}", json.dumps(mine))
     store.set(f"place/{rank}", json.dumps(asdict(place)))
     places: list[Place] = []
@@ -223,7 +224,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any], plac
         store.set("places", json.dumps(told))
         store.set("wrong", wrong)
         if wrong:
-            with contextlib.suppress(dist.DistError):  # a rank that has gone need not hear it
+            with contextlib.suppress(dist.DistError):  # a rank that has ended need not read it
                 store.wait([f"heard/{other}" for other in range(1, world_size)], _HEARD)
     else:
         wrong = store.get("wrong").decode()
@@ -243,7 +244,7 @@ def _digest(value: Any) -> str:
 
 
 def _unlike(values: Sequence[Any]) -> str:
-    """A message for the values of all ranks, by rank, of which some are not as rank 0's."""
+    """Return the message for the values of all ranks, by rank, some of which differ from rank 0's."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(values):
         for difference in differing(values[0], one):
@@ -266,9 +267,9 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _unname_shared_memory(world: World) -> None:
-    """DeepSpeed never removes a rank's file, 69 MB in memory, in which ranks of a host add up under its own
-    launcher (ops/csrc/cpu/comm/shm.cpp:350 snprintf). All have mapped all of them now, and need the names no
-    more."""
+    """Remove this rank's shared memory file, 69 MB in memory, in which ranks of a host reduce under
+    DeepSpeed's own launcher (ops/csrc/cpu/comm/shm.cpp:350 snprintf), and which DeepSpeed never removes. By
+    now all ranks have mapped all files and need the names no more."""
     world.gather(None)
     place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{world.rank}"
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
@@ -276,22 +277,23 @@ def _unname_shared_memory(world: World) -> None:
 
 # --- beside the training ----------------------------------------------------------------------------------
 #
-# Groups of their own, of gloo and CPU tensors on any device. NCCL tells nobody that a process has ended: the
-# others wait in its collective for half an hour. Over gloo the kernel closes the connection, and the rank
-# behind it in the ring knows at once.
+# Separate gloo groups with CPU tensors, on any device. NCCL does not report that a process has ended: the
+# others wait in its collective for half an hour. Under gloo the kernel closes the connection, and the rank
+# after it in the ring notices at once.
 
 _FOR_EVER = timedelta(days=3650)
-_LEFT = 0  # in the ring: this rank leaves, all is well; 1 + n: rank n is gone
+_LEFT = 0  # message in the ring: this rank ends normally; 1 + n: rank n has died
 
 
 class Agreement:
-    """Built by all ranks at once."""
+    """Asynchronous maximum over all ranks, which build it together."""
 
     def __init__(self, world: World) -> None:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.world_size > 1 else None
 
     def begin(self, mine: int) -> Callable[[], int]:
-        """Start a collective, and go on: what it gives waits for the highest `mine` of all ranks."""
+        """Start a collective and return at once; the returned function waits for the highest `mine` of all
+        ranks."""
         if self._group is None:
             return lambda: mine
         highest = torch.tensor([mine])
@@ -306,10 +308,11 @@ class Agreement:
 
 
 class Ring:
-    """Each rank waits, in a thread, for a word of the one before it: that it leaves, or who is gone; where
-    that rank itself is gone, the wait fails. What it learns it tells the one behind it, so all know at once.
+    """Detects dead ranks. Each rank waits, in a thread, for a message from the one before it: that it leaves,
+    or which rank is gone; if that rank itself dies, the wait fails. Each passes the news on to the rank after
+    it, so all know at once.
 
-    Built by all ranks at once. lost: called in that thread with the rank that is gone, and whether this rank
+    Built by all ranks together. lost: called in that thread with the rank that is gone, and whether this rank
     is the one that noticed.
     """
 
@@ -325,7 +328,8 @@ class Ring:
         self._thread.start()
 
     def leave(self) -> None:
-        """A collective, before the process group is closed: none is missed from now on."""
+        """Leave the ring, before the process group is closed: no rank is reported as gone from now on. A
+        collective."""
         if self._thread is not None:
             self._tell(_LEFT)
             self._thread.join()

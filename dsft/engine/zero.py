@@ -1,4 +1,4 @@
-"""The ZeRO engine, stages 0 to 3: takes a policy, steps it through DeepSpeed. One rank holds all layers."""
+"""Step a policy through DeepSpeed with ZeRO stages 0 to 3. Every rank has all layers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ZeroEngine(TrainingEngine):
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
-        """Forward, backward and one optimizer step, in as many micro-batches as there are."""
+        """Run forward and backward on each of the micro-batches, then one optimizer step."""
         self._started.set_learning_rate(learning_rate)
         self._engine.train()
         total = self._zeros()
-        # DeepSpeed takes the mean over the ranks; here alone it is undone.
+        # DeepSpeed takes the mean over the ranks; only this line undoes it.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
         scales = to_device(scales * self._world.layout.shards, self._world.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
@@ -46,8 +46,8 @@ class ZeroEngine(TrainingEngine):
         return StepResult(total, *self._started.outcome())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
-        """Twice in one step, where steps have several micro-batches: the second meets the gradient that the
-        first has left, as all but the first do."""
+        """Rehearse with two copies in one step, where steps have several micro-batches: the second has the
+        gradient of the first in memory, as all micro-batches but the first have."""
         self._rehearse(micro_batch, min(2, self._engine.gradient_accumulation_steps()))
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class ZeroEngine(TrainingEngine):
         return tuple(kept(self._scored(batch).logps, batch) for batch in batches)
 
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
-        """(n_terms,) float64, differentiable."""
+        """Return (n_terms,) float64, differentiable."""
         batch = micro_batch.to(self._world.device)
         return self._objective.term_sums(*self._scored(batch), batch)
 

@@ -1,4 +1,4 @@
-"""The log-probability of each answer: takes those of a micro-batch's targets, gives one sum per answer."""
+"""Add up the log-probabilities of each answer's targets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 
 
 def answer_logps(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """logps (B, T) float32 -> (n, 2) float64: log π(y | x), the sum over the targets of the chosen and of the
-    rejected answer of each pair, in nats.
+    """Return log π(y | x), the sum over the targets of the chosen and of the rejected answer of each pair, in
+    nats: logps (B, T) float32 -> (n, 2) float64.
 
-    Of a packed micro-batch that was cut short only the pairs that still have two segments; of one without a
-    pair (0, 2), which still hangs on the graph. A packed micro-batch has been through `MicroBatch.to`.
+    Of a truncated packed micro-batch only the pairs that still have two segments count; without a pair the
+    result is (0, 2), still connected to the graph. A packed micro-batch has been through `MicroBatch.to`.
 
     A packed row takes three kernels however many answers it has: each position is added to its segment's sum.
-    On a GPU the order of these additions is not fixed; in float64 that changes a sum of n values by at most
-    n × 2^-53 × Σ |value|. Differences of a running sum would have a fixed order, but one infinite or NaN
-    value would reach the answers behind it.
+    On a GPU the order of these additions is not fixed; in float64 that changes a sum of n values by at most n
+    × 2^-53 × Σ |value|. Differences of a running sum would have a fixed order, but one infinite or NaN value
+    would reach the answers behind it.
     """
     pairs = micro_batch.pairs
     assert pairs is not None, "a micro-batch of preference pairs"

@@ -1,9 +1,9 @@
-"""What an objective is: sums over a micro-batch, each with a weight and the name of its global count.
+"""Define an objective: sums over a micro-batch, each with a weight and the name of its global count.
 
 loss = Σ_terms weight × (Σ over ranks and micro-batches of sum) ÷ counts[term.count]
 
-The division by the *global* count of the optimizer step makes the loss independent of how the step is
-cut into micro-batches, accumulation steps, ranks and pipeline stages.
+The division by the *global* count of the optimizer step makes the loss independent of how the step is divided
+into micro-batches, accumulation steps, ranks and pipeline stages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 
 @dataclass(frozen=True)
 class Term:
-    """`count` names the global count that the sum is divided by, e.g. "tokens". metric: the name under which
-    sum ÷ count is reported; with the weight 0 the term is that alone. extra: the name of what the policy
-    returns beside the log-probabilities, whose elements are added up; None: the sum is one of
-    `Objective.sums`."""
+    """One summand of the loss, or a metric.
+
+    count   name of the global count that the sum is divided by, e.g. "tokens"
+    weight  its weight in the loss; with 0 the term is a metric alone
+    metric  the name under which sum ÷ count is reported
+    extra   name of an extra that the policy returns beside the log-probabilities, whose elements are added
+            up; None: the sum is one of `Objective.sums`
+    """
 
     count: str
     weight: float = 1.0
@@ -34,18 +38,18 @@ class Term:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, and what is reported beside it.
+    """What is minimized, and what is reported beside it.
 
     sums              maps target log-probabilities (B, T) and their micro-batch to one differentiable float64
                       scalar per term without an extra, in the order of `terms`; detached where the weight
                       is 0
-    uniform           their gradient by the log-probability of a target is one number for all targets of a
+    uniform           the gradient of the sums by a target's log-probability is the same for all targets of a
                       micro-batch, which spares the head a computation
     label_smoothing   probability mass that the head moves from each target to all tokens alike, in training:
                       `sums` then gets log-probabilities of the smoothed targets
-    of_answers        of preference pairs, the same as `sums` from the sums (n, 2) of each answer's
+    of_answers        the same as `sums` for preference pairs, from the sums (n, 2) of each answer's
                       log-probabilities; None for other objectives
-    needs_reference   micro_batch.pairs.reference is used
+    needs_reference   whether micro_batch.pairs.reference is used
     """
 
     terms: tuple[Term, ...]
@@ -57,23 +61,23 @@ class Objective:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What the terms name."""
+        """Names of the extras that the terms read."""
         return tuple(term.extra for term in self.terms if term.extra is not None)
 
     def term_sums(self, logps: Tensor, extras: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
-        """(n_terms,) float64, differentiable, of what the policy returns for a micro-batch. Raises ValueError
-        for an extra that it does not return."""
+        """Return (n_terms,) float64, differentiable, from what the policy returns for a micro-batch. Raises
+        ValueError for an extra that it does not return."""
         of_logps = iter(self.sums(logps, micro_batch))
         return torch.stack(
             [next(of_logps) if term.extra is None else _extra_sum(term.extra, extras) for term in self.terms]
         )
 
     def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
-        """weight ÷ global count, per term. A count of 0 has only zero sums: the scale is then 0."""
+        """Return weight ÷ global count, per term; 0 for a count of 0, which has only zero sums."""
         return tuple(t.weight / counts[t.count] if counts[t.count] else 0.0 for t in self.terms)
 
     def metrics(self, sums: Sequence[float], counts: Mapping[str, int]) -> dict[str, float]:
-        """Name -> sum ÷ count of the terms that have one; NaN for a count of 0."""
+        """Return sum ÷ count by name, of the terms that have a metric; NaN for a count of 0."""
         return {
             t.metric: total / counts[t.count] if counts[t.count] else math.nan
             for t, total in zip(self.terms, sums, strict=True)
@@ -91,8 +95,8 @@ def _extra_sum(name: str, extras: Mapping[str, Tensor]) -> Tensor:
 def evaluation_record(
     objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
 ) -> dict[str, float]:
-    """Loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens or
-    pairs; the exponential of a loss per token beside it.
+    """Return loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens
+    or pairs, with the perplexity beside each loss per token.
 
     sums: (sets, n_terms) over all ranks; counts and names: of each set.
     """
@@ -110,7 +114,7 @@ def evaluation_record(
 
 
 def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix: str) -> dict[str, float]:
-    """PREFIX/loss, and PREFIX/NAME of each term that has a name. sums: (n_terms,) over all ranks."""
+    """Return PREFIX/loss, and PREFIX/NAME of each term that has a metric. sums: (n_terms,) over all ranks."""
     values = sums.tolist()
     loss = math.fsum(s * total for s, total in zip(objective.scales(counts), values, strict=True))
     named = {f"{prefix}/{name}": mean for name, mean in objective.metrics(values, counts).items()}
@@ -118,4 +122,4 @@ def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix:
 
 
 def perplexity(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)  # of NaN NaN
+    return math.inf if loss >= 700 else math.exp(loss)  # NaN for NaN

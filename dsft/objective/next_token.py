@@ -10,13 +10,13 @@ from dsft.objective.api import Objective, Term
 
 
 def next_token(label_smoothing: float = 0.0) -> Objective:
-    """One term, counted in `tokens`: the targets of the step, over all ranks and micro-batches. With label
-    smoothing ε it is (1 - ε) times that plus ε times the mean over the vocabulary, as torch's cross_entropy
-    has it."""
+    """Return an objective of one term, counted in `tokens`: the targets of the step, over all ranks and
+    micro-batches. With label smoothing ε it is (1 - ε) times that plus ε times the mean over the vocabulary,
+    as in torch's cross_entropy."""
     return Objective(terms=(Term("tokens"),), sums=_sums, uniform=True, label_smoothing=label_smoothing)
 
 
 def _sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
-    """logps (B, T) float32 -> -Σ logps over the targets, float64."""
+    """Return -Σ logps over the targets: logps (B, T) float32 -> float64."""
     targets = logps.double().masked_fill(micro_batch.targets == NO_TARGET, 0.0)
     return (-torch.sum(targets),)

@@ -1,4 +1,4 @@
-"""Preference losses: takes the log-probabilities of a chosen and a rejected answer, gives a loss per pair.
+"""Compute preference losses, per pair, from the log-probabilities of a chosen and a rejected answer.
 
 Notation, for a prompt x with its chosen answer c and its rejected answer r, all logarithms natural:
 
@@ -7,8 +7,8 @@ Notation, for a prompt x with its chosen answer c and its rejected answer r, all
     h    = β (ρ(c) - ρ(r))      the margin of the implicit rewards β ρ(y) of DPO
     σ, ε                        the logistic function; dpo.label_smoothing
 
-All of it in float64. What is minimised is the mean over the pairs of the global batch, and with an SFT term
-`dpo.sft_weight` × the mean of -log π(token) over the tokens of the chosen answers beside it.
+All of it is float64. The loss is the mean over the pairs of the global batch, plus with an SFT term
+`dpo.sft_weight` × the mean of -log π(token) over the tokens of the chosen answers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
     "logps/rejected",
 )  # fmt: skip
-"""As TRL names them: rewards with β; accuracies, the fraction of pairs whose chosen answer has the greater
-reward, by more than `rounding`; log-probabilities are sums, of simpo and orpo means per token, of which their
-rewards are made."""
+"""Named as in TRL. Rewards include β; accuracies: the fraction of pairs whose chosen answer has the greater
+reward, by more than `rounding`. Log-probabilities are sums; for simpo and orpo they are means per token, as
+in their rewards."""
 
 EPSILON = torch.finfo(torch.float32).eps
 
 NLL = "nll_loss"  # TRL's name of the mean over the chosen answers' tokens, before its weight
-CERTAIN = -1e-12  # nats per token: an answer that is as good as certain, where its odds are still a number
+CERTAIN = -1e-12  # nats per token: that of a practically certain answer, whose odds are still finite
 
 
 def sigmoid(scores: Tensor, dpo: Dpo) -> Tensor:
@@ -95,8 +95,8 @@ AVERAGED = frozenset({"ipo", "simpo", "orpo"})  # their scores are per token
 
 
 def preference(dpo: Dpo) -> Objective:
-    """The terms: the loss, in `pairs`; with an SFT term, and for orpo always, the negative log-likelihood of
-    the chosen answers, in `chosen_tokens`; then the metrics, which weigh nothing."""
+    """Return the objective. Its terms: the loss, in `pairs`; with an SFT term, and for orpo always, the
+    negative log-likelihood of the chosen answers, in `chosen_tokens`; then the metrics, of weight 0."""
     weight = 1.0 if dpo.loss_type == "orpo" else dpo.sft_weight
     likelihood = (Term("chosen_tokens", weight, NLL),) if weight else ()
     terms = (Term("pairs"), *likelihood, *(Term("pairs", 0.0, name) for name in METRICS))
@@ -114,25 +114,26 @@ def preference(dpo: Dpo) -> Objective:
 
 
 def margin(scores: Tensor, dpo: Dpo) -> Tensor:
-    """β × (that of the chosen answer - that of the rejected one), (n,)."""
+    """Return β × (score of the chosen answer - score of the rejected one), (n,)."""
     return dpo.beta * (scores[:, 0] - scores[:, 1])
 
 
 def scores(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
-    """(n, 2) what the loss compares: ρ or π of each answer, summed, or of `AVERAGED` losses per token."""
+    """Return (n, 2): what the loss compares, ρ or π of each answer, summed, or per token for `AVERAGED`
+    losses."""
     found = _against_reference(logps, pairs, dpo)
     return found / _num_tokens(logps, pairs) if dpo.loss_type in AVERAGED else found
 
 
 def rewards(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
-    """(n, 2): β ρ(y), of simpo and orpo β π(y) ÷ |y|."""
+    """Return (n, 2): β ρ(y), for simpo and orpo β π(y) ÷ |y|."""
     if dpo.loss_type in REFERENCE_FREE:
         return dpo.beta * scores(logps, pairs, dpo)
     return dpo.beta * _against_reference(logps, pairs, dpo)
 
 
 def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
-    """Sums over the pairs, in the order of METRICS."""
+    """Return sums over the pairs, in the order of METRICS."""
     chosen, rejected = rewards(logps, pairs, dpo).unbind(1)
     shown = logps / _num_tokens(logps, pairs) if dpo.loss_type in REFERENCE_FREE else logps
     margins = chosen - rejected
@@ -142,12 +143,12 @@ def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
 
 
 def rounding(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
-    """(n,) the margin that float32 rounding alone can give a pair: a smaller one is a tie, and counts as not
-    won.
+    """Return (n,): the margin that float32 rounding alone can give a pair. A smaller margin is a tie, and
+    counts as not won.
 
-    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums that the rewards are made of: those of both answers by
-    the policy and by the reference; of simpo and orpo by the policy, per token. The |y| are one nat for each
-    token, since a token's log-probability is the difference of two larger numbers.
+    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums in the rewards: those of both answers by the policy and
+    by the reference; for simpo and orpo by the policy, per token. The |y| are one nat for each token, since a
+    token's log-probability is the difference of two larger numbers.
     """
     num_tokens = _num_tokens(logps, pairs)
     sizes = torch.maximum(logps.abs(), num_tokens)
