@@ -1,11 +1,12 @@
-"""Attention over packed rows, exactly, without a mask of the whole row: each segment sees itself alone.
+"""Make attention over packed rows exact, without a mask of the whole row: each segment sees itself alone.
 
-Takes a transformers model and makes its attention ask for the segments, which Policy passes as keywords
-through the model's forward. transformers' own masks for packed rows are dense, T × T for a row of T tokens;
-here the cost is the sum of the squares of the segments' lengths. `choose` says which function computes it.
+The attention of a transformers model gets the segments as keywords, which Policy passes through the model's
+forward. transformers' own masks for packed rows are dense, T × T for a row of T tokens; here the cost is the
+sum of the squares of the segments' lengths. `choose` selects the function that computes it.
 
-A segment that begins at position p > 0 goes on from the first p tokens of the last one that began at 0: it
-sees them and itself, as if it were one row with them. Two answers to one prompt are laid so, the prompt once.
+A segment that begins at position p > 0 continues the first p tokens of the last one that began at 0: it sees
+them and itself, as if it were one row with them. Two answers that share their prompt are packed this way,
+with the prompt once.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.older import can_use_sdpa
 
-SEEN_BY_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types of a config that are exact
+SEEN_BY_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
 CPU = torch.device("cpu")
 LONGEST = "longest_segment"
-"""A model's attribute: tokens of the longest segment that it may be given, the same for every micro-batch."""
+"""Attribute of a model: tokens of the longest segment that it may get, the same for every micro-batch."""
 
 
 def attend_per_segment(
     causal_lm: PreTrainedModel, attention: str, max_length: int, device: torch.device = CPU
 ) -> str:
-    """Make packed rows exact. `attention`: the spec's model.attention; auto takes what `choose` says for
-    `device`, sdpa the loop; eager and flash keep their own, which are told or find the segments.
-    `max_length`: tokens of the longest segment. Gives a line that says what computes it.
+    """Make packed rows exact, and return a line that says what computes the attention.
+
+    `attention` is the spec's model.attention: auto takes what `choose` selects for `device`, sdpa the loop;
+    eager and flash keep transformers' own attention, which gets or finds the segments. `max_length`: tokens
+    of the longest segment.
 
     Raises SpecError for an architecture that cannot be packed.
     """
@@ -61,14 +64,14 @@ def attend_per_segment(
 
 
 def use(causal_lm: PreTrainedModel, name: str) -> None:
-    """Have the attention of FUNCTIONS compute. transformers makes no mask for an attention without a mask
-    function, and does not look for segments in the positions, which would wait for the device."""
+    """Set the model's attention to one of FUNCTIONS. transformers builds no mask for an attention without a
+    mask function, and does not look for segments in the positions, which would wait for the device."""
     AttentionInterface.register(name, FUNCTIONS[name])
     causal_lm.set_attn_implementation(name)
 
 
 def check_can_compile(causal_lm: PreTrainedModel, said: str) -> None:
-    """Raises SpecError where packed rows are attended by the loop. said: the line that tells the choice."""
+    """Raise SpecError where the loop computes attention over packed rows. said: the line about the choice."""
     if causal_lm.config._attn_implementation == SEGMENTS:
         message = (
             f"true, but attention per segment would be compiled anew for each row ({said}); use packing "
@@ -78,7 +81,7 @@ def check_can_compile(causal_lm: PreTrainedModel, said: str) -> None:
 
 
 def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
-    """Raises SpecError for an architecture whose tokens would see the segment before their own."""
+    """Raise SpecError for an architecture whose tokens would see the segment before their own."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ()) - SEEN_BY_LAYERS
@@ -100,8 +103,8 @@ def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
 
 
 def _one_rope_up_to(config: PreTrainedConfig) -> float:
-    """Tokens up to which rotary positions do not depend on the row's length: longrope has two sets of them,
-    and chooses by the longest segment (modeling_rope_utils.py of transformers)."""
+    """Return the number of tokens up to which rotary positions do not depend on the row's length: longrope
+    has two sets of them, and chooses by the longest segment (modeling_rope_utils.py of transformers)."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     limits = [
@@ -118,11 +121,12 @@ def packed_keywords(
     borders: Borders | None = None,
     longest: int = 0,
 ) -> Mapping[str, Any]:
-    """What tells the model's attention the segments of its one row; nothing for padded rows. Without lengths
-    they are read from position_ids, (B, T). borders: of the same segments, where they are on the device
-    already; longest: tokens of the longest that there may be.
+    """Return the keywords that give the model's attention the segments of its one row; none for padded rows.
+    Without `lengths` they are read from position_ids, (B, T). borders: of the same segments, where they are
+    on the device already; longest: tokens of the longest segment that may occur.
 
-    Raises DsftError where segments share a prompt and the attention is none of FUNCTIONS."""
+    Raises DsftError where segments share a prompt and the attention is none of FUNCTIONS.
+    """
     is_flash = implementation.startswith("flash")
     if len(position_ids) > 1 or not (is_flash or implementation in FUNCTIONS):
         _refuse_shared(implementation, starts or ())
@@ -159,7 +163,8 @@ def _refuse_shared(implementation: str, starts: Iterable[int]) -> None:
 
 
 def segments_of(position_ids: Tensor) -> Segments:
-    """(1, T) -> where a position is not the one before plus 1, a segment begins. Waits for the device."""
+    """Return the segments of position_ids (1, T): one begins where a position is not the previous one plus 1.
+    Waits for the device."""
     positions = position_ids[0]
     begins = F.pad(positions.diff() != 1, (1, 0), value=True).nonzero().flatten()
     at, starts = torch.stack((begins, positions[begins])).tolist()
@@ -169,7 +174,7 @@ def segments_of(position_ids: Tensor) -> Segments:
 
 @contextmanager
 def own_attention(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """The architecture's own attention and masks meanwhile, to compare with."""
+    """Use the architecture's own attention and masks inside the block, for comparison."""
     kept = causal_lm.config._attn_implementation
     if kept in FUNCTIONS:
         causal_lm.set_attn_implementation("sdpa" if can_use_sdpa(causal_lm, causal_lm.config) else "eager")

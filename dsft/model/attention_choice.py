@@ -1,9 +1,8 @@
-"""Which attention packed rows get: takes a model, a device and a type, gives one of the functions of
-transformers' interface that this package has.
+"""Choose which attention function packed rows get on a device, in a type.
 
-Each is tried on the device, forward and backward, with what the model asks of its attention, and compared
-with the definition; the first that agrees is taken: FlashAttention 3 and 2 behind torch's varlen_attn, the
-package flash-attn, the loop.
+Candidates are tried on the device, forward and backward, with all that the model asks of its attention, and
+compared with the definition; the first that agrees is chosen: FlashAttention 3 and 2 behind torch's
+varlen_attn, the package flash-attn, the loop.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     PACKAGE: varlen_attention(package_kernel),
     SEGMENTS: segment_attention,
 }
-"""By the name under which transformers knows them."""
+"""The attention functions by the name under which transformers registers them."""
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-BORDERS = (0, 3, 8)  # of the two segments on which a kernel is tried
+BORDERS = (0, 3, 8)  # of the two segments on which kernels are tried
 ROUNDING = 0.05
-"""Of the norm of an output or a gradient, which is 0.01 to 0.02 where even sums are made in bf16."""
+"""Largest difference, relative to the norm of an output or a gradient; rounding in bf16 alone gives 0.01 to
+0.02."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """name: of FUNCTIONS; said: which it is, and why none before it."""
+    """The chosen attention. name: its key in FUNCTIONS; said: which it is, and why none before it."""
 
     name: str
     said: str
@@ -47,8 +47,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model's layers ask of their attention: every size of a head, scale and window that one of them
-    has, beside what is the same for all."""
+    """All that a model's layers ask of their attention: every head size, scale and window that one of them
+    has, and what is the same for all."""
 
     heads: int
     key_heads: int
@@ -61,7 +61,8 @@ class Asked:
 
 
 def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:
-    """The first that computes what `causal_lm` asks, in the type of its parameters, on `device`."""
+    """Return the first function that computes what `causal_lm` asks, in the type of its parameters, on
+    `device`."""
     loop = "segment by segment"
     dtype = next(causal_lm.parameters()).dtype
     if device.type != "cuda":
@@ -88,7 +89,8 @@ def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:
 
 
 def asked_by(causal_lm: PreTrainedModel) -> Asked:
-    """By the modules' attributes and the config's keys, under the names that transformers gives them."""
+    """Read what a model asks from the attributes of its modules and the keys of its config, under
+    transformers' names."""
     text: Any = causal_lm.config.get_text_config()
     heads = text.num_attention_heads
     modules = list(causal_lm.modules())
@@ -109,9 +111,10 @@ def asked_by(causal_lm: PreTrainedModel) -> Asked:
 
 @contextmanager
 def _flash_3(wanted: bool) -> Iterator[None]:
-    """FlashAttention 3 in the place of torch's own from here on, and no longer where it fails in this block.
+    """Activate FlashAttention 3 in the place of torch's own; undo it if the block fails.
 
-    Raises ImportError where this torch cannot have it, or its package is not installed."""
+    Raises ImportError where this torch does not support it, or its package is not installed.
+    """
     if not wanted:
         yield
         return
@@ -126,9 +129,9 @@ def _flash_3(wanted: bool) -> Iterator[None]:
 
 
 def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device) -> None:
-    """Forward and backward of two segments, the first behind a key, over the last two tokens where layers
-    have a window. Raises what the kernel raises, and DsftError where its output or a gradient is further from
-    the definition's than rounding. Dropout is only run."""
+    """Run a kernel forward and backward on two segments, the first with one key before it, with a window of
+    two tokens where layers have a window. Raises what the kernel raises, and DsftError where its output or a
+    gradient differs from the definition's by more than rounding. Dropout is run but not compared."""
     begins = torch.tensor(BORDERS, dtype=torch.int32, device=device)
     keys = begins + torch.arange(len(BORDERS), dtype=torch.int32, device=device).clamp(max=1)
     tokens, pairs = BORDERS[-1], list[tuple[Tensor, Tensor]]()
@@ -159,15 +162,15 @@ def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device)
 
 
 def are_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the first of one of them is further from the second than rounding, or not finite. Waits for the
-    device."""
+    """Whether the first of any pair differs from the second by more than rounding, or is not finite. Waits
+    for the device."""
     apart = [~((mine.float() - right).norm() <= ROUNDING * right.norm()) for mine, right in pairs]
     return bool(apart) and bool(torch.stack(apart).any())
 
 
 def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
-    """The attention of BORDERS' segments, of which the first has one key more than queries; as in
-    dsft.model.attention_varlen's Kernel, score by score."""
+    """Compute attention score by score over BORDERS' segments, of which the first has one key more than
+    queries; shapes as in dsft.model.attention_varlen's Kernel."""
     outputs = []
     for begin, end in pairwise(BORDERS):
         q, groups = query[begin:end], query.shape[1] // key.shape[1]

@@ -1,7 +1,7 @@
-"""Attention over a packed row, segment by segment: takes queries, keys and values of a row and its segments.
+"""Compute attention over a packed row segment by segment.
 
 torch's kernel runs on each segment, and the cost is the sum of the squares of their lengths. It is exact on
-every device and in every type, with soft-caps too; on a GPU each segment costs launches of its own.
+every device and in every type, with soft-caps too; on a GPU each segment costs kernel launches of its own.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from dsft.errors import DsftError
 
-NOT_SAID = -1  # a model that hands no window over, where one without a window hands None
-# What models hand to their attention that changes nothing in it here; is_causal is looked at.
+NOT_SAID = -1  # for a model that passes no window at all; one without a window passes None
+# Keywords of models to their attention that change nothing here; is_causal is checked.
 HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict"})
 
 SEGMENTS = "dsft_segments"
 KEYWORD = "segments"
 Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of each segment of a row
 
-# Queries of a CPU's kernel under a mask, which computes what is hidden too: fewer at once have fewer keys.
+# Queries per call of the CPU kernel under a mask, which computes masked scores too: fewer queries have
+# fewer keys.
 AT_ONCE = 128
 FLASH_SIZE = 256  # the largest head of FlashAttention, torch's one kernel on a GPU that takes groups
 
@@ -39,9 +40,10 @@ def segment_attention(
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """(B, heads, T, D) each, key and value with as many heads or a divisor -> (B, T, heads, D), None: causal
-    within each segment of a packed row (B = 1) and what it goes on from, over the last `sliding_window`
-    tokens, the scores bent by `softcap` as in Gemma 2. The signature is transformers' AttentionInterface's.
+    """Compute attention, causal within each segment of a packed row (B = 1) and the prompt that it continues,
+    over the last `sliding_window` tokens, with scores soft-capped by `softcap` as in Gemma 2: (B, heads, T,
+    D) each, key and value with as many heads or a divisor -> (B, T, heads, D), None. The signature is
+    transformers' AttentionInterface's.
 
     Raises DsftError for anything else that the model asks of its attention.
     """
@@ -74,11 +76,13 @@ class _Part(NamedTuple):
     start: int
 
     def is_square(self, reach: int) -> bool:
-        """Plainly causal: no keys before the segment's own, and all of them within reach."""
+        """Whether the part is plainly causal: no keys before the segment's own, and all of them within
+        reach."""
         return self.start == 0 and self.query.shape[2] <= reach
 
     def blocks(self, reach: int, is_masked: bool) -> Iterator[_Part]:
-        """Of AT_ONCE queries and the keys up to them and within reach, where there is a mask and a CPU."""
+        """Yield parts of AT_ONCE queries with the keys up to them and within reach, where there is a mask on
+        a CPU; else the whole part."""
         length, keys = self.query.shape[2], self.key.shape[2]
         if self.query.device.type != "cpu" or (self.is_square(reach) and not is_masked):
             yield self
@@ -91,7 +95,7 @@ class _Part(NamedTuple):
             yield _Part(self.query.narrow(2, begin, size), key, value, start)
 
     def seen(self, band: Tensor | None) -> Tensor:
-        """(n, m) bool: which keys each query sees."""
+        """Return (n, m) bool: which keys each query sees."""
         length, keys = self.query.shape[2], self.key.shape[2]
         if band is None:
             device = self.query.device
@@ -101,8 +105,8 @@ class _Part(NamedTuple):
 
 
 def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
-    """Splits, whose backward is one concatenation; only the part of a shared prompt that is within reach is
-    copied."""
+    """Yield the segments, by splits, whose backward is one concatenation; only the part of a shared prompt
+    that is within reach is copied."""
     lengths = [length for length, _ in segments]
     split = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     prompt: tuple[Tensor, Tensor] | None = None
@@ -121,12 +125,12 @@ def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Te
 
 
 def _attend(part: _Part, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """Causal where there is no mask."""
+    """Compute attention; causal where there is no mask."""
     query, key, value, _ = part
     is_grouped = query.shape[1] != key.shape[1]
     takes_groups = mask is None and query.dtype != torch.float32 and query.shape[-1] <= FLASH_SIZE
     if is_grouped and query.device.type != "cpu" and not takes_groups:
-        # else torch takes the kernel that makes all n × m scores
+        # else torch uses the kernel that stores all n × m scores
         key, value, is_grouped = *_ungrouped(part), False
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped
@@ -134,14 +138,14 @@ def _attend(part: _Part, mask: Tensor | None, scale: float, dropout: float) -> T
 
 
 def _ungrouped(part: _Part) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each head of the query."""
+    """Repeat keys and values for each head of the query."""
     groups = part.query.shape[1] // part.key.shape[1]
     return part.key.repeat_interleave(groups, dim=1), part.value.repeat_interleave(groups, dim=1)
 
 
 def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softcap: float) -> Tensor:
-    """softcap × tanh(score ÷ softcap), which torch's kernel has not: by hand, as transformers' Gemma 2 does,
-    with the softmax in float32."""
+    """Compute attention with scores softcap × tanh(score ÷ softcap), which torch's kernel does not support:
+    step by step, as transformers' Gemma 2 does, with the softmax in float32."""
     key, value = _ungrouped(part)
     scores = softcap * torch.tanh(part.query @ key.transpose(2, 3) * scale / softcap)
     shares = (
@@ -152,7 +156,7 @@ def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softca
 
 @lru_cache(maxsize=4)  # a model has at most two kinds of layers, and all of them the same row
 def _band(length: int, reach: int, device: torch.device) -> Tensor:
-    """(length, length) bool: a token sees itself and the reach - 1 before it."""
+    """Return (length, length) bool: a token sees itself and the reach - 1 tokens before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - reach)
 
 
@@ -163,8 +167,8 @@ def refuse_unknown(
     window: int | None,
     asked: Mapping[str, Any],
 ) -> None:
-    """Raise DsftError where a model's attention asks more than is computed here. is_told: the segments came
-    down to it; window: NOT_SAID where it hands none over; asked: the other keywords."""
+    """Raise DsftError where a model asks more of its attention than is computed here. is_told: the attention
+    got the segments; window: NOT_SAID where the model passes none; asked: the other keywords."""
     unknown = [name for name, value in asked.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
     if not is_told:

@@ -1,10 +1,10 @@
-"""Attention over a packed row in one call: takes queries, keys and values of a whole row and the borders of
-its segments, gives what `segment_attention` gives. As many kernels run for a hundred segments as for one.
+"""Compute attention over a packed row in one call, as `segment_attention`: as many kernels run for a hundred
+segments as for one.
 
 The kernel is FlashAttention's for sequences of varying length: torch's own (torch.nn.attention.varlen) or the
 package flash-attn's. Its causal mask is aligned to the last key, so a segment's keys may begin before its
-queries: those of a shared prompt are put before the segment's own by one gather. The backward pass adds to
-the gradient of the queries in no fixed order, so two runs differ by rounding.
+queries: one gather puts those of a shared prompt before the segment's own. The backward pass adds to the
+gradient of the queries in no fixed order, so two runs differ by rounding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from dsft.errors import DsftError
 from dsft.model.attention_loop import NOT_SAID, refuse_unknown
 
 KEY_INDEX = "key_index"
-"""Keyword of the tokens of the row that are the segments' keys, (K,); None: each token once."""
+"""Keyword of the indices (K,) of the row's tokens that are the segments' keys; None: each token once."""
 
 
 class Form(NamedTuple):
-    """longest: no segment has more keys; scale: of the scores; window: (W - 1, 0) for W tokens with a token
-    itself, (-1, 0) for all before it; softcap: as in Gemma 2, None without; dropout: a probability."""
+    """Parameters of an attention call.
+
+    longest  the most keys that a segment may have
+    scale    factor of the scores
+    window   (W - 1, 0) for W tokens including a token itself, (-1, 0) for all before it
+    softcap  as in Gemma 2, None without
+    dropout  a probability
+    """
 
     longest: int
     scale: float
@@ -35,8 +41,8 @@ class Form(NamedTuple):
 
 
 class Kernel(Protocol):
-    """query (T, H, D), key and value (K, h, D) with h heads that divide H; borders: of the queries' segments
-    and of the keys', (n + 1,) int32 each. Gives (T, H, D)."""
+    """Attention over segments: query (T, H, D), key and value (K, h, D) with h heads that divide H -> (T, H,
+    D). borders: of the queries' segments and of the keys', (n + 1,) int32 each."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
@@ -44,10 +50,11 @@ class Kernel(Protocol):
 
 
 def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
-    """The kernel that calls torch's `varlen_attn`. That of torch 2.10 has neither window nor scale, and where
-    there is no `enable_gqa` grouped heads are taken without a word.
+    """Return the kernel that calls torch's `varlen_attn`. In torch 2.10 it has neither window nor scale;
+    where it has no `enable_gqa`, it accepts grouped heads anyway.
 
-    The kernel raises DsftError for what this `varlen_attn` does not compute."""
+    The kernel raises DsftError for what this `varlen_attn` does not compute.
+    """
     known = frozenset(inspect.signature(attend).parameters)
 
     def call(query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form) -> Tensor:
@@ -77,7 +84,8 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
 def package_kernel(
     query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
 ) -> Tensor:
-    """flash_attn_varlen_func of the package flash-attn, 2.6 or later, which has soft-caps and dropout."""
+    """Call flash_attn_varlen_func of the package flash-attn, 2.6 or later, which has soft-caps and
+    dropout."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     output: Tensor = flash_attn_varlen_func(
@@ -97,7 +105,8 @@ def package_kernel(
 
 
 def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function, with the signature and shapes of `segment_attention`, that calls `kernel`."""
+    """Return the attention function that calls `kernel`, with the signature and shapes of
+    `segment_attention`."""
 
     def attend(
         module: nn.Module,

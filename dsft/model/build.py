@@ -1,8 +1,8 @@
-"""Takes a spec's `model` section, the tokenizer's facts and a seed; gives the module that an engine trains.
+"""Build the module that an engine trains, from a spec's `model` section, the tokenizer's facts and a seed.
 
 The model is built on the meta device, changed there (adapters, head, cut to a stage), and only then filled,
-tensor by tensor, from one source: fresh values by the seed, or a folder's files. So a stage reads and holds
-only its own parameters, and an engine that keeps a share of each never holds the whole.
+tensor by tensor, from one source: fresh values by the seed, or a folder's files. So a stage reads and stores
+only its own parameters, and an engine that keeps a share of each never has the whole in memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dsft.spec.schema import Model
 WHOLE = Keep()
 
 MIXING = ("experts", "router", "router_gate")
-"""What transformers calls the parts of a mixture of experts."""
+"""transformers' names of the parts of a mixture of experts."""
 
 BACKEND = "inductor"
-"""What torch.compile makes of a layer's graph."""
+"""The backend of torch.compile."""
 
 
 def build_model(
@@ -52,11 +52,12 @@ def build_model(
     cut: Cut | None = None,
     keep: Keep = WHOLE,
 ) -> Policy:
-    """Stage `stage` of `cut` (the whole model where there is none), on the CPU, parameters in `dtype`. The
-    engine's `keep` says which range of each parameter is filled, and takes each as soon as it is.
+    """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
+    engine's `keep` decides which range of each parameter is filled, and takes each parameter once it is
+    filled.
 
-    Raises SpecError for a config that cannot be made or cut, MissingInputError for a model that cannot be
-    read, or whose files hold another model.
+    Raises SpecError for a config that cannot be built or cut, MissingInputError for a model that cannot be
+    read, or whose files contain another model.
     """
     config = resolve_config(model, facts)
     cut = cut or Cut((config.num_hidden_layers,))
@@ -85,8 +86,9 @@ def build_model(
 def first_values(
     model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None = None
 ) -> Callable[[str], Tensor]:
-    """Parameter's name -> its value before any training, on the CPU. `causal_lm` stands on the meta device;
-    a fresh one is filled by this, one of files is read a tensor at a time. Raises as `build_model` does."""
+    """Return a function from a parameter's name to its value before any training, on the CPU. `causal_lm` is
+    on the meta device; a fresh model is filled by this, one from files is read a tensor at a time. Raises as
+    `build_model` does."""
     weights = _weights(model, causal_lm, seed, dtype, rows)
     if isinstance(weights, ReadWeights):
         return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
@@ -100,7 +102,7 @@ def has_frozen(model: Model) -> bool:
 
 
 def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
-    """Adapters and frozen parameters, as the spec says. Raises SpecError for names that fit nothing."""
+    """Add adapters or freeze parameters, as the spec says. Raises SpecError for names that match nothing."""
     if model.lora is not None:
         inject(causal_lm, model.lora)
         check_saved(causal_lm, model.lora)
@@ -109,7 +111,7 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:
-    """Raises SpecError for a model that would be trained by another loss than its own, or whose export would
+    """Raise SpecError for a model that would be trained with another loss than its own, or whose export would
     be refused after days of training."""
     if _is_mixture(causal_lm):
         reason = "is a mixture of experts, whose loss that balances its experts"
@@ -123,7 +125,8 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
 
 
 def _is_mixture(causal_lm: PreTrainedModel) -> bool:
-    """By its modules, since each architecture counts its experts under another key, and some can be dense."""
+    """Whether the model is a mixture of experts, by its modules, since each architecture counts its experts
+    under another key, and some can be dense."""
     last = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()}
     return not last.isdisjoint(MIXING)
 
@@ -139,8 +142,8 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 def _weights(
     model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None
 ) -> Weights:
-    """The source of values, which is asked before the model is changed. Files that cannot be read tensor by
-    tensor are read whole, by transformers' own loader."""
+    """Return the source of values; it is set up before the model is changed. Files that cannot be read tensor
+    by tensor are read whole, by transformers' own loader."""
 
     def weights_of(values: Values) -> ReadWeights:
         return ReadWeights(causal_lm, WithNewRows(causal_lm, values, rows) if rows else values)
@@ -162,9 +165,9 @@ def _weights(
 
 
 def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Freeze every parameter that no pattern fits; a tied one is trained where one of its names fits.
+    """Freeze every parameter that no pattern matches; a tied one is trained where one of its names matches.
 
-    Raises SpecError for a pattern that fits no parameter.
+    Raises SpecError for a pattern that matches no parameter.
     """
     named = list(causal_lm.named_parameters(remove_duplicate=False))
     problems = list(unmatched("model.trainable.{}", patterns, [name for name, _ in named]))
@@ -177,20 +180,19 @@ def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
 
 
 def compile_layers(causal_lm: PreTrainedModel) -> None:
-    """Have each decoder layer compiled by torch.compile at its first use, in place. One layer at a time,
-    since all layers of a kind share one graph; with dynamic shapes, since each micro-batch has its own
-    length. Gradient checkpointing is compiled with the layer; attention with padded rows too. Parameters keep
-    their names."""
+    """Let torch.compile compile each decoder layer at its first use, in place. One layer at a time, since all
+    layers of a kind share one graph; with dynamic shapes, since each micro-batch has its own length. Gradient
+    checkpointing is compiled with the layer; attention with padded rows too. Parameters keep their names."""
     for module in causal_lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True, backend=BACKEND)
 
 
 def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:
-    """Set every probability of dropout to 0: of dropout modules, of modules that keep one as a number
+    """Set every dropout probability to 0: of dropout modules, of modules that have one as a number
     (attention_dropout, layerdrop), and in the config, which some read in each forward pass.
 
-    Gives "NAME VALUE" of each that was on, by the config's names where it has any.
+    Returns "NAME VALUE" of each that was on, by the config's names where it has any.
     """
     found: dict[str, float] = {}
     for path, module in causal_lm.named_modules():
@@ -210,7 +212,7 @@ def _named(owner: object) -> tuple[str, ...]:
 
 
 def _off(owner: object, names: tuple[str, ...], shown: str | None = None) -> dict[str, float]:
-    """Those that were on, by name."""
+    """Set these probabilities to 0; return those that were on, by name."""
     on = {name: value for name in names if isinstance(value := getattr(owner, name), float) and value > 0}
     for name in on:
         setattr(owner, name, 0.0)

@@ -1,8 +1,9 @@
-"""A model's parameters without its weights: the child process behind `dsft plan`.
+"""Count a model's parameters without its weights: the child process behind `dsft plan`.
 
-Takes one JSON object on standard input, {"model": the spec's section}; gives one on the last line of standard
-output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the transformers
-class on the meta device. Reads the config and tokenizer, or their places in the hub's cache; writes nothing.
+Reads one JSON object on standard input, {"model": the spec's section}; writes one on the last line of
+standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the
+transformers class on the meta device. Reads the config and tokenizer from their folder or the hub's cache;
+writes nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ NOT_ASKED = "where its layers come apart was not asked"
 
 
 def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = True) -> dict[str, Any]:
-    """Names, shapes and places of all parameters; SpecError and MissingInputError as in `build_model`.
-    `facts`: of the tokenizer, where it has been read; cuts: find out where its stages come apart."""
+    """Return names, shapes and places of all parameters. Raises SpecError and MissingInputError as
+    `build_model` does. `facts`: of the tokenizer, where it has been read; cuts: find out where the model can
+    be cut into stages."""
     config = resolve_config(model, facts or _facts(model))
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -52,7 +54,7 @@ def _facts(model: Model) -> TokenFacts:
 
 
 def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One entry per distinct tensor, under its first name; the other names of a tied one stand in
+    """Return one entry per distinct tensor, under its first name; a tied one has its other names in
     `aliases`."""
     embedding = causal_lm.get_input_embeddings().weight
     layers = _layers(causal_lm, num_layers)
@@ -74,7 +76,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
 
 
 def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:
-    """Parameter's id -> number of its layer, from the list that has as many modules as the config has
+    """Return the layer number by parameter id, from the list that has as many modules as the config has
     layers."""
     for module in causal_lm.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:

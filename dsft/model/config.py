@@ -1,9 +1,9 @@
-"""The model's configuration: takes a spec's `model` section and the tokenizer's facts, gives a transformers
-config.
+"""Make the transformers config of the model to train, from a spec's `model` section and the tokenizer's
+facts.
 
-A pretrained model's config is read from its folder (or the hub's cache); a fresh one's is made of
-`from_config`, whose keys are checked against the config class, since transformers keeps unknown ones
-without a word.
+A pretrained model's config is read from its folder (or the hub's cache); a fresh one's is made from
+`from_config`, whose keys are checked against the config class, since transformers silently accepts unknown
+ones.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ DECODERS = (
     "persimmon",
     "stablelm",
 )
-"""Shown to be trained right (tests/architectures), though they have no `base_model_pp_plan`."""
+"""Model types that are tested to be trained right (tests/architectures), though they have no
+`base_model_pp_plan`."""
 
 FLASH = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
     "flash_attention_3": ("flash_attn_interface", is_flash_attn_3_available),
 }
 
-# Read by transformers on the way to `rope_parameters`, so right although no field has their name.
+# transformers converts these to `rope_parameters`, so they are valid although no field has their name.
 ROPE_KEYS = ("rope_theta", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What a model must know of its tokenizer: vocab_size counts all ids, special tokens included; first_new
-    is that of the first token that model.add_tokens added, None where it added none."""
+    """What a model must know of its tokenizer. vocab_size counts all ids, special tokens included; first_new:
+    id of the first token that model.add_tokens added, None where it added none."""
 
     vocab_size: int
     bos_token_id: int | None
@@ -72,11 +73,11 @@ def token_facts(tokenizer: PreTrainedTokenizerBase, first_new: int | None = None
 
 
 def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
-    """The config of the model to train, with the attention implementation set.
+    """Return the config of the model to train, with the attention implementation set.
 
-    A pretrained model with fewer tokens than the tokenizer gets as many (`new_rows`). Raises SpecError where
-    `from_config` holds what its class does not know or refuses, or a vocabulary smaller than the tokenizer's;
-    MissingInputError where `name_or_path` cannot be read.
+    A pretrained model with fewer tokens than the tokenizer is resized to the tokenizer's (`new_rows`). Raises
+    SpecError where `from_config` has what its class does not know or refuses, or a smaller vocabulary than
+    the tokenizer's; MissingInputError where `name_or_path` cannot be read.
     """
     config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
     _check_kind(config)
@@ -93,8 +94,8 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
 
 
 def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
-    """Rows of the embeddings that no file has a value for: of the tokens that model.add_tokens adds, and of
-    those that a pretrained model has fewer rows than. None where there are none."""
+    """Return the embedding rows for which no file has a value: those of the tokens that model.add_tokens
+    adds, and those that a pretrained model lacks. None where there are none."""
     if model.name_or_path is None:
         return None
     held = _pretrained(model).vocab_size
@@ -103,7 +104,7 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
-    """Only what reads a row of text from left to right, and nothing else beside it."""
+    """Raise SpecError unless the model reads a row of text from left to right, and nothing else."""
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _error("model", f"{kind} is no causal language model of transformers; choose another")
@@ -127,8 +128,8 @@ def _check_kind(config: PreTrainedConfig) -> None:
 
 
 def _attention(model: Model, config: PreTrainedConfig) -> str:
-    """auto: torch's own kernel where the architecture can use it; a soft-cap inside attention (Gemma 2)
-    cannot."""
+    """Return the attention implementation. auto: torch's own kernel where the architecture supports it; a
+    soft-cap inside attention (Gemma 2) does not."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     can_sdpa = can_use_sdpa(model_class, config)
     if model.attention == "auto":
@@ -194,8 +195,8 @@ def _pretrained(model: Model) -> PreTrainedConfig:
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
     """Return the config of a model's folder or hub id, without the choice of kernels that its file may name:
-    transformers would download the code of a kernel from the hub and import it, whatever trust_remote_code
-    says (5.23, `is_kernel` in transformers.integrations.hub_kernels).
+    transformers would download the code of a kernel from the hub and import it, whatever trust_remote_code is
+    (5.23, `is_kernel` in transformers.integrations.hub_kernels).
 
     Raises MissingInputError where the file names a kernel of the hub; OSError or ValueError, as transformers
     does, where there is no config that can be read.

@@ -1,8 +1,7 @@
-"""Safetensors files as a model's values: takes the files and the model on the meta device, reads ranges of
-tensors by the names that they have in the module.
+"""Read a model's values from safetensors files: ranges of tensors, by their names in the module.
 
-Which file tensor becomes which parameter, and through which conversion (a fused one cut, parts fused), says
-transformers' own mapping.
+transformers' own mapping decides which file tensor becomes which parameter, and through which conversion (a
+fused one split, parts fused).
 """
 
 from __future__ import annotations
@@ -51,24 +50,25 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 PIECE = 2**20  # elements that are read at a time
-SAMPLES, SAMPLE = 64, 2**12  # number and bytes of what is compared between hosts
+SAMPLES, SAMPLE = 64, 2**12  # number of samples that hosts compare per file, and bytes of each
 
 
 class NotUnderstood(Exception):
-    """A conversion that cannot be told from shapes alone."""
+    """A conversion that cannot be derived from shapes alone."""
 
 
 @dataclass
 class Conversion:
-    """Tensors of the files that become others in the module. parts: (pattern of the transform, key)."""
+    """File tensors that become other tensors in the module. parts: (pattern of the transform, key) of
+    each."""
 
     transform: WeightConverter
     first: str
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def apply(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
-        """By name in the module."""
-        own = deepcopy(self.transform)  # it keeps what it is given
+        """Return the converted tensors, by name in the module."""
+        own = deepcopy(self.transform)  # it keeps its inputs
         for (pattern, key), tensor in zip(self.parts, tensors, strict=True):
             own.collected_tensors[pattern].append(tensor)  # type: ignore[arg-type]  # as when it saves
             own.layer_targets[self.first].add(key)
@@ -77,11 +77,11 @@ class Conversion:
 
 
 class File:
-    """One safetensors file, which is read and not mapped: a map by safetensors' torch can be written to, so
-    all of it counts as this process's memory where that is limited (RLIMIT_DATA, strict overcommit)."""
+    """One safetensors file, which is read and not memory-mapped: safetensors' maps for torch are writable, so
+    all of a map counts as this process's memory where that is limited (RLIMIT_DATA, strict overcommit)."""
 
     def __init__(self, path: Path) -> None:
-        """Raises MissingInputError for a file that cannot be read."""
+        """Read the header. Raises MissingInputError for a file that cannot be read."""
         self.path = path
         try:
             with safe_open(path, framework="pt", backend="pread"):  # which checks the header and the size
@@ -103,8 +103,8 @@ class File:
         return found
 
     def read(self, key: str, start: int, out: Tensor) -> None:
-        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
-        tensor."""
+        """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element
+        `start`."""
         dtype = DTYPES[self.dtype(key)]
         first = self._begin + self._tensors[key]["data_offsets"][0] + start * dtype.itemsize
         with self.path.open("rb", buffering=0) as file:
@@ -127,11 +127,12 @@ class File:
 
 
 class FileValues:
-    """What safetensors files hold for a model."""
+    """The values of a model in safetensors files; implements `Values`."""
 
     def __init__(self, model: PreTrainedModel, files: Sequence[Path], where: str) -> None:
-        """`model` is on the meta device, as transformers builds it. Raises MissingInputError for a file that
-        cannot be read, NotUnderstood for a conversion that needs the values to be planned."""
+        """Plan the reads. `model` is on the meta device, as transformers builds it. Raises MissingInputError
+        for a file that cannot be read, NotUnderstood for a conversion that cannot be planned without the
+        values."""
         self.where = where
         self._file_of = {key: file for file in map(File, files) for key in file.keys}
         tensors = model.state_dict()
@@ -151,7 +152,7 @@ class FileValues:
         self._converted: dict[str, Tensor] = {}
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """As `Values.read`."""
+        """See `Values.read`."""
         if name in self._keys:
             key = self._keys[name]
             self._file_of[key].read(key, start, out)
@@ -163,7 +164,7 @@ class FileValues:
         out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
 
     def origin(self, name: str) -> str:
-        """As `Values.origin`; of a tensor that several are made into, the first of these."""
+        """See `Values.origin`; for a tensor that is made from several, the first of these."""
         key = self._keys[name] if name in self._keys else self._conversions[name].parts[0][1]
         return f"{self._file_of[key].path.name}: {key}"
 
@@ -184,7 +185,7 @@ class FileValues:
         return value
 
     def _shapes_after(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Found on the meta device, without reading anything."""
+        """Find the shapes after a conversion on the meta device, without reading anything."""
         parts = (torch.empty(self._shape(key), device="meta") for _, key in conversion.parts)
         try:
             return {name: tuple(value.shape) for name, value in conversion.apply(parts, self._model).items()}
@@ -193,9 +194,9 @@ class FileValues:
 
 
 def weight_files(name_or_path: str) -> list[Path]:
-    """The safetensors files of a folder, or of a hub id, which is looked up in the cache or downloaded; none
-    where there are none. Raises MissingInputError where it is neither, or the index names a file that is not
-    there."""
+    """Return the safetensors files of a folder, or of a hub id, which is looked up in the cache or
+    downloaded; an empty list where there are none. Raises MissingInputError where it is neither, or the index
+    names a missing file."""
     folder = _folder(name_or_path, ["model*.safetensors", INDEX])
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
@@ -212,14 +213,14 @@ def weight_files(name_or_path: str) -> list[Path]:
 
 
 def pickled_files(name_or_path: str) -> list[Path]:
-    """Those of torch's own kind, where `weight_files` finds none, which transformers reads then. Raises as it
-    does."""
+    """Return the files in torch's pickle format, which transformers reads where `weight_files` finds none.
+    Raises as it does."""
     folder = _folder(name_or_path, PICKLED)
     return sorted(path for pattern in PICKLED for path in folder.glob(pattern))
 
 
 def _folder(name_or_path: str, patterns: Sequence[str]) -> Path:
-    """The folder itself, or that of a hub id with its files of these patterns."""
+    """Return the folder itself, or that of a hub id with its files of these patterns."""
     folder = Path(name_or_path)
     if folder.is_dir():
         return folder
@@ -237,13 +238,13 @@ FileSample = tuple[str, int, str]
 
 
 def fingerprint(name_or_path: str) -> list[FileSample]:
-    """Samples of the weight files, safetensors or else pickled ones: equal where ranks of several hosts, or
-    several starts of a run, read the same. Raises as `weight_files` does."""
+    """Return samples of the weight files, safetensors or else pickled: equal where ranks of several hosts, or
+    several starts of a run, read the same files. Raises as `weight_files` does."""
     return [sample_of(path) for path in weight_files(name_or_path) or pickled_files(name_or_path)]
 
 
 def sample_of(path: Path) -> FileSample:
-    """Name, size and SHA-256 of the first kilobytes, which list the tensors, and of others at equal
+    """Return name, size and SHA-256 of the first kilobytes, which list the tensors, and of others at equal
     distances. Raises MissingInputError for a file that cannot be read."""
     digest = hashlib.sha256()
     try:
@@ -258,8 +259,8 @@ def sample_of(path: Path) -> FileSample:
 
 
 def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """(module name -> key of a tensor that is taken as it is, conversions, names of what is not the model's),
-    as transformers' `convert_and_load_state_dict_in_model` matches them."""
+    """Return (module name -> key of a tensor that is read unchanged, conversions, names of tensors that are
+    not the model's), matched as in transformers' `convert_and_load_state_dict_in_model`."""
     transforms: list[WeightTransform] = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

@@ -1,6 +1,6 @@
-"""A model's output layer: takes hidden states and targets, gives the targets' log-probabilities.
+"""Compute the targets' log-probabilities from hidden states, in the place of a model's output layer.
 
-It stands in the place and under the name of the model's own, and owns or shares its weight. The logits of all
+The head has the place and the name of the model's own layer, and owns or shares its weight. The logits of all
 tokens never exist at once: rows of hidden states go through in chunks, inside one forward and one backward of
 one module, so that ZeRO 3 gathers the weight once for each. Statistics are float32, whatever the weights are.
 """
@@ -23,8 +23,8 @@ from dsft.plan.memory.sizes import SCORED_PARTS, chunk_limit, in_chunks, kept_ro
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
-    """What transformers 5.23 does after the output layer. Of a class not listed the soft-cap of its config is
-    taken, and engine/proof.py finds out whether that is all."""
+    """Return what transformers 5.23 does after the output layer. For a class not listed the soft-cap of its
+    config is used, and engine/proof.py checks whether that is all."""
     config: Any = causal_lm.config
     scale = SCALES.get(config.model_type, lambda _: 1.0)(causal_lm)
     softcap = next((cap for key in SOFTCAPS if (cap := getattr(config, key, None)) is not None), None)
@@ -39,7 +39,7 @@ SCALES: Mapping[str, Callable[[Any], float]] = {
     "granite_swa": lambda model: 1 / model.config.logits_scaling,
     "granitemoehybrid": lambda model: 1 / model.config.logits_scaling,
     "hyperclovax": lambda model: model.config.logits_scaling,
-    "minicpm3": lambda model: 1 / model.config.logits_scaling,  # there of the hidden states
+    "minicpm3": lambda model: 1 / model.config.logits_scaling,  # there applied to the hidden states
     "falcon_h1": lambda model: model.model.lm_head_multiplier,
 }
 
@@ -49,9 +49,9 @@ class Head(nn.Linear):
 
     shaping           what the model does with the layer's product
     uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
-                      can then be made and added up in the forward
+                      can then be computed and added up in the forward pass
     label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
-    chunk_bytes       what the logits of a chunk may take; None: the device's chunk_limit
+    chunk_bytes       bytes that the logits of a chunk may take; None: the device's chunk_limit
     """
 
     shaping = Shaping()
@@ -60,10 +60,11 @@ class Head(nn.Linear):
     chunk_bytes: int | None = None
 
     def forward(self, input: Tensor, targets: Tensor | None = None, num_targets: int | None = None) -> Tensor:
-        """input (B, T, H). Without targets the product (B, T, V), as the model's own layer. With targets
-        (B, T) their log-probabilities (B, T), at least float32, 0 where there is NO_TARGET.
+        """Return log-probabilities (B, T) of targets (B, T), at least float32, 0 at NO_TARGET; without
+        targets the product (B, T, V), as the model's own layer. input: (B, T, H).
 
-        num_targets: how many there are, where that is known without asking the device."""
+        num_targets: their number, where it is known without asking the device.
+        """
         if targets is None:
             return super().forward(input)
         rows = target_rows(targets, num_targets)
@@ -79,14 +80,14 @@ class Head(nn.Linear):
         chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
         if not torch.is_grad_enabled():
             return chunks.score(hidden, self.weight, self.bias, targets)[0]
-        # float16 keeps too little of gradients that are not yet multiplied by the loss scale.
+        # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
         in_forward = (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
         function = GradientInForward if in_forward else GradientInBackward
         logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
         return logps
 
     def softmax_on(self, device: torch.device, smoothing: float) -> Choice:
-        """What computes the softmax part of the chunks."""
+        """Return what computes the softmax part of the chunks."""
         return chosen(Softmax(self.shaping, smoothing), self.weight.dtype, device)
 
     def _is_frozen(self) -> bool:
@@ -94,10 +95,10 @@ class Head(nn.Linear):
 
 
 def install_head(causal_lm: PreTrainedModel) -> Head | None:
-    """Makes a linear output layer a Head, in place: whoever holds the module or its parameters holds them
-    still. None where it is something else, such as a layer with an adapter."""
+    """Make a linear output layer a Head, in place, so that references to the module or its parameters stay
+    valid. None where it is something else, such as a layer with an adapter."""
     output: Any = causal_lm.get_output_embeddings()
-    copies = getattr(output, "modules_to_save", None)  # of peft's wrapper around a layer that trains whole
+    copies = getattr(output, "modules_to_save", None)  # of peft's wrapper: a layer trained in full
     if isinstance(copies, nn.ModuleDict):
         (output,) = copies.values()
     if type(output) is not nn.Linear:
@@ -109,7 +110,8 @@ def install_head(causal_lm: PreTrainedModel) -> Head | None:
 
 
 def target_rows(targets: Tensor, num_targets: int | None) -> Tensor:
-    """Indices of the targets in `targets.flatten()`. Without their number the device is waited for."""
+    """Return the indices of the targets in `targets.flatten()`. Waits for the device unless their number is
+    passed."""
     flags = targets.flatten() != NO_TARGET
     if num_targets is None:
         return flags.nonzero().squeeze(1)
@@ -117,7 +119,7 @@ def target_rows(targets: Tensor, num_targets: int | None) -> Tensor:
 
 
 def plain_logps(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """(n, V), (n,) -> (n,); 0 where there is NO_TARGET."""
+    """Return the log-probabilities without chunks: (n, V), (n,) -> (n,); 0 at NO_TARGET."""
     return -F.cross_entropy(
         logits, targets, ignore_index=NO_TARGET, reduction="none", label_smoothing=smoothing
     )
@@ -128,7 +130,7 @@ def plain_logps(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How log-probabilities are computed in pieces: by what implementation, and the bytes of a piece."""
+    """How log-probabilities are computed in chunks: the softmax implementation, and the bytes of a chunk."""
 
     softmax: Softmax
     chunk_bytes: int
@@ -141,8 +143,9 @@ class Chunks:
         targets: Tensor,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden (n, H), weight (V, H), bias (V,), targets (n,) -> log-probabilities (n,), and the sums
-        (n, 2) that Softmax gives. kept (k, V): gets the gradient by the product of the first k rows."""
+        """Compute log-probabilities (n,), and the sums (n, 2) that Softmax returns, from hidden (n, H),
+        weight (V, H), bias (V,), targets (n,). kept (k, V): is filled with the gradient by the product of the
+        first k rows."""
         logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
         kept = weight.new_empty(0, len(weight)) if kept is None else kept
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
@@ -152,8 +155,8 @@ class Chunks:
         return logps, sums
 
     def kept_rows(self, hidden: Tensor, weight: Tensor) -> int:
-        """Of how many rows `score` is to keep the gradient; float16 would lose what is not yet multiplied by
-        the loss scale."""
+        """Return for how many rows `score` keeps the gradient; none in float16, which loses gradients that
+        are not yet multiplied by the loss scale."""
         if weight.dtype == torch.float16:
             return 0
         return kept_rows(len(hidden), len(weight) * weight.element_size(), self.chunk_bytes)
@@ -161,8 +164,8 @@ class Chunks:
     def score_with_gradients(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Log-probabilities (n,), and the gradients of their sum by hidden, weight and bias, where needed:
-        that by hidden in its own type, the others at least float32, in which they are added up."""
+        """Return log-probabilities (n,), and the gradients of their sum by hidden, weight and bias, where
+        needed: that by hidden in its own type, the others at least float32, in which they are added up."""
         logps = _wide(hidden, (len(hidden),))
         by_hidden = torch.empty_like(hidden) if needed[0] else None
         by_weight = _wide(weight, weight.shape) if needed[1] else None
@@ -177,7 +180,7 @@ class Chunks:
                     multiply(gradient[:, words], weight[words], by_hidden[rows], add=words.start > 0)
                 if by_weight is not None:
                     multiply(gradient[:, words].t(), hidden[rows], by_weight[words], add=True)
-            del made, gradient  # before the next chunk's are made
+            del made, gradient  # before the next chunk's are allocated
         return logps, [by_hidden, by_weight, by_bias]
 
     def gradients(
@@ -188,9 +191,9 @@ class Chunks:
         inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
-        """The same for any upstream gradient (n,), from inputs = (hidden, weight, bias, targets) and what
-        `score` has kept of the first rows. Pieces are of the vocabulary here: each row of the weight's
-        gradient is then written in its own type."""
+        """Return the same gradients for any upstream gradient (n,), from inputs = (hidden, weight, bias,
+        targets) and what `score` has kept of the first rows. Chunks are of the vocabulary here: each row of
+        the weight's gradient is then written in its own type."""
         hidden, weight, bias, targets = inputs
         first, last = hidden.split((len(kept), len(hidden) - len(kept)))
         pulls, pull = upstream[: len(kept)], upstream[len(kept) :]
@@ -221,13 +224,13 @@ class Chunks:
 
 
 def _wide(like: Tensor, shape: Any) -> Tensor:
-    """Zeros, at least float32."""
+    """Return zeros, at least float32."""
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 class GradientInBackward(torch.autograd.Function):
-    """Log-probabilities under any upstream gradient. The gradient by the logits is kept of as many rows as a
-    chunk has bytes for; of the others the backward computes the logits again."""
+    """Log-probabilities under any upstream gradient. The gradient by the logits is kept for as many rows as a
+    chunk has bytes for; for the others the backward pass computes the logits again."""
 
     @staticmethod
     def forward(
@@ -248,8 +251,8 @@ class GradientInBackward(torch.autograd.Function):
 
 
 class GradientInForward(torch.autograd.Function):
-    """Log-probabilities under an upstream gradient that is one number for all of them, or any where only the
-    hidden states need one; for one backward."""
+    """Log-probabilities under an upstream gradient that is the same number for all of them, or any where only
+    the hidden states need one; for one backward pass."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,8 @@
-"""Fresh weights: takes a model on the meta device and a seed, fills in the values; touches no other random
-state.
+"""Fill a model on the meta device with fresh weights, by a seed. No other random state is touched.
 
-Each module draws from a generator seeded by (seed, the module's name), then transformers' own
-`_init_weights` does the rest. A tensor's value thus depends on the config, the seed and its name, never on
-which other modules exist, how the layers are cut into stages, or on which rank it is made.
+Each module draws from a generator seeded by (seed, the module's name), then transformers' own `_init_weights`
+does the rest. A tensor's value thus depends on the config, the seed and its name, never on which other
+modules exist, how the layers are cut into stages, or on which rank it is computed.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class FreshWeights:
         self._finished = _finished(self._order, self._tied)
 
     def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
-        """As `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the input
-        embedding. Raises DsftError where transformers leaves a tensor of this architecture without a value.
-        """
+        """See `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the
+        input embedding. Raises DsftError where transformers leaves a tensor of this architecture without a
+        value."""
         places = Places(root)
         made: dict[int, Tensor] = {}  # by the id of the meta tensor
         tied: set[int] = set()
@@ -72,7 +71,8 @@ def initialising() -> Iterator[None]:
 
 
 def initialise(named: Named, tied: Set[int]) -> None:
-    """Of tied tensors the first module's, which is the input embedding, gives the value."""
+    """Initialize a module's tensors. A tied tensor gets its value from the first module that has it, the
+    input embedding."""
     named.owner._init_weights(named.module)
     for tensor in own_tensors(named.module):
         if id(tensor) in tied:
@@ -80,25 +80,26 @@ def initialise(named: Named, tied: Set[int]) -> None:
 
 
 def leave_alone(tensor: Tensor) -> None:
-    """The flag by which transformers' init functions leave a tensor as it is."""
+    """Set the flag by which transformers' init functions leave a tensor as it is."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def module_seed(seed: int, name: str) -> int:
-    """64 bits of SHA-256, since Python's own hash differs from process to process."""
+    """Return 64 bits of SHA-256, since Python's own hash differs from process to process."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big")
 
 
 def _tied(model: nn.Module) -> frozenset[int]:
-    """Parameters that stand under several names."""
+    """Return the ids of parameters that have several names."""
     found = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return frozenset(key for key, number in found.items() if number > 1)
 
 
 def _finished(order: Sequence[Named], tied: frozenset[int]) -> list[list[int]]:
-    """By module: the tensors that have their final value once it is initialised. Found on the meta device, by
-    the count of writes that torch keeps of each tensor: GPT-2's attention, for one, writes again into the
-    projection inside it. Where an architecture cannot be initialised there, all are final at the end."""
+    """Return, by module, the tensors that have their final value once it is initialized. They are found on
+    the meta device, by the count of writes that torch keeps of each tensor: GPT-2's attention, for one,
+    writes again into the projection inside it. Where an architecture cannot be initialized there, all are
+    final at the end."""
     last: dict[int, int] = {}
     try:
         with initialising():

@@ -1,8 +1,7 @@
-"""Where a model comes apart into pipeline stages, found out on a small model of its own class: takes a
-transformers config, gives its joints, or the reason why it cannot be cut.
+"""Find out where a model can be cut into pipeline stages, on a small model of its own class.
 
-The small model has a few layers, one of each kind that the config names, and narrow ones. It runs once to see
-what is called before, in and after the layers. Then two stages of it must give the log-probabilities and the
+The small model has a few narrow layers, one of each kind that the config names. It runs once to see what is
+called before, in and after the layers. Then two stages of it must give the log-probabilities and the
 gradients of the whole.
 """
 
@@ -26,8 +25,8 @@ from dsft.spec.architecture import uncuttable
 
 VOCABULARY, WIDTH, WINDOW, MOST_LAYERS = 32, 32, 3, 6
 BOUND = 1e-4
-"""Of a difference, by the largest of what is compared; the same operations run in both, and ties add up in
-another order."""
+"""Largest difference, relative to the largest value compared; the same operations run in both, but ties add
+up in another order."""
 ROWS = (  # positions: two rows, and one of two segments
     ((0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7)),
     ((0, 1, 2, 3, 4, 0, 1, 2),),
@@ -35,11 +34,11 @@ ROWS = (  # positions: two rows, and one of two segments
 
 
 class _Unfit(Exception):
-    """Why a model cannot be cut."""
+    """The reason why a model cannot be cut."""
 
 
 def check_cut(config: PreTrainedConfig, cut: Cut) -> Joints:
-    """Raises SpecError where this model cannot be cut so."""
+    """Return the joints of this model; raise SpecError where it cannot be cut like this."""
     found = joints_of(config)
     if isinstance(found, str):
         raise _error(f"{found}; set it to 1")
@@ -49,7 +48,7 @@ def check_cut(config: PreTrainedConfig, cut: Cut) -> Joints:
 
 
 def joints_of(config: PreTrainedConfig) -> Joints | str:
-    """Or why this model cannot be cut into stages."""
+    """Return the joints of a model, or the reason why it cannot be cut into stages."""
     return _found(_Key(config))
 
 
@@ -91,7 +90,7 @@ def _found(key: _Key) -> Joints | str:
 
 
 def shallow(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
-    """The same model with these layers alone."""
+    """Return the config of the same model with these layers alone."""
     found: Any = copy.deepcopy(config)
     for name, value in vars(config).items():
         if _is_per_layer(value, config.num_hidden_layers):
@@ -102,7 +101,7 @@ def shallow(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig
 
 
 def one_of_each(config: PreTrainedConfig) -> list[int]:
-    """For every layer the first one of its kind, by what the config lists layer by layer."""
+    """Return, for every layer, the first layer of its kind, by what the config lists layer by layer."""
     number = config.num_hidden_layers
     lists = [value for value in vars(config).values() if _is_per_layer(value, number)]
     kinds = [repr([value[index] for value in lists]) for index in range(number)]
@@ -114,8 +113,8 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 
 
 def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Two heads of the same size, few layers with one of each kind, few words, a window shorter than a
-    row."""
+    """Return the config of the small model: two heads of the same size, few layers with one of each kind, a
+    small vocabulary, a window shorter than a row."""
     kinds = sorted(set(one_of_each(config)))[:MOST_LAYERS]
     others = [index for index in range(config.num_hidden_layers) if index not in kinds]
     small = shallow(config, sorted(kinds + others[: max(0, 3 - len(kinds))]))
@@ -137,7 +136,8 @@ def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """In float32 on the CPU; every parameter is moved, so that a zero or a one hides nothing."""
+    """Build the small model in float32 on the CPU; every parameter is perturbed, so that a zero or a one
+    hides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         _narrow(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
@@ -147,12 +147,12 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-# --- what is called when ------------------------------------------------------------------------------------
+# --- order of the calls -------------------------------------------------------------------------------------
 
 
 def _trace(model: PreTrainedModel) -> Joints:
-    """Of one pass. Raises _Unfit where something with parameters is used neither before nor after the
-    layers."""
+    """Find the joints in one forward pass. Raises _Unfit where something with parameters is used neither
+    before nor after the layers alone."""
     name = layers_of(model)
     layers: Any = model.get_submodule(name)
     outside = dict(_outside(model, name))
@@ -177,7 +177,7 @@ def _trace(model: PreTrainedModel) -> Joints:
 
 
 def layers_of(model: PreTrainedModel) -> str:
-    """Name of the list that has as many modules as the config has layers."""
+    """Return the name of the list that has as many modules as the config has layers."""
     number = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -186,7 +186,7 @@ def layers_of(model: PreTrainedModel) -> str:
 
 
 def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that have parameters and are not on the way to the layers."""
+    """Yield the largest modules that have parameters and do not contain the layers."""
     if next(model.parameters(recurse=False), None) is not None:
         raise _Unfit(f"{above or 'the model'} has parameters of its own beside its layers")
     for child_name, child in model.named_children():
@@ -203,7 +203,7 @@ def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[s
 
 
 def _prove(model: PreTrainedModel, joints: Joints) -> None:
-    """Raises _Unfit where two stages are not the whole."""
+    """Raise _Unfit where two stages do not compute what the whole does."""
     number = len(model.get_submodule(joints.layers))  # type: ignore[arg-type]
     cut = Cut((1, number - 1))
     parts = [copy.deepcopy(model) for _ in range(cut.stages)]
@@ -225,7 +225,8 @@ def _prove(model: PreTrainedModel, joints: Joints) -> None:
 
 
 def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Targets' log-probabilities; the gradients of their sum are added to the parameters."""
+    """Return the targets' log-probabilities; the gradients of a weighted sum of them are added to the
+    parameters."""
     ids, positions = _inputs(rows).values()
     carried = ids
     for stage in stages:

@@ -1,9 +1,9 @@
-"""Liger's fused Triton kernels for a model's norms, MLPs and rotary embeddings: takes a built transformers
-model, changes what its modules compute with, not their parameters or names.
+"""Use Liger's fused Triton kernels for a model's norms, MLPs and rotary embeddings. Parameters and names
+stay.
 
-A module is changed where the code of its forward is the code of a class that a kernel stands for: most
-architectures of transformers have copies of the same few. All others compute as before. What the kernels do
-was read in liger_kernel 0.8.5: ops/rms_norm.py, ops/swiglu.py and ops/rope.py.
+A module is changed where its forward has the same code as a class that a kernel replaces: most architectures
+of transformers have copies of the same few. All others compute as before. What the kernels do was read in
+liger_kernel 0.8.5: ops/rms_norm.py, ops/swiglu.py and ops/rope.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ROTATE = "apply_rotary_pos_emb"
 
 
 KIND = "dsft_kind"
-"""Likewise: what the module is, in the plural."""
+"""Attribute of a changed module's class: what the module is, in the plural."""
 
 
 def use_liger(causal_lm: PreTrainedModel) -> None:
-    """Change `causal_lm` in place. Raises SpecError where the package is missing, there is no GPU for
-    Triton, or no module is one that a kernel stands for."""
+    """Change `causal_lm` in place. Raises SpecError where the package is missing, there is no GPU for Triton,
+    or no module is one that a kernel replaces."""
     if importlib.util.find_spec("liger_kernel") is None:
         raise _refused("the package liger-kernel is not installed; install dsft[liger], or")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -55,7 +55,7 @@ def use_liger(causal_lm: PreTrainedModel) -> None:
 
 
 def fused_modules(causal_lm: PreTrainedModel) -> str:
-    """What is changed, such as "2 MLPs, 5 norms"; empty where nothing is."""
+    """Return what is changed, such as "2 MLPs, 5 norms"; empty where nothing is."""
     kinds = Counter(
         getattr(type(module), KIND) for module in causal_lm.modules() if hasattr(type(module), KIND)
     )
@@ -64,7 +64,7 @@ def fused_modules(causal_lm: PreTrainedModel) -> str:
 
 @contextmanager
 def plain_kernels(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """The model computes meanwhile as transformers has it."""
+    """Use transformers' own modules inside the block."""
     changed = [(module, type(module)) for module in causal_lm.modules() if hasattr(type(module), PLAIN)]
     for module, cls in changed:
         module.__class__ = getattr(cls, PLAIN)
@@ -81,7 +81,7 @@ def _refused(reason: str) -> SpecError:
 
 
 def _fused(module: nn.Module) -> tuple[str, Callable[..., Any] | None]:
-    """What `module` is, and the forward that takes the place of its own; None for what stays."""
+    """Return what `module` is, and the forward that replaces its own; None for modules that stay."""
     own: Any = type(module).forward
     if _same(own, llama.LlamaRMSNorm.forward):
         return "norms", _norm("llama", 0.0, "variance_epsilon")
@@ -106,15 +106,16 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions have the same code, wherever it stands."""
+    """Whether two functions have the same code, wherever it is defined."""
     mine, theirs = (getattr(function, "__code__", None) for function in (one, other))
     parts = ("co_code", "co_consts", "co_names", "co_varnames")
     return mine is not None and all(getattr(mine, part) == getattr(theirs, part) for part in parts)
 
 
 def _norm(casting: str, offset: float, epsilon: str) -> Callable[..., Any]:
-    """casting: llama (the product with the weight in the input's type) or gemma (in float32); the weight is
-    offset + w. Not in place: the gradient that it would write over may be a residual's too."""
+    """Return the forward of a norm. casting: llama (the product with the weight in the input's type) or gemma
+    (in float32); the weight is offset + w. Not in place: the gradient that it would overwrite may be a
+    residual's too."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def forward(self: Any, hidden_states: Any) -> Any:
@@ -131,7 +132,7 @@ def _swiglu(self: Any, x: Any) -> Any:
 
 
 def _with_rope(forward: FunctionType, plain: Callable[..., Any]) -> FunctionType:
-    """A copy of an attention's forward that turns queries and keys by the kernel."""
+    """Return a copy of an attention's forward that rotates queries and keys by the kernel."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:

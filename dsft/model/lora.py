@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft: takes a transformers model and a spec's `model.lora`, puts adapters into
-the model in place, freezes the rest, and gives the adapters their first values.
+"""Put low-rank adapters into a model in place, through peft: freeze the rest, and give the adapters their
+first values.
 
-peft is imported when a model gets adapters and not before.
+peft is imported only when a model gets adapters.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
 PREFIX = "base_model.model."
-"""Before every name in an adapter's file: peft's wrappers around the model."""
+"""Prefix of every name in an adapter's file: peft's wrappers around the model."""
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
 
 def scale(lora: Lora) -> float:
-    """What B·A is multiplied by."""
+    """Return the factor of B·A."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
 def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
-    """Adapters in every target, without memory or values yet; all parameters but theirs and those of
-    `modules_to_save` are frozen. Gives peft's LoraConfig.
+    """Add adapters to every target, without memory or values yet, and freeze all parameters but theirs and
+    those of `modules_to_save`. Returns peft's LoraConfig.
 
-    Raises SpecError for a name that fits no module, or a module that can have no adapter.
+    Raises SpecError for a name that matches no module, or a module that can have no adapter.
     """
     from peft import inject_adapter_in_model
 
@@ -53,7 +53,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     _check_ties(causal_lm, modules)
     config = _config(causal_lm, lora, targets)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied heads, which get no adapter
+        warnings.simplefilter("ignore")  # warnings about tied heads, which get no adapter
         inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
     for _, module in saved:
         module.requires_grad_(True)
@@ -62,14 +62,14 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
 
 def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Keep) -> Keep:
     """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have any: those of
-    the adapter at `lora.path`, else fresh ones. What depends on those weights comes with them: gives the
-    `Keep` to fill them with.
+    the adapter at `lora.path`, else fresh ones. Values that depend on the adapted weights are set when those
+    are filled: fill them with the returned `Keep`.
 
-    Fresh: A uniform within ±1/√in, as peft draws it, from (seed, its name); B zero; a magnitude the 2-norm of
-    each row of the weight, so that the adapted model is the model. Raises MissingInputError for a `path` that
-    cannot be read or holds other tensors.
+    Fresh: A uniform within ±1/√in, as in peft, drawn from (seed, its name); B zero; a magnitude the 2-norm of
+    each row of the weight, so that the adapted model equals the model. Raises MissingInputError for a `path`
+    that cannot be read or has other tensors.
     """
-    waiting = []  # for the weights that they adapt
+    waiting = []  # layers whose magnitudes need the weights that they adapt
     for name, layer in _adapted(causal_lm):
         a_shape, b_shape = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
         layer.lora_A[ADAPTER].weight = nn.Parameter(
@@ -96,8 +96,8 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
 
 
 def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
-    """`Weights.fill`, where there are adapters: they stand aside meanwhile, since some models initialise what
-    is below a module by its name (GPT-2's attention). Then `keep` takes them."""
+    """Call `Weights.fill` on a model with adapters. They are taken out meanwhile, since some models
+    initialize what is below a module by its name (GPT-2's attention). Then `keep` takes them."""
     from peft.tuners.lora import LoraLayer
 
     places = [
@@ -119,7 +119,7 @@ def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Ke
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """(name of the adapted module in files, peft's layer)."""
+    """Yield (name of the adapted module in files, peft's layer)."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in causal_lm.named_modules():
@@ -128,7 +128,7 @@ def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _fresh(shape: torch.Size, seed: int) -> Tensor:
-    """(rank, in) float32."""
+    """Return A, (rank, in) float32."""
     bound = 1 / math.sqrt(shape[1])
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -136,15 +136,17 @@ def _fresh(shape: torch.Size, seed: int) -> Tensor:
 
 @torch.no_grad()
 def _row_norms(linear: nn.Module) -> Tensor:
-    """(out,) in the weight's type and as peft computes it at each step: their ratio is then exactly 1."""
+    """Return (out,) in the weight's type, computed as peft does at each step: their ratio is then exactly
+    1."""
     weight = linear.weight
     assert isinstance(weight, Tensor), "a linear has a weight"
     return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
 
 
 def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
-    """Raises MissingInputError where the adapter at `lora.path` has tensors that the whole model, with its
-    adapters, has no place for: it is of a deeper model or of other modules, and only a part would go on."""
+    """Raise MissingInputError where the adapter at `lora.path` has tensors for which the whole model, with
+    its adapters, has no place: it is of a deeper model or of other modules, and only a part would be trained
+    further."""
     if lora.path is None:
         return
     file = _open(Path(lora.path))
@@ -170,8 +172,8 @@ def _open(folder: Path) -> Any:
 
 
 def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter], None]:
-    """Gives each trained parameter its value from an adapter's file, which must have all of them. Embeddings
-    that stand in the file and are not trained must have the file's values already."""
+    """Return a function that reads each trained parameter's value from an adapter's file, which must have all
+    of them. Embeddings that are in the file and not trained must have the file's values already."""
     trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
     file = _open(folder)
@@ -228,8 +230,8 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
 def _targets(
     causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]
 ) -> tuple[list[str], list[Problem]]:
-    """Full names of the modules that get an adapter, and what is wrong with the spec's. all-linear: every
-    linear but the output head and `modules_to_save`."""
+    """Return the full names of the modules that get an adapter, and what is wrong with the spec's names.
+    all-linear: every linear layer but the output head and `modules_to_save`."""
     head = causal_lm.get_output_embeddings()
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     if lora.target_modules == ALL_LINEAR:
@@ -255,7 +257,7 @@ def _targets(
 
 
 def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Module]) -> str | None:
-    """Why a module can have no adapter."""
+    """Return the reason why a module can have no adapter; None where it can."""
     if module is head:
         return "is the output head and gets none; train it in full: modules_to_save"
     if not isinstance(module, (nn.Linear, Conv1D)):
@@ -266,7 +268,7 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
 
 
 def _saved(causal_lm: PreTrainedModel, lora: Lora) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
-    """Name and module of what is trained in full, and what is wrong with the spec's names."""
+    """Return name and module of what is trained in full, and what is wrong with the spec's names."""
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     problems: list[Problem] = []
     saved: dict[str, nn.Module] = {}
@@ -280,12 +282,13 @@ def _saved(causal_lm: PreTrainedModel, lora: Lora) -> tuple[list[tuple[str, nn.M
 
 
 def _last_parts(names: Iterable[str]) -> set[str]:
-    """What people write for a module, which is no layer's number."""
+    """Return the names that people write for modules: last parts that are no layer's number."""
     return {last for name in names if not (last := name.rpartition(".")[2]).isdigit()}
 
 
 def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> None:
-    """One tensor that embeds and scores is trained in both places, and peft's loader wants both named."""
+    """Raise SpecError where only one of a tied embedding and head is trained in full: they are one tensor,
+    and peft's loader needs both named."""
     embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     if head is None or head.weight is not embedding.weight or (embedding in saved) == (head in saved):
         return
@@ -296,15 +299,15 @@ def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> Non
 
 
 def _condensed(targets: list[str], modules: dict[str, nn.Module]) -> Collection[str]:
-    """Last parts of the names, where these mean the same modules: what people write, and other versions of a
-    model understand."""
+    """Return the last parts of the names where these mean the same modules, else the names: last parts are
+    what people write and other versions of a model understand."""
     last_parts = {name.rsplit(".", 1)[-1] for name in targets}
     meant = [name for name in modules if name.rsplit(".", 1)[-1] in last_parts]
     return last_parts if len(meant) == len(targets) else targets
 
 
 def _named(name: str, wanted: str) -> bool:
-    """peft's rule: the whole name, or its last parts."""
+    """Whether a name matches, by peft's rule: the whole name, or its last parts."""
     return name == wanted or name.endswith(f".{wanted}")
 
 

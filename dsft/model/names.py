@@ -1,8 +1,7 @@
-"""Tensor names in files, and without peft's own parts: takes a transformers model, gives each parameter's
-name in the folders of its kind; takes a name that peft has changed, gives the plain one.
+"""Convert parameter names: from a transformers model to its files, and from peft's names to plain ones.
 
-They differ where transformers renames on the way in (GPT-NeoX's files say embed_out, its modules lm_head).
-The names are turned back by transformers' own mapping, as its save_pretrained does.
+They differ where transformers renames on reading (GPT-NeoX's files say embed_out, its modules lm_head). The
+names are converted back by transformers' own mapping, as in its save_pretrained.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 ADAPTER = "default"
-"""peft's name of the adapter."""
+"""The name that peft gives the adapter."""
 
 _ADAPTED = re.compile(r"\.base_layer(?=\.|$)")
 _FACTOR = re.compile(rf"(\.lora_[AB])\.{ADAPTER}(?=\.|$)")
@@ -24,14 +23,14 @@ _MAGNITUDE = re.compile(rf"(\.lora_magnitude_vector)\.{ADAPTER}\.weight$")
 
 
 def has_file_names(model: PreTrainedModel) -> bool:
-    """Whether each parameter is one tensor of the file: none is cut, joined or turned on the way in."""
+    """Whether each parameter is one tensor of the file: none is split, joined or transposed on reading."""
     converters, _ = _reversed(model)
     names = [name for name, _ in model.named_parameters()]
     return all(one.rename_source_key(name)[1] is None for one in converters for name in names)
 
 
 def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Name in the module -> name in the file; of a model for which `has_file_names` holds."""
+    """Return name in the module -> name in the file, for a model for which `has_file_names` is true."""
     _, renamings = _reversed(model)
     found = dict[str, str]()
     for name in names:
@@ -42,8 +41,8 @@ def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of a model's file that are no parameters, and that no training changes, by their names in
-    the module: the layer scalars of Gemma 4."""
+    """Return the tensors of a model's file that are no parameters, and that no training changes, by their
+    names in the module: the layer scalars of Gemma 4."""
     return {
         f"{prefix}.{name}": buffer
         for prefix, module in model.named_modules()
@@ -53,8 +52,8 @@ def kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _reversed(model: PreTrainedModel) -> tuple[list[WeightConverter], list[WeightRenaming]]:
-    """As in `revert_weight_conversion` of transformers.core_model_loading: last first, and no prefix is put
-    before names that a folder of text weights does not have."""
+    """Return the reversed conversions, as in `revert_weight_conversion` of transformers.core_model_loading:
+    last first, without adding prefixes, which a folder of text weights does not have."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     turned = [c.reverse_transform() for c in conversions if not isinstance(c, PrefixChange)]
     converters = [c for c in turned if isinstance(c, WeightConverter)]
@@ -62,8 +61,8 @@ def _reversed(model: PreTrainedModel) -> tuple[list[WeightConverter], list[Weigh
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter or module has without adapters; an adapter's weight gets its name in an
-    adapter's file, without the prefix there."""
+    """Return the name that a parameter or module has without adapters; an adapter's weight gets its name in
+    an adapter's file, without the prefix there."""
     return _MAGNITUDE.sub(r"\1", _FACTOR.sub(r"\1", _ADAPTED.sub("", name)))
 
 

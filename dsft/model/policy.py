@@ -1,6 +1,7 @@
-"""The module that both engines train: takes tokens and targets, gives the targets' log-probabilities.
+"""The module that both engines train: computes the targets' log-probabilities from tokens and targets.
 
-A pipeline stage that is not the last gives hidden states instead, and one that is not the first takes them.
+A pipeline stage that is not the last returns hidden states instead, and one that is not the first gets them
+as input.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Scored(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model, or one stage of it, behind the engines' signature."""
+    """A causal language model, or one stage of it, with the signature that the engines call."""
 
     def __init__(self, causal_lm: PreTrainedModel, is_first: bool = True, is_last: bool = True) -> None:
         super().__init__()
@@ -44,21 +45,21 @@ class Policy(nn.Module):
         self.is_last = is_last
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
-        self._head = (head,)  # in a tuple: a module has one place alone, or ZeRO 3 would gather it twice
+        self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice
         self._entry = [m for m in causal_lm.modules() if isinstance(m, Entry)]  # a list, likewise
         self._exit = [m for m in causal_lm.modules() if isinstance(m, Exit)]
         self._label_smoothing = 0.0
 
     def set_loss(self, uniform: bool, label_smoothing: float) -> None:
-        """What training does with the log-probabilities; the words are those of Head."""
+        """Set what training does with the log-probabilities; both are explained in Head."""
         self._label_smoothing = label_smoothing
         (head,) = self._head
         if head is not None:
             head.uniform, head.label_smoothing = uniform, label_smoothing
 
     def softmax_said(self, device: torch.device) -> str:
-        """A clause that says what computes the softmax part of the head on `device`; empty where there is
-        nothing to choose."""
+        """Return a clause that says what computes the softmax part of the head on `device`; empty where there
+        is no choice."""
         (head,) = self._head
         return "" if head is None else head.softmax_on(device, self._label_smoothing).said
 
@@ -73,11 +74,13 @@ class Policy(nn.Module):
         starts: tuple[int, ...] | None = None,
         borders: Borders | None = None,
     ) -> Scored | Tensor:
-        """inputs: (B, T) int64 token ids, or (B, T, hidden) from the stage before; position_ids and targets
+        """Return the targets' log-probabilities; before the last stage hidden states (B, T, hidden) for the
+        next one.
+
+        inputs: (B, T) int64 token ids, or (B, T, hidden) from the previous stage; position_ids and targets
         (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale (B,
-        T): of the first stage's embeddings in training; num_targets: how many, where that is known. Gives the
-        targets' log-probabilities; or, before the last stage, hidden states (B, T, hidden), which the next
-        one takes."""
+        T): of the first stage's embeddings in training; num_targets: their number, where it is known.
+        """
         given: dict[str, Any] = {"input_ids": inputs}
         if self._entry:
             self._entry[0].received = inputs
@@ -96,13 +99,14 @@ class Policy(nn.Module):
         return Scored(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
 
     def named_trained(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by Hugging Face name; a tied one once, by the name of the input embedding;
-        an adapter's by their names in its file, without the prefix there."""
+        """Return trained parameters by Hugging Face name; a tied one once, by the name of the input
+        embedding; an adapter's by their names in its file, without the prefix there."""
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
 
 
 def behind_inputs(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
-    """What `Policy.forward` takes of `batch` behind `inputs`, in its order; without noise unless `noisy`."""
+    """Return the arguments of `Policy.forward` after `inputs`, in order, from `batch`; without noise unless
+    `noisy`."""
     noise_scale = batch.noise_scale if noisy else None
     placed = (batch.position_ids, batch.targets, batch.lengths)
     return (*placed, noise_scale, batch.num_targets, batch.starts, batch.borders)
@@ -110,8 +114,8 @@ def behind_inputs(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
 
 @contextmanager
 def with_noise(causal_lm: PreTrainedModel, scale: Tensor | None) -> Iterator[None]:
-    """Noise on what the input embedding gives meanwhile. Not by handing embeddings to the model instead of
-    tokens: Gemma 3n and 4 look the tokens up a second time, in each layer."""
+    """Add noise to the output of the input embedding inside the block. Embeddings are not passed to the model
+    instead of tokens, since Gemma 3n and 4 look the tokens up a second time, in each layer."""
     if scale is None:
         yield
         return
@@ -124,13 +128,14 @@ def with_noise(causal_lm: PreTrainedModel, scale: Tensor | None) -> Iterator[Non
 
 
 def add_noise(embedded: Tensor, scale: Tensor) -> Tensor:
-    """NEFTune (Jain et al. 2023, algorithm 1): embedded (B, T, d) plus uniform noise in ±scale ÷ √d, with the
-    scale (B, T) = α ÷ √L of each token's own sequence of L tokens. Drawn from torch's generator."""
+    """Return NEFTune's noisy embeddings (Jain et al. 2023, algorithm 1): embedded (B, T, d) plus uniform
+    noise in ±scale ÷ √d, with the scale (B, T) = α ÷ √L of each token's own sequence of L tokens. Drawn from
+    torch's generator."""
     noise = torch.empty_like(embedded).uniform_(-1.0, 1.0)
     return embedded + noise * (scale / math.sqrt(embedded.shape[-1])).unsqueeze(-1).to(embedded.dtype)
 
 
 def target_logps(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """(B, T, V) logits of any type -> (B, T) float32 log-probability of each target, 0 where it is
-    NO_TARGET."""
+    """Return the log-probability of each target, 0 at NO_TARGET: (B, T, V) logits of any type -> (B, T)
+    float32."""
     return plain_logps(logits.flatten(0, 1).float(), targets.flatten(), smoothing).view_as(targets)

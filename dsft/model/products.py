@@ -1,9 +1,9 @@
-"""The output layer's matrix products: takes matrices in the weight's type, gives float32 where it can.
+"""Compute the output layer's matrix products, in float32 where the device can.
 
-On GPUs products and sums of products are float32 by the multiplication's own (`out_dtype`). The fastest
+On GPUs products and sums of products are float32 by the multiplication itself (`out_dtype`). The fastest
 kernels of cuBLAS need rows that begin at multiples of 16 bytes and contain a multiple of 16 bytes. So rows of
-logits stand a multiple of TILE elements apart, and of a vocabulary that is no multiple of ALIGNED the last
-words are multiplied apart from the others. The weight is neither copied nor changed.
+logits are a multiple of TILE elements apart, and of a vocabulary that is no multiple of ALIGNED the last
+words are multiplied separately. The weight is neither copied nor changed.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 
 TILE = {"cuda": 64}  # elements: 128 bytes in 16 bits
 ALIGNED = 8  # elements: 16 bytes in 16 bits
-PRODUCT_BYTES = 1 << 22  # of a product that is then added to a wider sum, where that takes two operations
+PRODUCT_BYTES = 1 << 22  # of a product that a second operation adds to a wider sum
 
 
 def tile_of(tensor: Tensor) -> int:
-    """1 where nothing is aligned."""
+    """Return the tile of the tensor's device; 1 where rows need no alignment."""
     return TILE.get(tensor.device.type, 1)
 
 
 def aligned_empty(like: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """(rows, width), not filled, on the device of `like`."""
+    """Return (rows, width), uninitialized, with aligned rows, on the device of `like`."""
     rest = -width % tile_of(like)
     made = like.new_empty(rows, width + rest, dtype=dtype)
     return made[:, :width] if rest else made
 
 
 def room_of(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """For the gradient by a product (n, V) that is done with: its own memory, if that is of `dtype`."""
+    """Return memory for the gradient by a product (n, V) that is no longer needed: its own, if that is of
+    `dtype`."""
     rows, width = product.shape
     return product if product.dtype == dtype else aligned_empty(product, rows, width, dtype)
 
 
 def pieces(rows: int, width: int, limit: int, tile: int = 1) -> Iterator[slice]:
-    """Even slices of `rows` rows of `width` logits, of at most `limit` bytes each where `tile` rows are not
-    more than that. They begin at multiples of `tile`, and what is left over at the end is a slice of its own
-    unless it is a multiple of ALIGNED."""
+    """Yield even slices of `rows` rows of `width` logits, of at most `limit` bytes each where `tile` rows are
+    not more than that. They begin at multiples of `tile`, and the remainder is a slice of its own unless it
+    is a multiple of ALIGNED."""
     at_most = max(1, limit // (BYTES_PER_LOGIT * max(1, width)) // tile)
     tiles = rows // tile
     count = -(-tiles // at_most)
@@ -52,12 +53,13 @@ def pieces(rows: int, width: int, limit: int, tile: int = 1) -> Iterator[slice]:
 
 
 def blocks(weight: Tensor) -> tuple[slice, ...]:
-    """Of the words of a weight (V, H), those that are multiplied at once."""
+    """Return the slices of the words of a weight (V, H) that are multiplied at once."""
     return tuple(pieces(len(weight), 1, len(weight) * BYTES_PER_LOGIT, tile_of(weight)))
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(n, H), (V, H), (V,) -> (n, V): float32 at least on a GPU, elsewhere in the weight's type."""
+    """Return the product: (n, H), (V, H), (V,) -> (n, V), at least float32 on a GPU, elsewhere in the
+    weight's type."""
     if tile_of(hidden) == 1:
         return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -69,7 +71,7 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = left @ right, or out += left @ right; `out` may be of a wider type."""
+    """Compute out = left @ right, or out += left @ right; `out` may be of a wider type."""
     if left.dtype == out.dtype:
         out.addmm_(left, right) if add else torch.mm(left, right, out=out)
     elif left.is_cuda and add:

@@ -1,10 +1,9 @@
-"""Weights from a pretrained model's files: takes the model on the meta device and where the files are, reads
-each tensor once, or only the range of it that a rank keeps.
+"""Read a pretrained model's weights from its files: each tensor once, or only the range that a rank keeps.
 
-Names and conversions between file and module are transformers' own (`get_model_conversion_mapping`). Whatever
-the files lack, hold besides, or hold in another shape is an error, except where transformers allows it: the
-second name of a tied tensor, a buffer that is computed, what a class says to ignore. A parameter that is not
-finite is an error too, found by the rank that reads it.
+Names and conversions between file and module are transformers' own (`get_model_conversion_mapping`). A tensor
+that the files lack, have in excess or have in another shape is an error, except where transformers allows it:
+the second name of a tied tensor, a buffer that is computed, what a class declares to ignore. A parameter that
+is not finite is an error too, found by the rank that reads it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from dsft.model.vocabulary import Values
 from dsft.model.weights import Keep, Named, Places, check_finite, in_order, own_tensors
 
 SHOWN = 5
-"""How many tensors an error names."""
+"""Number of tensors that an error names."""
 
 
 class ReadWeights:
-    """The values that `values` has for a model."""
+    """Weights from `values`, such as a model's files; implements `Weights`."""
 
     def __init__(self, model: PreTrainedModel, values: Values) -> None:
-        """`model` is on the meta device, as transformers builds it. Raises MissingInputError where the values
-        are not exactly this model's."""
+        """Check the values. `model` is on the meta device, as transformers builds it. Raises
+        MissingInputError where the values are not exactly this model's."""
         self._kind = type(model).__name__
         self._order = in_order(model)
         self._values = values
@@ -41,7 +40,7 @@ class ReadWeights:
         _check(model, values, self._names)
 
     def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
-        """As `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
+        """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
         places = Places(root)
         with initialising():
             for named in self._order:
@@ -54,7 +53,7 @@ class ReadWeights:
         places.end(keep, self._kind)
 
     def tensor(self, old: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole value of one of the model's tensors."""
+        """Return the whole value of one of the model's tensors."""
         value = torch.empty(old.numel(), dtype=dtype)
         self._read(old, 0, value)
         return value.view(old.shape)
@@ -84,7 +83,7 @@ class ReadWeights:
                 )
 
     def _fill_buffers(self, named: Named, places: Places) -> None:
-        """What stands in the file is read whole, the rest is computed by transformers' own initialisation."""
+        """Read buffers of the file whole; the others are computed by transformers' own initialization."""
         buffers = [old for old in named.module._buffers.values() if old is not None and old.is_meta]
         if not buffers:
             return
@@ -98,7 +97,7 @@ class ReadWeights:
 
 
 class WholeValues:
-    """A model that transformers' own loader has read: every tensor stands in this rank's memory."""
+    """The values of a model that transformers' own loader has read: all tensors are in this rank's memory."""
 
     def __init__(self, model: PreTrainedModel, unexpected: Iterable[str], where: str) -> None:
         self.where = where
@@ -116,8 +115,8 @@ class WholeValues:
 def read_whole(
     config: PreTrainedConfig, name_or_path: str, dtype: torch.dtype, vocab_size: int
 ) -> WholeValues:
-    """By transformers' own loader, with as many tokens as the files have. Raises MissingInputError where it
-    cannot read it, or reads only some."""
+    """Read a model by transformers' own loader, with as many tokens as the files have. Raises
+    MissingInputError where it cannot be read, or only in part."""
     config = copy.deepcopy(config)
     config.vocab_size = vocab_size
     where = f"model.name_or_path {name_or_path!r}"
@@ -140,7 +139,7 @@ def read_whole(
 
 
 def _names(model: PreTrainedModel) -> dict[int, list[str]]:
-    """A tensor's id -> its names, for all that a file holds."""
+    """Return a tensor's id -> its names, for all tensors that a file has."""
     found: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), []).append(name)

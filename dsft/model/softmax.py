@@ -1,4 +1,4 @@
-"""The softmax part of the output layer: takes the product of a chunk of hidden states and the weight, gives
+"""Compute the softmax part of the output layer: from the product of a chunk of hidden states and the weight,
 the targets' log-probabilities and the gradient by the product.
 
 There are two implementations: torch's operations, here, and a Triton kernel for GPUs, in softmax_kernel.py.
@@ -17,21 +17,21 @@ from dsft.model.products import room_of
 
 @dataclass(frozen=True)
 class Shaping:
-    """What a model makes of its output layer's product: z = scale × product, then softcap × tanh(z ÷
+    """What a model does with its output layer's product: z = scale × product, then softcap × tanh(z ÷
     softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, product: Tensor) -> Tensor:
-        """At least float32; differentiable."""
+        """Return the logits, at least float32; differentiable."""
         logits = product.to(torch.promote_types(product.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the shaped logits by the product."""
+        """Return the derivative of the shaped logits by the product."""
         if self.softcap is None:
             return self.scale
         return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -51,9 +51,10 @@ class Softmax:
     def score(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """product (n, V), which is overwritten, targets (n,) -> log-probabilities (n,), the maximum of z and
-        Σ exp(z - maximum) of each row (n, 2), and the gradient of the log-probabilities by the product,
-        (n, V) in `dtype`. kept (k, V): gets that of the first k rows instead, and no more is made."""
+        """Compute log-probabilities (n,), the maximum of z and Σ exp(z - maximum) of each row (n, 2), and the
+        gradient of the log-probabilities by the product, (n, V) in `dtype`; from product (n, V), which is
+        overwritten, and targets (n,). kept (k, V): gets the gradient of the first k rows instead, and no
+        other is computed."""
         logits = self.shaping(product)
         values, rows = self._values(logits, targets), len(product) if kept is None else len(kept)
         slope = self.shaping.slope(logits[:rows])
@@ -74,9 +75,9 @@ class Softmax:
         vocabulary: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The gradient by the product, (n, v) in `dtype`, of log-probabilities whose own is `upstream` (n,).
-        product (n, v), which is overwritten: of v of all the words, in which targets (n,) are counted from
-        the first of these on; sums (n, 2): what `score` gave."""
+        """Return the gradient by the product, (n, v) in `dtype`, for an upstream gradient (n,) of the
+        log-probabilities. product (n, v), which is overwritten, has v of all the words; targets (n,) are
+        counted from the first of these; sums (n, 2): from `score`."""
         logits = self.shaping(product)
         slope = self.shaping.slope(logits)
         top, total = sums.split(1, dim=1)
@@ -89,13 +90,13 @@ class Softmax:
         return _of_type(gradient.mul_(upstream[:, None]), dtype, product)
 
     def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(1 - s) × z_target + s × mean(z), (n,)."""
+        """Return (1 - s) × z_target + s × mean(z), (n,)."""
         chosen = logits.gather(1, targets[:, None]).squeeze(1)
         return chosen if not self.smoothing else torch.lerp(chosen, logits.mean(1), self.smoothing)
 
     def _gradient(self, probabilities: Tensor, columns: Tensor, shares: Tensor, vocabulary: int) -> Tensor:
-        """By z, in place of `probabilities` (n, v). columns, shares: (n, 1), where the target is and how much
-        of it is there."""
+        """Return the gradient by z, in place of `probabilities` (n, v). columns, shares: (n, 1), the target's
+        column, and how much of the target is in these columns."""
         gradient = probabilities.neg_()
         if self.smoothing:
             gradient.add_(self.smoothing / vocabulary)
@@ -103,8 +104,8 @@ class Softmax:
 
 
 def normalise(logits: Tensor) -> Tensor:
-    """(n, V) logits become probabilities in place; gives their maximum and Σ exp(z - maximum), (n, 2), which
-    stay apart: their log-sum would round every probability by as much as it is large."""
+    """Turn (n, V) logits into probabilities in place; return their maximum and Σ exp(z - maximum), (n, 2).
+    These stay separate, since the rounding of a large log-sum would carry over to every probability."""
     top = logits.amax(1, keepdim=True)
     total = logits.sub_(top).exp_().sum(1, keepdim=True)
     logits.div_(total)
@@ -112,7 +113,7 @@ def normalise(logits: Tensor) -> Tensor:
 
 
 def log_sum(sums: Tensor) -> Tensor:
-    """log Σ exp(z), (n,)."""
+    """Return log Σ exp(z), (n,)."""
     return sums[:, 0] + sums[:, 1].log()
 
 
@@ -129,13 +130,13 @@ def _is_one(slope: Tensor | float) -> bool:
 TRIED = (5, 9_001)  # rows and words: two blocks of the kernel and a part of a third
 VALUES_APART = 1e-4  # nats; z is a few tens
 GRADIENTS_APART = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Of the largest gradient. In 16 bits the unit in the last place, as two nearly equal numbers may be rounded
-to neighbours."""
+"""Largest difference, relative to the largest gradient. In 16 bits it is the unit in the last place, as two
+nearly equal numbers may be rounded to neighbors."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """softmax: what a head uses; said: a clause that tells so, empty where there is nothing to choose."""
+    """The softmax that a head uses. said: a clause about it, empty where there is no choice."""
 
     softmax: Softmax
     said: str = ""
@@ -143,8 +144,9 @@ class Choice:
 
 @functools.cache
 def chosen(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
-    """Which implementation a head of weights of `dtype` uses on `device`: on a GPU the Triton kernel, where
-    it compiles and gives what torch's operations give of random logits; else `plain`, which those are."""
+    """Return the implementation that a head with weights of `dtype` uses on `device`: on a GPU the Triton
+    kernel, where it compiles and agrees with torch's operations on random logits; else `plain`, which uses
+    those."""
     if device.type != "cuda":
         return Choice(plain)
     try:
@@ -157,7 +159,7 @@ def chosen(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
 
 
 def tried(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
-    """`kernel`, unless it is apart from `plain`."""
+    """Return `kernel` if it agrees with `plain`, else `plain`."""
     values, gradients = apart(plain, kernel, dtype, device)
     found = f"{values:.1g} nats and {gradients:.1g} of the largest gradient from torch's operations"
     if values <= VALUES_APART and gradients <= GRADIENTS_APART[dtype]:
@@ -166,8 +168,8 @@ def tried(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.dev
 
 
 def apart(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """How far two implementations are from each other on random logits: values in nats, gradients in parts of
-    the largest."""
+    """Return how far two implementations differ on random logits: values in nats, gradients relative to the
+    largest."""
     (rows, words), draw = TRIED, torch.Generator().manual_seed(0)
     product = torch.randn(TRIED, generator=draw).mul_(8.0).to(device)
     targets = torch.randint(words, (rows,), generator=draw).to(device)

@@ -1,7 +1,7 @@
-"""The softmax part of the output layer in one Triton kernel: takes and gives what Softmax does.
+"""Compute the softmax part of the output layer in one Triton kernel, with the interface of Softmax.
 
 A program has one row. It reads the row's product once for the sums and once for the gradient, which it writes
-in the type that the next products take: 10 bytes of memory traffic for a logit with 16-bit weights.
+in the type that the next products take: 10 bytes of memory traffic per logit with 16-bit weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shaped(product, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """z of float32 products. tanh(x) = ±(1 - e) ÷ (1 + e) with e = exp(-2 |x|), off by a rounding of 1."""
+    """Return z of float32 products. tanh(x) = ±(1 - e) ÷ (1 + e) with e = exp(-2 |x|), with an error of one
+    rounding of 1."""
     z = product * scale
     if CAPPED:
         z = z / softcap
@@ -64,7 +65,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         total = tl.load(sums + 2 * row + 1)
         pull = tl.load(upstream + row)
     else:
-        # Before the sums, whose barrier stands between this and what is written over the product.
+        # Before the sums: their barrier separates this read from the writes over the product.
         value = shaped(tl.load(product + target), scale, softcap, CAPPED)
         tops = tl.full((BLOCK,), LOWEST, tl.float32)
         totals = tl.zeros((BLOCK,), tl.float32)
@@ -99,7 +100,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 
 class InOneKernel(Softmax):
-    """The softmax part by `softmax_kernel`, of float32 products."""
+    """The softmax part by `softmax_kernel`, for float32 products."""
 
     def score(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, kept: Tensor | None = None

@@ -1,11 +1,10 @@
-"""One pipeline stage of a model: takes a transformers model and its joints, leaves out in place what other
-stages own.
+"""Reduce a transformers model to one pipeline stage, in place: remove what other stages own.
 
 A stage stays the model's own class, so masks, rotary tables, sliding windows and kinds of layers are
 transformers' own code, and parameters keep the names of the Hugging Face file. Layers of other stages become
-pass-throughs under the same index. What a stage receives comes in at the place of the first layer, behind all
-that the class does to embeddings (a scale, a normalizer, learned positions), and what it sends on goes out at
-the place of the last layer, before all that the class does to the end result.
+pass-throughs under the same index. What a stage receives enters at the place of the first layer, after all
+that the class does to embeddings (a scale, a normalizer, learned positions), and what it sends leaves at the
+place of the last layer, before all that the class does to the final result.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from dsft.plan.cut import Cut
 
 @dataclass(frozen=True)
 class Joints:
-    """Where a model comes apart, by the names of its modules.
+    """Where a model can be cut, by the names of its modules.
 
     layers    the list of its layers
     before    what has parameters and is called before the first layer: embeddings
     after     what has parameters and is called after the last one: final norm, head
-    in_tuple  whether a layer gives its hidden states as the first of a tuple
+    in_tuple  whether a layer returns its hidden states as the first of a tuple
     """
 
     layers: str
@@ -38,11 +37,11 @@ class Joints:
 
 
 class PassThrough(nn.Module):
-    """Stands for a layer of another stage: gives hidden states back as they came."""
+    """Replaces a layer of another stage: returns hidden states unchanged."""
 
     def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
         super().__init__()
-        for name, value in vars(layer).items():  # by some of which a model chooses a layer's mask
+        for name, value in vars(layer).items():  # a model chooses a layer's mask by some of these
             if isinstance(value, (str, int)) and not hasattr(self, name):
                 setattr(self, name, value)
         self.in_tuple = in_tuple
@@ -52,7 +51,7 @@ class PassThrough(nn.Module):
 
 
 class Entry(PassThrough):
-    """In the place of the first layer: gives what the stage before has sent."""
+    """Replaces the first layer: returns what the previous stage has sent."""
 
     received: Tensor | None = None
 
@@ -63,7 +62,7 @@ class Entry(PassThrough):
 
 
 class Exit(PassThrough):
-    """In the place of the last layer: keeps what goes to the next stage."""
+    """Replaces the last layer: keeps what goes to the next stage."""
 
     leaving: Tensor | None = None
 
@@ -78,16 +77,16 @@ class Exit(PassThrough):
 
 
 class Absent(nn.Module):
-    """Stands for an embedding or a norm of another stage, whose result nobody uses: gives hidden states
-    (B, T, H) back, and of positions or a mask (B, T) a zero, to be added."""
+    """Replaces an embedding or a norm of another stage, whose result is unused: returns hidden states (B, T,
+    H) unchanged, and for positions or a mask (B, T) a zero, to be added."""
 
     def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         return inputs if inputs.dim() == 3 else torch.zeros((), device=inputs.device)
 
 
 def cut_to_stage(model: PreTrainedModel, joints: Joints, stage: int, cut: Cut) -> None:
-    """Leave `model` with the layers of one stage, with what comes before them on the first and what comes
-    after them on the last. An embedding that is the head too is on both."""
+    """Reduce `model` to the layers of one stage, with what comes before them on the first and what comes
+    after them on the last. An embedding that is tied to the head is on both."""
     layers: Any = model.get_submodule(joints.layers)
     is_first, is_last = stage == 0, stage == cut.stages - 1
     owned = cut.layers(stage)

@@ -1,9 +1,8 @@
-"""Embeddings for tokens that a pretrained model has no rows for: takes what its files hold, gives it with
-those rows, each the mean of the old ones.
+"""Extend a pretrained model's embeddings by rows for new tokens, each the mean of the old rows.
 
-Input and output embedding, tied or not, and the output's bias. Only the rows that a rank keeps are made, and
-the old ones are read piece by piece, always the same pieces: the mean is the same to the last bit on any
-rank, whatever it keeps.
+This covers input and output embedding, tied or not, and the output's bias. Only the rows that a rank keeps
+are computed, and the old ones are read piece by piece, always the same pieces: the mean is the same to the
+last bit on any rank, whatever it keeps.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
 PIECE = 2**20
-"""Elements that are read at a time."""
+"""Number of elements that are read at a time."""
 
 
 class Values(Protocol):
-    """Tensors by the names that they have in the module."""
+    """Tensors by their names in the module."""
 
     @property
     def where(self) -> str: ...
@@ -33,23 +32,23 @@ class Values(Protocol):
 
     @property
     def unexpected(self) -> Iterable[str]:
-        """Names of what is there besides."""
+        """Names of tensors that are not the model's."""
         ...
 
     def origin(self, name: str) -> str:
-        """The file that has the tensor, and its name there."""
+        """Return the file that has the tensor, and its name there."""
         ...
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out`, (n,) of any type on the CPU, with the elements from `start` on of the flattened
-        tensor."""
+        """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element
+        `start`."""
         ...
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows `first` to `stop` of the embeddings, of which the files have `held`: where these are more than
-    `first`, the rest is spare."""
+    """The new rows of the embeddings, `first` to `stop`. The files have `held` rows: where that is more than
+    `first`, the rest are spare."""
 
     first: int
     stop: int
@@ -72,10 +71,10 @@ class NewRows:
 
 
 class WithNewRows:
-    """`values`, with the new rows in them."""
+    """`values`, extended by the new rows."""
 
     def __init__(self, model: PreTrainedModel, values: Values, rows: NewRows) -> None:
-        """`model`: on the meta device, with the new rows."""
+        """Wrap the values. `model`: on the meta device, with the new rows."""
         self.where, self.unexpected = values.where, values.unexpected
         self._values = values
         self._rows = rows
@@ -92,7 +91,7 @@ class WithNewRows:
         self.origin = values.origin
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """As `Values.read`."""
+        """See `Values.read`."""
         width = math.prod(self._held.get(name, ())[1:])
         first, stop = (self._rows.first * width, self._rows.stop * width) if name in self._held else (0, 0)
         if first == stop:
@@ -110,7 +109,7 @@ class WithNewRows:
                 out[begin - start : after - start] = mean[begin - row * width : after - row * width]
 
     def _mean(self, name: str, width: int) -> Tensor:
-        """(width,) float32, of the old rows, added up in float64."""
+        """Return the mean of the old rows, (width,) float32, added up in float64."""
         if name not in self._means:
             total = torch.zeros(width, dtype=torch.float64)
             first, step = self._rows.first, max(PIECE // width, 1)
@@ -123,7 +122,7 @@ class WithNewRows:
 
 
 def vocabulary_names(model: PreTrainedModel) -> list[str]:
-    """Names of the tensors that have a row for each token, all names of a tied one."""
+    """Return the names of the tensors that have a row for each token, all names of a tied one."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     found = [getattr(embedding, "weight", None), getattr(head, "weight", None), getattr(head, "bias", None)]
     ids = {id(tensor) for tensor in found if tensor is not None}

@@ -1,9 +1,9 @@
-"""How a model on the meta device gets its values: what fresh weights and those of files have in common.
+"""Give a model on the meta device its values: what fresh weights and those of files have in common.
 
-A source of weights is made of the model as transformers builds it, and remembers its modules and tensors by
+A source of weights is built from the model as transformers builds it, and records its modules and tensors by
 name. Then the model may be changed (adapters, a head, a cut), as long as the modules that stay are the same
 objects; then the source fills what is left, one tensor after the other, so that a rank that keeps only a
-share of each never holds the whole.
+share of each never has the whole in memory.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Keep:
     """What this rank keeps of the parameters; by default all of each.
 
     span  number of elements -> the range of the flattened parameter whose values are needed
-    take  called once with each parameter, when its values are final: it has them all, or they are in the
-          second argument, (n,), which has those of the range, while the parameter itself has memory for none
+    take  called once with each parameter, when its values are final. The second argument is None where the
+          parameter has all its values; else it is (n,) with those of the range, and the parameter has no
+          memory of its own
     """
 
     span: Callable[[int], tuple[int, int]] = _whole
@@ -45,15 +46,17 @@ class Keep:
 
 
 class Weights(Protocol):
+    """A source of a model's values."""
     def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
-        """Give what is on the meta device under `root` its values, on the CPU: parameters in `dtype`, buffers
-        in their own type. What has a value already (an adapter) is left as it is. Every parameter goes
-        through `keep.take` once. Raises DsftError where there is no value for a tensor."""
+        """Give all tensors on the meta device under `root` their values, on the CPU: parameters in `dtype`,
+        buffers in their own type. Tensors that have values already (an adapter) are left as they are. Every
+        parameter goes through `keep.take` once. Raises DsftError where there is no value for a tensor."""
         ...
 
 
 class Named(NamedTuple):
-    """A module of the model as transformers built it; owner: the nearest model above it, or itself."""
+    """A module of the model as transformers built it, with its name. owner: the nearest model above it, or
+    itself."""
 
     module: nn.Module
     name: str
@@ -61,7 +64,8 @@ class Named(NamedTuple):
 
 
 def in_order(model: PreTrainedModel) -> tuple[Named, ...]:
-    """Children first, then the module itself: transformers' own order of initialising."""
+    """Return the modules, children first, then the module itself: transformers' own order of
+    initialization."""
     return tuple(_in_order(model, "", model))
 
 
@@ -77,7 +81,8 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 class Places:
-    """Where each tensor under a module stands. One that is tied stands in several places, and stays one."""
+    """The modules that refer to each tensor under a root. A tied tensor has several places, and stays one
+    tensor."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -95,7 +100,7 @@ class Places:
         return id(module) in self._modules
 
     def put(self, old: Tensor, value: Tensor) -> Tensor:
-        """`value` wherever `old` stands, as a parameter where `old` is one. Gives what stands there now."""
+        """Put `value` in all places of `old`, as a parameter where `old` is one. Returns the new tensor."""
         new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
         for module, name in self._places[id(old)]:
             slot = module._parameters if isinstance(old, nn.Parameter) else module._buffers
@@ -103,7 +108,7 @@ class Places:
         return new
 
     def blank(self, old: Tensor) -> Tensor:
-        """A float32 tensor of NaN, or zeros of another type, in the places of `old`."""
+        """Put a float32 tensor of NaN, or zeros of another type, in the places of `old`, and return it."""
         floating = old.is_floating_point()
         dtype, value = (torch.float32, math.nan) if floating else (old.dtype, 0)
         return self.put(old, torch.full(old.shape, value, dtype=dtype))
@@ -114,7 +119,8 @@ class Places:
             keep.take(parameter, part)
 
     def end(self, keep: Keep, kind: str) -> None:
-        """Take what came from elsewhere (an adapter), and see that nothing was left without a value."""
+        """Take parameters that came from elsewhere (an adapter), and check that no tensor was left without a
+        value."""
         for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
             if tensor.is_meta or (not isinstance(tensor, nn.Parameter) and has_nan(tensor)):
                 raise no_value(kind, name)
@@ -126,8 +132,8 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def check_finite(values: Tensor, what: str, shape: Iterable[int], start: int = 0) -> None:
-    """Raises MissingInputError where a value is NaN or infinite. `values` (n,) are the elements from `start`
-    on of the flattened tensor of `shape` that `what` names. Reads them once and takes no memory where all
+    """Raise MissingInputError where a value is NaN or infinite. `values` (n,) are the elements from `start`
+    on of the flattened tensor of `shape` that `what` names. Reads them once and allocates no memory where all
     are finite: 0.1 s per GiB in float32, 0.25 s in bfloat16."""
     if not values.numel():
         return
