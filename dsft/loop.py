@@ -57,7 +57,7 @@ class Progress:
 
     def after(self, batch: GlobalStep, result: StepResult) -> Progress:
         applied, used = result.applied, result.loss_scale
-        # In fp16 an overflow is answered by a lower loss scale, as long as there is one.
+        # In fp16 an overflow only lowers the loss scale, unless that is at its lowest.
         counts = not applied and (used is None or not used.can_fall)
         scale = used.after(applied) if used is not None else None
         return Progress(
@@ -272,7 +272,7 @@ def _fit(
             saves = bool(planned.saves or stop)
             pauses = saves or planned.evaluates or not result.applied
             late.unread = training_record(window, objective, run, progress, saves=saves, pauses=pauses)
-            # In fp16 an overflow with a finite loss is normal: the loss scale is found by it.
+            # In fp16 overflows with a finite loss are normal: the loss scale is found by them.
             loss = math.nan if late.unread.can_wait else late.read()["train/loss"]
             if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
                 named = run.skipped(progress.step, batch, micro_batches, loss)

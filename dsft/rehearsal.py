@@ -123,7 +123,7 @@ def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> s
     fit = tokens_that_fit(taken, limit)
     if fit is None:
         return f"{said}, and not even a quarter of it; use {LESS}, or a smaller model."
-    fit = min(fit, rows * length - 1)  # all of it did not
+    fit = min(fit, rows * length - 1)  # the whole did not fit
     if longest.lengths is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
     elif fit >= rows_each * length:

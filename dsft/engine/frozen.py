@@ -110,6 +110,6 @@ def build_frozen(policy: Policy, config: Mapping[str, Any], world: World) -> Fro
     if world.layout.pipeline_stages > 1:
         return Frozen(policy, policy.to(world.device), world)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology, past any log level
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(model=policy, config=own, dist_init_required=False)
     return Frozen(policy, engine, world)

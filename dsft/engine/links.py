@@ -35,12 +35,12 @@ from dsft.launch.route import address_towards, interface_of, interfaces
 from dsft.remote import serve
 from dsft.system.process import die_with
 
-CONNECT = 3.0  # seconds for a host to take a connection
+CONNECT = 3.0  # seconds for a host to accept a connection
 TIMEOUT = timedelta(seconds=20)  # for a pair to meet, and for each of its operations
 IMPORTED = timedelta(seconds=60)  # for the all-reduce: a host's other processes import torch first
 PINGS, PING_SECONDS = 40, 0.5
 LEAST, MOST = 1 << 16, 1 << 28  # bytes of a transfer
-SECONDS = 0.3  # of the transfer that counts, if MOST takes that long
+SECONDS = 0.3  # shortest transfer that counts, unless MOST bytes take less
 
 
 def main() -> None:
@@ -208,7 +208,7 @@ def _seconds(size: int, seconds: float, device: torch.device) -> float:
 
     first = max(once(), once())  # creates buffers and connections
     count = torch.tensor([min(max(int(seconds / max(first, 1e-6)), 3), 200)], device=device)
-    dist.broadcast(count, 0)  # each repeats as often as rank 0 says
+    dist.broadcast(count, 0)  # all ranks repeat as often as rank 0
     return statistics.median(once() for _ in range(int(count)))
 
 

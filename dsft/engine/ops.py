@@ -164,7 +164,7 @@ def _loaded(builder: Any, folder: Path | None) -> Any:
             return builder.load()
     except OSError:  # its folder cannot be written
         raise
-    except Exception as error:  # of torch, of DeepSpeed, or an ImportError of what they have built
+    except Exception as error:  # from torch, from DeepSpeed, or an ImportError of the built module
         output = f"{said.getvalue()}{error}\n"
         where = ""
         with contextlib.suppress(OSError):  # a full disk

@@ -31,7 +31,7 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
     settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
     if offloaded:
-        load_op(CPUAdamBuilder(), silent)  # there already where a run has prepared it
+        load_op(CPUAdamBuilder(), silent)  # loaded already where a run has prepared it
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             groups, **settings, adamw_mode=True, fp32_optimizer_states=True
         )
@@ -70,8 +70,8 @@ RATE = "rate"
 
 
 def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Iterator[dict[str, Any]]:
-    """Yield one group for each distinct pair of learning rate and weight decay. No group is empty, since
-    DeepSpeed's flattening would fail on it."""
+    """Yield one group for each distinct pair of learning rate and weight decay. No group is empty, so that
+    DeepSpeed's code that flattens groups never gets an empty one."""
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         found.setdefault(_settings(name, parameter, optim), []).append(parameter)

@@ -134,7 +134,7 @@ def _pipeline(own: _Stage, world: World, loss: Any) -> nn.Module:
     others."""
     stages = world.layout.pipeline_stages
     layers = [own if stage == world.stage else nn.Identity() for stage in range(stages)]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed, past any log level
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed at any log level
         module: nn.Module = PipelineModule(
             layers, num_stages=stages, loss_fn=loss, partition_method="uniform", dynamic_shape=True
         )
@@ -160,7 +160,7 @@ def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
     for name in dict.fromkeys(name for names in told for name in names):
         ranks = [rank for rank, names in enumerate(told) if name in names]
         if len(ranks) > shards:
-            group = dist.new_group(ranks)  # of all ranks: a collective
+            group = dist.new_group(ranks)  # a collective of all ranks
             if world.rank in ranks:
                 found.append((trained[name], group))
                 trained[name].ds_pipe_replicated = world.rank >= ranks[shards]  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def tie(engine: Any, ties: Ties, shard_rank: int) -> None:
     def add_up() -> list[Any]:
         for parameter, group in ties:
             _add_up(_gradient(engine.optimizer, parameter), group, shard_rank)
-        return []  # which leaves nothing for DeepSpeed to do
+        return []  # nothing is left for DeepSpeed to do
 
     engine.module.get_tied_weights_and_groups = add_up
 

@@ -26,7 +26,7 @@ BLOCK = 2**20
 EXACT = 2**53 - 1
 """Mask of the bits of a digest that are compared, since it travels as a float64."""
 _SHOWN = 3
-_CHANGING = ("dynamic", "longrope")  # rotary tables that follow the longest row of a batch
+_CHANGING = ("dynamic", "longrope")  # rotary tables that depend on the longest row of a batch
 
 
 class Replicas:
@@ -53,7 +53,7 @@ class Replicas:
         )
         for name, tensor in self._tensors().items():
             if (ranks := self._holders.get(name)) is not None:
-                factor = crc32(name.encode()) | 1  # so that two tensors that change places do not cancel
+                factor = crc32(name.encode()) | 1  # so that exchanging two tensors changes the sum
                 rows[self._world.rank, self._sets.index(ranks)] += digest(tensor) * factor
         return (rows & EXACT).double().flatten()
 

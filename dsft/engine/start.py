@@ -125,7 +125,7 @@ def start(
     if clips_here:
         own["gradient_clipping"] = 0.0
     optimizer = build_optimizer(trained, spec.optim, offloaded=_is_offloaded(own))
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology, past any log level
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=own, dist_init_required=False
         )
@@ -163,7 +163,7 @@ def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> N
 def _counters_kept(engine: Any) -> Iterator[None]:
     owners = (engine, engine.optimizer)
     kept = [(owner, {k: v for k, v in vars(owner).items() if k in COUNTERS}) for owner in owners]
-    for name in ("loss_scaler", "loss_scale_config"):  # of fp16, at ZeRO 1 to 3 and at 0
+    for name in ("loss_scaler", "loss_scale_config"):  # in fp16: the first at ZeRO 1 to 3, the second at 0
         scale = getattr(engine.optimizer, name, None)
         if hasattr(scale, "__dict__"):
             kept.append((scale, dict(vars(scale))))

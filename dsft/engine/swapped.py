@@ -27,8 +27,8 @@ def is_swapped(optimizer: Any, home: Any) -> bool:
 
 
 def mapped(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
-    """Return (n,) fp32, a private memory map of the file, valid until the next step; None where there is no
-    such moment yet."""
+    """Return (n,) fp32, a private memory map of the file: read from the disk on access, valid until the next
+    step. None where there is no such moment yet."""
     info = _swapper(optimizer).swap_params_info[home.ds_id]
     value, *moments = info.tensors
     for tensor in (value,) if kind == "value" else moments:
@@ -71,7 +71,7 @@ def _place(optimizer: Any, group: int) -> None:
         on_disk = part.final_location == OffloadDeviceEnum.nvme
         if (
             on_disk and part.status == PartitionedParamStatus.AVAILABLE
-        ):  # read ahead: only memory would change
+        ):  # prefetched: else only memory would change
             parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
     optimizer._reassign_or_swap_out_partitioned_parameters(group)
 

@@ -186,7 +186,7 @@ def join(
     world.prove_same(identity or {})  # again: after a change of hosts the store has what others wrote
     if name == "cpu":  # DeepSpeed finds its op loaded
         load_everywhere(ShareMemCommBuilder(), world, say)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints about its op, on every rank
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a message about its op, on every rank
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
         )
@@ -275,7 +275,7 @@ def _unname_shared_memory(world: World) -> None:
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
-# --- beside the training ----------------------------------------------------------------------------------
+# --- out-of-band messages ---------------------------------------------------------------------------------
 #
 # Separate gloo groups with CPU tensors, on any device. NCCL does not report that a process has ended: the
 # others wait in its collective for half an hour. Under gloo the kernel closes the connection, and the rank

@@ -57,7 +57,7 @@ class Asked:
     windows: tuple[int | None, ...]
     softcap: float | None
     dropout: float
-    is_uneven: bool  # the heads of values have another size than those of keys
+    is_uneven: bool  # values have heads of another size than keys
 
 
 def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:

@@ -27,7 +27,7 @@ Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of eac
 # Queries per call of the CPU kernel under a mask, which computes masked scores too: fewer queries have
 # fewer keys.
 AT_ONCE = 128
-FLASH_SIZE = 256  # the largest head of FlashAttention, torch's one kernel on a GPU that takes groups
+FLASH_SIZE = 256  # largest head of FlashAttention, torch's only kernel on a GPU that supports grouped heads
 
 
 def segment_attention(

@@ -104,7 +104,8 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
-    """Raise SpecError unless the model reads a row of text from left to right, and nothing else."""
+    """Raise SpecError unless the model is a causal language model of text alone, reads from left to right,
+    and is tested to be trained right."""
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _error("model", f"{kind} is no causal language model of transformers; choose another")

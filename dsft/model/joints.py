@@ -80,7 +80,7 @@ def _found(key: _Key) -> Joints | str:
             _prove(model, joints)
     except _Unfit as error:
         return f"a {config.model_type} model cannot be cut into stages, since {error}"
-    except Exception as error:  # whatever a class raises that is not made to be cut
+    except Exception as error:  # any error of a class that was not written to be cut
         text = str(error).strip().splitlines()[:1] or [type(error).__name__]
         return f"a {config.model_type} model cannot be cut into stages: a small one failed with {text[0]}"
     return joints
@@ -232,7 +232,7 @@ def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
     for stage in stages:
         carried = stage(carried, positions, ids.roll(-1, 1))
     logps, _ = carried
-    weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a sum of all could hide an exchange
+    weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a plain sum could hide an exchange
     (logps * weights).sum().backward()
     return logps.detach()
 

@@ -91,7 +91,7 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
             read(parameter)
         keep.take(parameter, part)
 
-    # a norm is of whole rows, and the file replaces whole tensors
+    # a norm needs whole rows, and the file replaces whole tensors
     return Keep(take=take) if lora.use_dora or read is not None else Keep(keep.span, take)
 
 

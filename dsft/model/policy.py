@@ -46,7 +46,7 @@ class Policy(nn.Module):
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
         self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice
-        self._entry = [m for m in causal_lm.modules() if isinstance(m, Entry)]  # a list, likewise
+        self._entry = [m for m in causal_lm.modules() if isinstance(m, Entry)]  # a list: the same reason
         self._exit = [m for m in causal_lm.modules() if isinstance(m, Exit)]
         self._label_smoothing = 0.0
 

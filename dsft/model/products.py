@@ -78,7 +78,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> Non
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     elif left.is_cuda:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:  # so many rows at a time that their product stays in a processor's cache
+    else:  # as many rows at a time as keep their product in a processor's cache
         at_once = max(1, PRODUCT_BYTES // right[0].nbytes)
         for some, part in zip(out.split(at_once), left.split(at_once), strict=True):
             narrow = torch.mm(part, right)

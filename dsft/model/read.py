@@ -126,7 +126,7 @@ def read_whole(
         )
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch advises to run the code in it
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in it
             reason = "a pickled file holds more than tensors, or is damaged."
         raise MissingInputError(
             f"{where} has no readable weights: {reason} "

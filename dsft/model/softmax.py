@@ -125,7 +125,7 @@ def _is_one(slope: Tensor | float) -> bool:
     return isinstance(slope, float) and slope == 1.0
 
 
-# --- which of the two -------------------------------------------------------------------------------------
+# --- choice of the implementation -------------------------------------------------------------------------
 
 TRIED = (5, 9_001)  # rows and words: two blocks of the kernel and a part of a third
 VALUES_APART = 1e-4  # nats; z is a few tens
@@ -150,7 +150,7 @@ def chosen(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
     if device.type != "cuda":
         return Choice(plain)
     try:
-        from dsft.model.softmax_kernel import InOneKernel  # here: only builds for GPUs come with Triton
+        from dsft.model.softmax_kernel import InOneKernel  # here: only GPU builds come with Triton
 
         return tried(plain, InOneKernel(plain.shaping, plain.smoothing), dtype, device)
     except Exception as error:  # what Triton, its compilers, a C compiler and the driver raise

@@ -47,6 +47,7 @@ class Keep:
 
 class Weights(Protocol):
     """A source of a model's values."""
+
     def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
         """Give all tensors on the meta device under `root` their values, on the CPU: parameters in `dtype`,
         buffers in their own type. Tensors that have values already (an adapter) are left as they are. Every
@@ -89,7 +90,7 @@ class Places:
         self._modules = frozenset(id(module) for module in root.modules())
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         self._taken: set[int] = set()
-        self._kept = [*root.parameters(), *root.buffers()]  # alive, or an id could be given again
+        self._kept = [*root.parameters(), *root.buffers()]  # keeps them alive, or an id could be reused
         for module in root.modules():
             for slot in (module._parameters, module._buffers):
                 for name, tensor in slot.items():
