@@ -1,8 +1,9 @@
 """Find and describe the device of this process, or refuse to start with the reason, before any rank meets
 another.
 
-DeepSpeed takes the CPU where torch sees no GPU (accelerator/real_accelerator.py of 0.19.8): under a driver
-that is too old for this torch, or in a container without the driver's files, a run would train there.
+Where torch sees no GPU, DeepSpeed takes the CPU (accelerator/real_accelerator.py of 0.19.8): under a driver
+that is too old for this torch, or in a container without the driver's files, a run would train on the CPU
+without notice.
 """
 
 from __future__ import annotations

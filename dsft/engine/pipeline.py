@@ -52,8 +52,8 @@ class PipelineEngine(TrainingEngine):
         return StepResult(self._total, *self._started.outcome())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
-        """Rehearse with as many micro-batches as the first stage stores at once, or as a step has if those
-        are fewer."""
+        """Rehearse with as many micro-batches as the first stage has in flight at once, or with those of a
+        step if these are fewer."""
         size = self._engine.train_batch_size()
         number = min(self._world.layout.pipeline_stages, self._engine.gradient_accumulation_steps())
         self._rehearse(micro_batch, number)

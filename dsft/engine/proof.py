@@ -26,7 +26,7 @@ from dsft.model.policy import Policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-# The same kernels run on the same shapes, so a neighbour's tokens change nothing unless a border is crossed.
+# The same kernels run on the same shapes, so a neighbor's tokens change nothing unless a border is crossed.
 NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
 # Alone a row is computed by other kernels: this is how far their rounding may move one token's loss. The
 # mean of n tokens differs less, by the square root of n, down to a tenth.
@@ -248,7 +248,7 @@ def _compare(
     precision: Precision,
     way_out: str,
 ) -> None:
-    """Raise SpecError where a row's loss changes with its neighbours, or differs from the loss that the row
+    """Raise SpecError where a row's loss changes with its neighbors, or differs from the loss that the row
     has alone. Local; nothing to compare on a rank without the last stage."""
     if not together:
         return

@@ -254,7 +254,7 @@ def _homes(optimizer: Any) -> Iterable[Tensor]:
 
 def _empty_state(optimizer: Any, applied_steps: int) -> None:
     """Set the base optimizer's state as after `applied_steps`, with moments of zeros; none after 0 steps, nor
-    for what is swapped out."""
+    for swapped-out tensors."""
     base = _base(optimizer)
     base.state.clear()
     forget_moments(optimizer)

@@ -43,9 +43,9 @@ LONGEST = "longest_segment"
 def attend_per_segment(
     causal_lm: PreTrainedModel, attention: str, max_length: int, device: torch.device = CPU
 ) -> str:
-    """Make packed rows exact, and return a line that says what computes the attention.
+    """Make packed rows exact, and return a line that names what computes the attention.
 
-    `attention` is the spec's model.attention: auto takes what `choose` selects for `device`, sdpa the loop;
+    `attention` is the spec's model.attention: auto uses what `choose` selects for `device`, sdpa the loop;
     eager and flash keep transformers' own attention, which gets or finds the segments. `max_length`: tokens
     of the longest segment.
 

@@ -2,8 +2,8 @@
 
 On GPUs products and sums of products are float32 by the multiplication itself (`out_dtype`). The fastest
 kernels of cuBLAS need rows that begin at multiples of 16 bytes and contain a multiple of 16 bytes. So rows of
-logits are a multiple of TILE elements apart, and of a vocabulary that is no multiple of ALIGNED the last
-words are multiplied separately. The weight is neither copied nor changed.
+logits are a multiple of TILE elements apart, and where the vocabulary size is no multiple of ALIGNED its last
+entries are multiplied separately. The weight is neither copied nor changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pieces(rows: int, width: int, limit: int, tile: int = 1) -> Iterator[slice]:
 
 
 def blocks(weight: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the words of a weight (V, H) that are multiplied at once."""
+    """Return the slices of the vocabulary that are multiplied at once with a weight (V, H)."""
     return tuple(pieces(len(weight), 1, len(weight) * BYTES_PER_LOGIT, tile_of(weight)))
 
 

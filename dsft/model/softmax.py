@@ -76,8 +76,8 @@ class Softmax:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the gradient by the product, (n, v) in `dtype`, for an upstream gradient (n,) of the
-        log-probabilities. product (n, v), which is overwritten, has v of all the words; targets (n,) are
-        counted from the first of these; sums (n, 2): from `score`."""
+        log-probabilities. product (n, v), which is overwritten, has v columns of the whole vocabulary;
+        targets (n,) are counted from the first of these; sums (n, 2): from `score`."""
         logits = self.shaping(product)
         slope = self.shaping.slope(logits)
         top, total = sums.split(1, dim=1)
@@ -127,7 +127,7 @@ def _is_one(slope: Tensor | float) -> bool:
 
 # --- choice of the implementation -------------------------------------------------------------------------
 
-TRIED = (5, 9_001)  # rows and words: two blocks of the kernel and a part of a third
+TRIED = (5, 9_001)  # rows and vocabulary size: two blocks of the kernel and a part of a third
 VALUES_APART = 1e-4  # nats; z is a few tens
 GRADIENTS_APART = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest difference, relative to the largest gradient. In 16 bits it is the unit in the last place, as two

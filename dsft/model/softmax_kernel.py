@@ -16,7 +16,7 @@ from torch import Tensor
 from dsft.model.products import room_of
 from dsft.model.softmax import Softmax
 
-BLOCK = 4096  # words that a program has in registers at once
+BLOCK = 4096  # logits that a program has in registers at once
 WARPS = 8
 LOWEST = tl.constexpr(-3.4e38)
 
@@ -48,7 +48,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     scale,
     softcap,
     smoothing,
-    share,  # smoothing ÷ the words of the whole vocabulary
+    share,  # smoothing ÷ the size of the whole vocabulary
     SCORED: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,

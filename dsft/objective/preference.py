@@ -42,7 +42,7 @@ CERTAIN = -1e-12  # nats per token: that of a practically certain answer, whose 
 def sigmoid(scores: Tensor, dpo: Dpo) -> Tensor:
     """-(1 - ε) log σ(h) - ε log σ(-h). With ε = 0 DPO: Rafailov et al. 2023 (arXiv 2305.18290), equation 7;
     with ε > 0 conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO",
-    equation 3. scores (n, 2): ρ; as below."""
+    equation 3. scores (n, 2): ρ(y), as below."""
     h, smoothing = margin(scores, dpo), dpo.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
 
