@@ -1,6 +1,6 @@
-"""The command `dsft data build`: makes the tokens of a spec's rows ahead of its runs.
+"""The command `dsft data build`: tokenize the data of a spec into its cache folder, ahead of its runs.
 
-Takes a spec's path. Needs neither a GPU nor torch. Writes the cache's folder, and prints what is in it.
+Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ say = partial(print, flush=True)
 
 
 def build(spec_path: Path, overrides: Sequence[str]) -> None:
-    """Raises what a run would raise at its start for the same data."""
+    """Tokenize the spec's data and print what the cache then holds. Raises what a run would raise for the
+    same data."""
     began = time.monotonic()
     spec = load(spec_path, overrides)
     tokenizer, _ = open_tokenizer(spec.model)

@@ -1,4 +1,4 @@
-"""Takes the spec's sources and a tokenizer. Gives micro-batches, with the counts of their whole step.
+"""Read a spec's data sources, tokenize them and build micro-batches, with the counts of their whole step.
 
-May touch: the data files, a chat template, a tokenizer's folder (or the hub, through transformers).
+Reads the data files, a chat template and a tokenizer's folder (or the hub, through transformers).
 """

@@ -1,4 +1,4 @@
-"""What flows from a file to its tokens: a line, what it means, what the model sees of it. Values alone."""
+"""The values between a data file and its tokens: Line, Row (of Text or Conversation), Rendered, TokenRows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ MAX_SHOWN = 20
 MAX_CHARACTERS = 500  # of a reason
 
 Message = Mapping[str, Any]
-"""As chat templates take it: {"role", "content"}, and what a call of a tool needs."""
+"""A message as chat templates take it: {"role", "content"} and, where needed, the keys of tool calls and of
+reasoning."""
 
 
 class BadRowError(Exception):
-    """Why a row cannot be used: the reason alone; whoever catches it knows the place."""
+    """A row cannot be used. The message is the reason alone; the caller adds the file and line."""
 
 
 class EndlessTemplateError(BadRowError):
-    """The chat template was stopped at its limit of CPU time, memory or written text."""
+    """The chat template exceeded its limit of CPU time, memory or output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A record of a file: `number` counts from 1 in its block; a blank line has neither row nor mistake."""
+    """A line or record of a file. number: from 1 within its block. A blank line has neither row nor
+    mistake."""
 
     number: int
     row: Mapping[str, Any] | None = None
@@ -37,14 +39,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Pieces of one text, and whether each is trained on."""
+    """One text as (piece, whether it is trained on)."""
 
     parts: tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`trained`: of each message, what the row says of it; None, or empty: as data.train_on says."""
+    """The messages of a conversation. trained: the row's own flag for each message; None, or an empty tuple:
+    data.train_on decides."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -56,8 +59,8 @@ Sample = Text | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a line means: one sample, or the chosen and the rejected one of a pair. label: desirable or not
-    (KTO), None where a row has none."""
+    """A converted line: one sample, or the chosen and the rejected one of a pair. label: desirable or not
+    (KTO); None if the row has no label."""
 
     samples: tuple[Sample, ...]
     label: bool | None = None
@@ -65,9 +68,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """input_ids (T,) int32; trained (T,) bool: the token is to be predicted (t = 0 has nothing before it);
-    ended: the last part that is trained on ends with its end of turn, or of text; spelled: the contents spell
-    tokens of the chat template, which are read as plain text there."""
+    """A tokenized row.
+
+    input_ids  (T,) int32
+    trained    (T,) bool: the mask. The first token is never a target, whatever its mask
+    ended      the last part that is trained on ends with its end-of-turn or end-of-text token
+    spelled    the content spells tokens of the chat template, which were tokenized as plain text
+    """
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
@@ -77,9 +84,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Account:
-    """What was read of a source. bad: ("file:line", reason) of rows that cannot be used, the first of them;
-    notes: a sentence per finding; formats: (file, format, why) of each file that has rows; unread: of files
-    whose rows have no format that the task takes, as in `bad`, where they stand too."""
+    """What was found while reading a source.
+
+    bad      ("file:line", reason) of the first of the `bad_rows`
+    notes    a sentence per finding
+    formats  (file, format, reason) of each file that has rows
+    unread   the same as `bad`, for files without a format that the task takes; also part of `bad`
+    """
 
     blank_lines: int = 0
     bad_rows: int = 0
@@ -90,58 +101,60 @@ class Account:
 
 
 class TokenRows(Protocol):
-    """The tokens of one source's rows, whole, in the order of its files."""
+    """The tokens of the n rows of a source, in the order of its files, before any truncation."""
 
     @property
     def account(self) -> Account: ...
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(n,) tokens of each row."""
+        """(n,) number of tokens of each row."""
 
     @property
     def trained(self) -> NDArray[np.int64]:
-        """(n,) targets of each row: its trained tokens, never the first one."""
+        """(n,) number of targets of each row; the first token is never one."""
 
     @property
     def ended(self) -> NDArray[np.bool_]: ...
     @property
     def content(self) -> NDArray[np.uint64]:
-        """(n,) a hash of what the row says, before it is tokens; equal rows are duplicates."""
+        """(n,) a hash of each row's content before tokenization; rows with equal hashes are duplicates."""
 
     @property
     def desirable(self) -> NDArray[np.bool_]:
-        """(n,) False: labelled as not to be learned (KTO)."""
+        """(n,) False: labeled as undesirable (KTO)."""
 
     @property
     def digest(self) -> str:
         """sha256 over all rows' tokens and masks, in order."""
 
     def source(self, row: int) -> str:
-        """Where the row stands: "file:line"."""
+        """Return the row's place, "file:line"."""
 
     def spans(self, row: int) -> NDArray[np.int64]:
-        """(k, 2): where each run of its trained tokens starts and stops, without reading a token."""
+        """Return start and stop of each run of targets of a row, (k, 2), without reading tokens."""
 
     def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of rows (k,), ascending: how many runs each has, (k,), and all their spans, one after the other."""
+        """Return, for ascending rows (k,), the number of spans of each, (k,), and all spans concatenated."""
 
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
-        """(k,): of rows (k,), ascending, each with a token; not checked against the disk's errors."""
+        """Return the first token of each of the ascending rows (k,), none of them empty; checksums are not
+        verified."""
 
     def read(self, row: int) -> Rendered: ...
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Its tokens from `start` to `stop`, without a copy of the others."""
+        """Return tokens `start` to `stop` of a row, without copying the others."""
 
 
 def printable(text: str) -> str:
-    """What a file holds as a message says it: escaped where a terminal would not show it or obey it, and cut
-    short."""
+    """Return text from a file in a form that is safe in a message: non-printable characters escaped, and at
+    most MAX_CHARACTERS long."""
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:MAX_CHARACTERS])
     return "".join(shown) + ("…" if len(text) > MAX_CHARACTERS else "")
 
 
 def data_error(problems: Sequence[Problem], one: str, many: str, count: int | None = None) -> DataError:
-    """Problems up to MAX_SHOWN in full, the rest as a number. count: of all, where fewer are given."""
+    """Return a DataError that lists up to MAX_SHOWN problems and counts the rest. count: the number of all
+    problems, if `problems` holds only some of them."""
     count = len(problems) if count is None else count
     title = f"{count:,} {one if count == 1 else many}:"
     shown = list(problems[:MAX_SHOWN])

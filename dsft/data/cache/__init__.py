@@ -1,4 +1,4 @@
-"""The tokens of a source's rows, made once and kept: takes a source and a renderer, gives TokenRows.
+"""The token cache: tokenize the rows of a source once and read them from the disk in later runs.
 
-May touch: the data files, and the folder of the cache.
+Reads the data files; reads and writes the cache folder.
 """

@@ -1,20 +1,21 @@
-"""Token blocks: the tokens of one part of a data file, cached in one file that is whole or absent.
+"""Read and write token blocks: the tokens of one part of a data file, cached in one file that is either
+complete or absent.
 
 A safetensors file (https://github.com/huggingface/safetensors#format) of n rows, T tokens and S spans:
 
 ends        I64 (n,)    where each row's tokens end in `tokens`
 span_ends   I64 (n,)    where each row's spans end in `spans`
-content     U64 (n,)    a hash of what the row says
-digests     U64 (n,)    a hash of the row's tokens and spans, compared whenever the row is read
-trained     I32 (n,)    the row's targets
-lines       U32 (n,)    the row's line in the block, from 1
-spans       I32 (S, 2)  start and stop of each run of trained tokens, counted from the row's first token
+content     U64 (n,)    a hash of the row's content
+digests     U64 (n,)    a checksum of the row's tokens and spans, verified whenever the row is read
+trained     I32 (n,)    the number of targets of the row
+lines       U32 (n,)    the row's line number in the block, from 1
+spans       I32 (S, 2)  start and stop of each run of targets, counted from the row's first token
 tokens      U16 or I32 (T,)
-ended       BOOL (n,)
-desirable   BOOL (n,)
+ended       BOOL (n,)   as in `Rendered`
+desirable   BOOL (n,)   as in `TokenRows`
 
-The metadata hold one JSON text: a checksum of everything but the tokens, compared when the file is opened,
-and what else was found in the lines.
+The metadata are one JSON text: a checksum of everything but the tokens, verified when the file is opened, the
+block's key and index, and the counts and line numbers of `Found`.
 """
 
 from __future__ import annotations
@@ -41,27 +42,32 @@ from dsft.data.rows import Rendered
 from dsft.system.files import TEMPORARY
 
 VERSION = 5
-"""Raise it when the same file, format, chat template and tokenizer give other rows, tokens or masks, or when
-a block's file has other arrays: blocks of another version are not read.
-tests/unit/data/test_data_version.py compares."""
+"""Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
+rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
+tests/unit/data/test_data_version.py checks it."""
 _METADATA = "dsft"
-_SPILL = 64 << 20  # bytes of a block's tokens that are collected in memory; more go to a temporary file
+_SPILL = 64 << 20  # bytes of tokens collected in memory; a larger block goes to a temporary file
 _TYPES = {"I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1"}
 _COLUMNS = {
     "ends": "q", "span_ends": "q", "content": "Q", "digests": "Q", "trained": "i", "lines": "I", "spans": "i",
     "ended": "?", "desirable": "?",
 }  # fmt: skip
-"""Types of the arrays but the tokens, as numpy names them."""
+"""Array name -> numpy type code, for all arrays except the tokens."""
 
 
 class DamagedBlockError(Exception):
-    """A file is not the block that it should be. The message says why."""
+    """A cache file is damaged or belongs to another block. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a block's lines hold besides rows. lines: their number, blank ones included; bad: (line, reason)
-    of the first of `bad_rows`; spelled: lines of the first of `spelled_rows`."""
+    """Counts and line numbers of a block's lines, besides its rows.
+
+    lines         number of lines, blank ones included
+    bad           (line, reason) of the first of the `bad_rows`
+    spelled_rows  rows whose content spells special tokens of the chat template
+    spelled       line numbers of the first of them
+    """
 
     lines: int = 0
     blank_lines: int = 0
@@ -73,7 +79,7 @@ class Found:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The arrays of a block, in memory or in a mapped file."""
+    """The arrays of a block, in memory or in a memory-mapped file."""
 
     found: Found
     arrays: Mapping[str, NDArray[Any]]
@@ -96,7 +102,7 @@ class TokenBlock:
         return self._of("span_ends", "spans", row).astype(np.int64)
 
     def spans_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how many spans each of the rows (k,) has, (k,), and the spans one after the other."""
+        """Return the number of spans of each of the rows (k,), (k,), and all their spans concatenated."""
         stops = self.arrays["span_ends"]
         firsts = np.where(rows > 0, stops[rows - 1], 0).astype(np.int64)
         counts = stops[rows] - firsts
@@ -104,12 +110,12 @@ class TokenBlock:
         return counts, self.arrays["spans"][np.repeat(firsts, counts) + inside].astype(np.int64)
 
     def first_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first token of each of the rows (k,), (k,). Each must have one."""
+        """Return the first token of each of the rows (k,), (k,). No row may be empty."""
         firsts = np.where(rows > 0, self.arrays["ends"][rows - 1], 0)
         return self.arrays["tokens"][firsts].astype(np.int64)
 
     def read(self, row: int) -> Rendered:
-        """Return a row. Raises DamagedBlockError where its tokens or spans are not what was written."""
+        """Return a row. Raises DamagedBlockError if the checksum of its tokens and spans does not match."""
         ids = self._of("ends", "tokens", row).astype(np.int32)
         spans = self._of("span_ends", "spans", row)
         if _digest(ids, spans) != int(self.arrays["digests"][row]):
@@ -120,7 +126,7 @@ class TokenBlock:
         return Rendered(ids, trained, bool(self.arrays["ended"][row]))
 
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Return tokens `start` to `stop` of a row, not compared with the row's hash."""
+        """Return tokens `start` to `stop` of a row, without verifying its checksum."""
         ids = self._of("ends", "tokens", row)[start:stop].astype(np.int32)
         trained = np.zeros(len(ids), dtype=np.bool_)
         for first, last in self._of("span_ends", "spans", row):
@@ -133,10 +139,10 @@ class TokenBlock:
 
 
 class Collected:
-    """The rows of a block that is being tokenized.
+    """Collects the rows of a block while it is tokenized.
 
-    dtype: of the tokens, <u2 or <i4. folder: where more tokens than fit in _SPILL bytes wait in a temporary
-    file; None: they stay in memory.
+    dtype   numpy type of the tokens, <u2 or <i4
+    folder  folder of the temporary file that tokens spill to beyond _SPILL bytes; None: they stay in memory
     """
 
     def __init__(self, dtype: str, folder: Path | None = None) -> None:
@@ -191,7 +197,7 @@ def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
 
 
 def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
-    """Write block `index` of `key` to a temporary file, flush it and rename it. Raises OSError."""
+    """Write block `index` of `key` to a temporary file, fsync it and rename it. Raises OSError."""
     about = [key, index, vars(block.found)]
     metadata = {_METADATA: json.dumps([_checksum(about, block.arrays), *about])}
     aside = path.with_name(path.name + TEMPORARY)
@@ -211,8 +217,11 @@ def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
 
 
 def open_block(path: Path, key: str, index: int) -> TokenBlock:
-    """Map a file and check everything but the tokens. Raises FileNotFoundError; DamagedBlockError where it is
-    not block `index` of `key`, whole; OSError where it cannot be read."""
+    """Memory-map a file and verify everything but the tokens.
+
+    Raises FileNotFoundError if it does not exist, DamagedBlockError if it is not block `index` of `key` or is
+    incomplete, OSError if it cannot be read.
+    """
     block, checksum, about = _parse(_mapped(path))
     if about[:2] != [key, index]:
         raise DamagedBlockError("it belongs to other rows")
@@ -222,7 +231,7 @@ def open_block(path: Path, key: str, index: int) -> TokenBlock:
 
 
 def reopen_block(path: Path) -> TokenBlock:
-    """Map a file that `open_block` checked. Raises as it does."""
+    """Memory-map a file that `open_block` has verified. Raises the same errors."""
     return _parse(_mapped(path))[0]
 
 
@@ -235,7 +244,8 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
-    """Return the block, its checksum, and what that is of besides the arrays. The header may be damaged."""
+    """Return the block, its stored checksum, and [key, index, found], which that covers besides the arrays.
+    Raises DamagedBlockError if the header is damaged."""
     try:
         start = 8 + int.from_bytes(buffer[:8], "little")
         header = json.loads(buffer[8:start])
@@ -257,7 +267,7 @@ def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
 
 
 def _checksum(about: list[Any], arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Hash everything but the tokens' values."""
+    """Return a hash of everything but the values of the tokens."""
     digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
     for name, values in sorted(arrays.items()):
         digest.update(f"{name} {values.dtype.str} {values.shape}".encode())

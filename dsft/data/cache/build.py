@@ -1,7 +1,7 @@
-"""Tokenizes the blocks of files: in this process, or in several that import no torch.
+"""Tokenize the blocks of data files, in this process or in worker processes, which do not import torch.
 
-Takes the blocks with the format of their rows. Writes a file per block, or returns it. Workers are spawned by
-a ProcessPoolExecutor; each unpickles the renderer once, and is killed with its parent.
+Each block is written to a file or returned. A ProcessPoolExecutor spawns the workers; each unpickles the
+renderer once and is killed when its parent dies.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ from dsft.system.files import write_error
 from dsft.system.process import die_with
 
 MAX_BAD = 1000
-"""Bad rows of a block that are kept; the others are counted."""
+"""Bad rows of a block whose reasons are stored; the others are only counted."""
 _BATCH_ROWS = 1000
-_BATCH_CHARACTERS = 1 << 19  # of rows that are rendered together: the tokenizer holds some 50 bytes for each
+_BATCH_CHARACTERS = 1 << 19  # of rows rendered together: the tokenizer needs about 50 bytes per character
 _TELL_SECONDS = 0.5
 _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A block to be made. content: its file's digest; key: a digest of all that decides what is made of it;
-    path: where it goes."""
+    """A block to tokenize.
+
+    content  digest of the block's data file
+    key      digest of everything that determines the result
+    path     file to write
+    """
 
     block: Block
     format: formats.Format
@@ -53,14 +57,14 @@ class Job:
 
 
 Progress = Callable[[int, int], None]
-"""Is given blocks that are made, and rows that are tokens, since the start."""
+"""A callback with the number of blocks finished and of rows tokenized so far."""
 
 
 # --- one block --------------------------------------------------------------------------------------------
 
 
 def make_file(job: Job, renderer: Renderer, dtype: str, tell: Callable[[int], None]) -> int:
-    """Write the block's file, and return its number of rows. `tell` is called with the rows so far.
+    """Write the block's file and return its number of rows. `tell` is called with the rows so far.
 
     Raises StorageError and MissingInputError.
     """
@@ -79,7 +83,7 @@ def tokenize(
     tell: Callable[[int], None] = lambda rows: None,
     folder: Path | None = None,
 ) -> TokenBlock:
-    """Tokenize a block. dtype: of its tokens; folder: where a large block's tokens wait, None for memory."""
+    """Tokenize a block. dtype: numpy type of its tokens; folder: as in `Collected`."""
     with closing(Collected(dtype, folder)) as collected:
         return collected.block(gather(job.block, job.format, renderer, collected, tell))
 
@@ -87,7 +91,8 @@ def tokenize(
 def gather(
     block: Block, found: formats.Format, renderer: Renderer, rows: Collected, tell: Callable[[int], None]
 ) -> Found:
-    """Read, convert and render the block's lines; what becomes of each is in `rows` or in the result."""
+    """Read, convert and render the block's lines: add the good rows to `rows`, return the counts of the
+    others."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
@@ -104,7 +109,8 @@ def gather(
 
 @dataclass(frozen=True, slots=True)
 class _Meant:
-    """A line with what it means. `content` and `size` (characters) of its row."""
+    """A line converted to a Row, or the reason why it cannot be. content: hash of the row's content; size:
+    characters of the row."""
 
     line: int
     row: Row | None = None
@@ -114,7 +120,7 @@ class _Meant:
 
 
 def _batches(lines: Iterator[Line], found: formats.Format) -> Iterator[list[_Meant]]:
-    """As many lines at a time as one call of the tokenizer takes."""
+    """Yield batches of converted lines, each for one call of the tokenizer."""
     batch: list[_Meant] = []
     size = 0
     for line in lines:
@@ -145,8 +151,9 @@ def _size(sample: Sample) -> int:
 def _render(
     batch: Sequence[_Meant], renderer: Renderer, rows: Collected, spelled: list[int]
 ) -> list[tuple[int, str]]:
-    """Add the batch's rows, and the lines of those whose contents spell a token of the template; give (line,
-    reason) of those that it refuses. A pair of which it refuses one is refused whole."""
+    """Render a batch: add its tokens to `rows`, and to `spelled` the lines whose content spells a token of
+    the template. Return (line, reason) of the rows that cannot be rendered; a pair is refused if either half
+    is."""
     read = [(meant, meant.row) for meant in batch if meant.row is not None]
     rendered = iter(renderer.render([sample for _, row in read for sample in row.samples]))
     refused = []
@@ -169,7 +176,7 @@ def _render(
 
 
 class Makers:
-    """Makes blocks in up to `num_workers` processes, started when they are needed."""
+    """Tokenizes blocks in up to `num_workers` processes, which are started on first use."""
 
     def __init__(self, renderer: Renderer, num_workers: int) -> None:
         self._renderer, self._num_workers = renderer, num_workers
@@ -179,13 +186,13 @@ class Makers:
 
     @cached_property
     def recipe(self) -> tuple[Renderer, str]:
-        """The renderer, and the numpy type of tokens: the smaller one where it holds every id."""
+        """The renderer, and the numpy type of tokens: <u2 if every token id fits in it, else <i4."""
         return self._renderer, "<u2" if num_ids(self._renderer.tokenizer) <= 2**16 else "<i4"
 
     def make(self, jobs: Sequence[Job], progress: Progress, *, here: bool = False) -> None:
-        """Write the files of all blocks; here: in this process.
+        """Write the files of all blocks. here: in this process, without workers.
 
-        Raises the first error that one meets; WorldError where a worker is killed.
+        Raises the first error of any block, and WorldError if a worker is killed.
         """
         if not here and min(self._num_workers, len(jobs)) > 1:
             self._wait(jobs, self._submit(jobs), progress)
@@ -201,7 +208,7 @@ class Makers:
             tell(0)
 
     def close(self) -> None:
-        """Kill the workers, whatever they are at."""
+        """Kill the workers, even while they work."""
         for worker in self._workers:
             worker.kill()
         if self._executor is not None:
@@ -237,8 +244,8 @@ class Makers:
                 progress(len(pending) - len(left), sum(rows.values()))
 
     def _broken(self, at_work: dict[int, Job], undone: Job) -> WorldError:
-        """The error for a worker that was killed; the executor then ends the others with SIGTERM. at_work:
-        the block of each that has begun one."""
+        """Return the error for a worker that was killed, after which the executor ends the others with
+        SIGTERM. at_work: worker's pid -> the block it works on; undone: the block whose future failed."""
         assert self._executor is not None
         self._executor.shutdown()
         codes = {worker.pid: worker.exitcode for worker in self._workers}
@@ -255,7 +262,8 @@ class Makers:
 
 @contextmanager
 def _worker_settings() -> Iterator[None]:
-    """What workers inherit: they are single-threaded, and leave Ctrl-C to their parent."""
+    """Set the environment and signal mask that workers inherit: single-threaded, and Ctrl-C left to the
+    parent."""
     before = {name: os.environ.get(name) for name in _WORKER_ENVIRONMENT}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     os.environ.update(_WORKER_ENVIRONMENT)
@@ -273,19 +281,20 @@ def _worker_settings() -> Iterator[None]:
 # --- a worker ---------------------------------------------------------------------------------------------
 
 _worker: tuple[Renderer, str, Any]
-"""The renderer, the tokens' type, and the queue to the parent."""
+"""The renderer, the numpy type of tokens, and the queue to the parent."""
 
 
 def _start(parent: int, recipe: bytes, told: Any) -> None:
-    """Called in each worker before its first block. Raises nothing: the pool would be broken."""
+    """Initialize a worker. Must not raise, which would break the pool."""
     global _worker
     die_with(parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # not what the parent blocks: SIGTERM ends it
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # the parent's mask may block SIGTERM
     _worker = (*pickle.loads(recipe), told)
 
 
 def _make(number: int, job: Job) -> int:
-    """Write the file of block `number` and return its rows. Their count goes to the parent now and then."""
+    """Write the file of block `number` and return its number of rows. Report progress to the parent every
+    _TELL_SECONDS."""
     renderer, dtype, queue = _worker
     last = 0.0
 
@@ -300,6 +309,6 @@ def _make(number: int, job: Job) -> int:
         return make_file(job, renderer, dtype, tell)
     except DsftError:
         raise
-    except Exception:  # which may not be picklable: a fault of dsft
+    except Exception:  # a bug in dsft; the exception itself may not be picklable
         what = f"block {job.block.index} of {job.block.file.name}"
         raise RuntimeError(f"{what}:\n{traceback.format_exc()}") from None

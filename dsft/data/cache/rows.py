@@ -1,6 +1,6 @@
-"""The rows of a source over its token blocks, and the account of what was read.
+"""Present the token blocks of a source as one TokenRows, with the account of what was read.
 
-Takes opened blocks. Gives TokenRows, whose tokens stay in the memory-mapped files until a row is read.
+Tokens stay in the memory-mapped files until a row is read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from dsft.data.read.files import DataFile, file_notes
 from dsft.data.rows import Account, Rendered, printable
 from dsft.errors import DamagedDataError
 
-_MAPPED = 16  # blocks of about 16 MB whose tokens are mapped at a time
-_LONG = 1 << 16  # tokens of a row
+_MAPPED = 16  # blocks (of about 16 MB) that are memory-mapped at a time
+_LONG = 1 << 16  # tokens from which on a row counts as long
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """TokenRows over blocks. starts: (blocks + 1,) the first row of each, and how many there are; names and
-    first_lines: each block's file, and its lines before the block; places: the file of each block's tokens,
-    or the block itself where it is in memory."""
+    """TokenRows over the blocks of a source.
+
+    starts       (blocks + 1,) the first row of each block, and the number of rows
+    names        the data file of each block
+    first_lines  lines of that file before each block
+    places       the cache file of each block, or the block itself if it is in memory
+    """
 
     account: Account
     lengths: NDArray[np.int64]
@@ -45,7 +49,7 @@ class StoredRows:
     names: tuple[str, ...]
     first_lines: tuple[int, ...]
     places: tuple[Path | TokenBlock, ...]
-    _proven: set[int] = field(default_factory=set, init=False)  # long rows that this process has checked
+    _proven: set[int] = field(default_factory=set, init=False)  # long rows that this process has verified
 
     def source(self, row: int) -> str:
         which, block, inside = self._find(row)
@@ -66,15 +70,15 @@ class StoredRows:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def _in_blocks(self, rows: NDArray[np.int32]) -> Iterator[tuple[TokenBlock, NDArray[np.int64]]]:
-        """The block of each run of rows (k,), ascending, and their numbers in it."""
+        """Yield each block that holds some of the rows (k,), ascending, with their numbers in the block."""
         borders = np.searchsorted(rows, self.starts)
         for which in np.flatnonzero(np.diff(borders)):
             mine = rows[borders[which] : borders[which + 1]].astype(np.int64)
             yield self._find(int(mine[0]))[1], mine - self.starts[which]
 
     def read(self, row: int) -> Rendered:
-        """Raises DamagedDataError where the disk does not give back what was written; the block's file is
-        removed then, and made anew by the next start."""
+        """Return a row. Raises DamagedDataError if its checksum does not match; the block's file is then
+        removed, and the next run tokenizes it again."""
         which, block, inside = self._find(row)
         try:
             return block.read(inside)
@@ -82,8 +86,8 @@ class StoredRows:
             raise self._damaged(which, error) from None
 
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """As `read`. A row of more than _LONG tokens is checked at its first part: each of them would read it
-        whole."""
+        """Return tokens `start` to `stop` of a row; raises as `read` does. A row of more than _LONG tokens is
+        verified only once, since verifying reads all of it."""
         if self.lengths[row] <= _LONG:
             whole = self.read(row)
             return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
@@ -123,8 +127,12 @@ def _reopened(path: Path) -> TokenBlock:
 
 @dataclass(frozen=True)
 class Look:
-    """What a file's first rows say. format: None where they have none, and `refusal` why, of which line;
-    found: what was met on the way."""
+    """What the first rows of a data file show.
+
+    format   the file's format; None if it has no row, or none of a known format
+    found    the blank and bad lines among the first rows
+    refusal  (line, reason) if no format fits
+    """
 
     file: DataFile
     has_rows: bool
@@ -135,7 +143,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Index:
-    """What stays in memory of a block: of each row all but its tokens, spans and line."""
+    """The part of a block that stays in memory: everything except each row's tokens, spans and line."""
 
     found: Found
     columns: dict[str, NDArray[Any]]
@@ -153,7 +161,7 @@ class Index:
 
 
 def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: int | None) -> StoredRows:
-    """The blocks as one, the first `max_rows` rows of them."""
+    """Concatenate the blocks and keep the first `max_rows` rows."""
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
         for name, dtype in _COLUMNS.items()
@@ -179,7 +187,8 @@ def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: 
 
 
 def _as_far_as(opened: Sequence[tuple[Job, Index]], max_rows: int | None) -> list[tuple[Job, Found]]:
-    """What was found up to the last row that is taken, as far as it is known by line."""
+    """Return each block with what was found in it up to the last row kept, as far as line numbers are
+    stored."""
     found, left = [], max_rows
     for job, index in opened:
         one = index.found
@@ -205,7 +214,8 @@ _COLUMNS: Mapping[str, Any] = {
 
 
 def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
-    """A note where contents spell tokens of the chat template. blocks: (lines before it, what was found)."""
+    """Return a note if rows spell tokens of the chat template, else nothing. blocks: (lines of the file
+    before the block, what was found in it)."""
     count = sum(found.spelled_rows for _, found in blocks)
     lines = [before + line for before, found in blocks for line in found.spelled]
     if not count:

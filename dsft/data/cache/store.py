@@ -1,8 +1,8 @@
-"""The tokens of a source's rows: made once, kept on the disk, read where they lie.
+"""Tokenize the rows of a source once, cache them on disk and memory-map them.
 
-Takes a source, a renderer and where to keep what is made. Gives TokenRows. Reads the source's files; writes
-a folder per file below the cache's, named by all that decides its content. Of several processes, on any host,
-that need the same rows at once, one makes them and the others wait for its lock: no collective is held.
+The cache has a folder per data file, named by a digest of everything that determines its content. If several
+processes, on any hosts, need the same rows at once, one tokenizes them and the others wait for its file lock;
+no collective is used.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
 from dsft.system.lock import holder
 
-_LOOKED_AT = 100  # first rows of a file, by which its format is known
-_SMALL = 8 << 20  # bytes of data that are not worth a worker's start
-_FILES_AT_ONCE = 64  # whose locks are held together: each takes a descriptor
+_LOOKED_AT = 100  # first rows of a file, from which its format is detected
+_SMALL = 8 << 20  # bytes of data below which workers are not worth starting
+_FILES_AT_ONCE = 64  # files locked at the same time: each lock takes a file descriptor
 _WAIT_SECONDS = 10.0
 DIGESTS = "digests"
-"""The folder of the cache that remembers what files hold."""
+"""Subfolder of the cache with the digests of data files."""
 
 
 class Source(files.Source, formats.Source, Protocol):
-    """What is read of a `data.train` or `data.eval` entry."""
+    """The part of a `data.train` or `data.eval` entry that is read here."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far the making of a source's tokens is. name: its path; blocks, done: of those not there before."""
+    """Progress of tokenizing a source. name: its path; blocks, done: of the blocks missing from the cache;
+    rows: tokenized so far."""
 
     name: str
     done: int
@@ -71,8 +72,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is on the disk of a source. made: blocks that were not there before, in `seconds`; num_bytes: of
-    all."""
+    """What the cache holds of a source. made: blocks tokenized now, in `seconds`; num_bytes: of all
+    blocks."""
 
     name: str
     rows: int
@@ -92,13 +93,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cache:
-    """Where tokens are kept, and who makes them.
+    """Where tokens are cached, and how rows are tokenized.
 
-    folder       None: in memory, made by this process
-    num_workers  processes; None: one a core
-    say          is called with a sentence for each thing that takes time or was not as it should be
-    progress     is called while tokens are made
-    kept         is called once a source, with what is on the disk then
+    folder       the cache folder; None: tokens stay in memory, and this process tokenizes
+    num_workers  number of worker processes; None: one per core
+    say          called with a sentence for each wait and each problem
+    progress     called while rows are tokenized
+    kept         called once per source, with what the cache then holds
     """
 
     folder: Path | None = None
@@ -112,17 +113,17 @@ IN_MEMORY = Cache()
 
 
 def cache_folder(spec: Spec) -> Path:
-    """Where a spec's tokens are kept."""
+    """Return the cache folder of a spec."""
     return Path(spec.data.cache_dir) if spec.data.cache_dir else Path(spec.output_dir, ".cache", "data")
 
 
 def tokenised(
     source: Source, renderer: Renderer, *, task: str, cache: Cache = IN_MEMORY, max_rows: int | None = None
 ) -> StoredRows:
-    """Every row of the source, or the first `max_rows` of them. What is in the cache is taken from there.
+    """Return the tokens of all rows of the source, or of the first `max_rows`, from the cache where possible.
 
-    Raises MissingInputError for a file that is not there, StorageError where the cache cannot be written, and
-    WorldError where a worker is killed. Bad rows stand in the account.
+    Raises MissingInputError for a missing file, StorageError if the cache cannot be written, WorldError if a
+    worker is killed. Bad rows are listed in the account.
     """
     began = time.monotonic()
     read = [_look_at(file, source, task) for file in data_files(source)]
@@ -144,7 +145,7 @@ def tokenised(
 
 
 def _look_at(file: DataFile, source: Source, task: str) -> Look:
-    """By its first rows. The files of a source are read for them at every start."""
+    """Detect a file's format from its first rows, which are read at every start, cached or not."""
     rows: list[Line] = []
     mistakes: list[tuple[int, str]] = []
     blank = bad = 0
@@ -168,7 +169,7 @@ def _look_at(file: DataFile, source: Source, task: str) -> Look:
 
 
 def _lines(file: DataFile) -> Iterator[Line]:
-    """All lines, numbered in the file."""
+    """Yield all lines, numbered within the file."""
     before = 0
     for block in blocks(file):
         last = 0
@@ -179,14 +180,14 @@ def _lines(file: DataFile) -> Iterator[Line]:
 
 
 def _jobs(look: Look, renderer: Renderer, cache: Cache) -> list[Job]:
-    """The blocks of a file that rows are made of."""
+    """Return the blocks of a file; none if it has no format."""
     if look.format is None:
         return []
     parts = blocks(look.file)
     if cache.folder is None:
         return [Job(part, look.format) for part in parts]
     content = file_digest(look.file, cache.folder / DIGESTS)
-    # All that decides what stands in a block; where the blocks are cut is among it.
+    # Everything that determines the content of a block, including where the file is cut into blocks.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
     says = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
@@ -198,10 +199,10 @@ def _jobs(look: Look, renderer: Renderer, cache: Cache) -> list[Job]:
 
 
 def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
-    """The first block, then `size` at a time; or else the blocks of _FILES_AT_ONCE files."""
+    """Yield the first block, then `size` blocks at a time; size None: the blocks of _FILES_AT_ONCE files."""
     of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
     if size is not None:
-        yield jobs[:1]  # often enough
+        yield jobs[:1]  # often holds enough rows
         yield from (jobs[i : i + max(1, size)] for i in range(1, len(jobs), max(1, size)))
         return
     for i in range(0, len(of_file), _FILES_AT_ONCE):
@@ -212,7 +213,7 @@ def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
 
 
 class _Store:
-    """The blocks of one source, made where they are not there."""
+    """The blocks of one source; missing ones are tokenized."""
 
     def __init__(self, name: str, renderer: Renderer, cache: Cache) -> None:
         self._cache = cache
@@ -249,7 +250,7 @@ class _Store:
         self._makers.close()
 
     def _is_missing(self, job: Job) -> bool:
-        """Under the lock: another process may have made it while this one waited."""
+        """Check again under the lock: another process may have written the block while this one waited."""
         now = _opened(job)
         if isinstance(now, DamagedBlockError):
             self._cache.say(f"{job.path}: {now}; it is made anew")
@@ -259,7 +260,7 @@ class _Store:
         if not jobs:
             return
         for folder in {job.path.parent for job in jobs}:
-            for left in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:  # of a killed process
+            for left in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:  # of killed processes
                 with suppress(OSError):
                     left.unlink()
         self._makers.make(
@@ -271,7 +272,7 @@ class _Store:
         self.num_made += len(jobs)
 
     def _prove_unchanged(self, jobs: Sequence[Job]) -> None:
-        """What was made must be of the content that names it. Raises DataError."""
+        """Raise DataError if a data file changed while it was tokenized, and remove the blocks made of it."""
         assert self._cache.folder is not None
         memory, of_file = self._cache.folder / DIGESTS, {job.block.file: job for job in jobs}
         changed = [file for file, job in of_file.items() if file_digest(file, memory) != job.content]
@@ -288,7 +289,7 @@ def _num_bytes(jobs: Sequence[Job]) -> int:
 
 
 def _opened(job: Job) -> Index | DamagedBlockError | None:
-    """The block's index; why its file is not it; None where there is no file."""
+    """Return the block's index, the reason why its file cannot be used, or None if there is no file."""
     try:
         return Index.of(open_block(job.path, job.key, job.block.index), job.path)
     except DamagedBlockError as error:
@@ -301,9 +302,10 @@ def _opened(job: Job) -> Index | DamagedBlockError | None:
 
 @contextmanager
 def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Be the one that makes the folder's blocks. flock(2): the kernel drops it when its holder dies.
+    """Hold the lock of a cache folder, so that only this process writes blocks there. flock(2): the kernel
+    releases it when its holder dies.
 
-    Raises StorageError where the folder cannot be made, or locked.
+    Raises StorageError if the folder cannot be created or locked.
     """
     path = folder / ".lock"
     lock = FileLock(path)
@@ -320,9 +322,9 @@ def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]
             f"{path} cannot be locked ({error}); set data.cache_dir to a folder that can be written."
         ) from None
     try:
-        with suppress(OSError):  # a full disk: then it is held without a name
+        with suppress(OSError):  # on a full disk the lock is held without naming its holder
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="ascii")
-        os.listdir(folder)  # NFS remembers for a minute what was not there, but for folders that are listed
+        os.listdir(folder)  # NFS caches for a minute that a file is missing; listing refreshes that
         yield
     finally:
         lock.release()
