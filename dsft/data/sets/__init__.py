@@ -1,4 +1,2 @@
-"""Which rows, and which parts of them, are trained on and evaluated, and the account of all others.
-
-Takes a spec and a tokenizer, gives datasets. Touches nothing by itself.
-"""
+"""Datasets: which rows, and which parts of them, are trained on and evaluated, and what became of the
+others."""

@@ -1,6 +1,6 @@
-"""The examples of a run, as an index: which piece of which row each one is. Tokens are read when asked for.
+"""The examples of a run, as an index into the rows of its sources. Tokens are read on access.
 
-Takes the examples of each source as a Part. Gives a Dataset.
+A Part has the examples of one source, a Dataset those of all.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """input_ids (T,) int32; trained (T,) bool: token t is to be predicted (never so for t = 0, which has
-    nothing before it); source "file:line"; segments: tokens of each piece that sees only itself, in a row of
-    several documents (whose first tokens are not trained either), or of a preference pair (chosen, rejected);
-    starts: the position at which each segment begins, None: 0, as in MicroBatch."""
+    """One example, or one preference pair.
+
+    input_ids  (T,) int32
+    trained    (T,) bool: the mask. Token 0 is never a target
+    source     "file:line"
+    segments   length of each segment, which attends only to itself: the documents of a joined example (whose
+               first tokens are no targets), or the two answers of a pair (chosen, rejected); None: one
+               segment
+    starts     position id at which each segment begins, as in MicroBatch; None: 0
+    """
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
@@ -43,7 +49,7 @@ class Example:
 
 
 class Part(Protocol):
-    """The examples of one source. name: in metrics."""
+    """The n examples of one source. name: the source's name in metrics."""
 
     @property
     def name(self) -> str | None: ...
@@ -51,32 +57,32 @@ class Part(Protocol):
     def lengths(self) -> NDArray[np.int32]: ...
     @property
     def widths(self) -> NDArray[np.int32]:
-        """(n,) tokens of each example's row where rows are padded; of a pair, of the longer one."""
+        """(n,) tokens of each example's row in a padded batch; for a pair, of its longer row."""
 
     @property
     def target_counts(self) -> NDArray[np.int32]: ...
     @property
     def squares(self) -> NDArray[np.int64]:
-        """(n,) what the attention of each example grows with: length², of a pair Σ length² of its rows."""
+        """(n,) the attention cost of each example: length²; for a pair, Σ length² of its rows."""
 
     @property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        """What a step counts, by name: (n,) of each example."""
+        """The counts that losses are normalized by: name -> (n,) count of each example."""
 
     @property
     def digest(self) -> str:
-        """sha256: equal where the examples are."""
+        """sha256 that identifies the examples."""
 
     def source(self, index: int) -> str:
-        """Where an example begins: "file:line"."""
+        """Return the place where an example begins, "file:line"."""
 
     def example(self, index: int) -> Example: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples by number: those of the first source, then those of the next. weights: of each source, or
-    None, where an epoch has every example once."""
+    """The n examples of all sources, numbered source after source. weights: the weight of each source; None:
+    an epoch has every example once."""
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...] | None = None
@@ -85,7 +91,7 @@ class Dataset:
         return self.ends[-1]
 
     def __getitem__(self, index: int) -> Example:
-        """Reads its tokens."""
+        """Return an example, reading its tokens."""
         part, own = self._place(index)
         return part.example(own)
 
@@ -93,7 +99,7 @@ class Dataset:
         return map(self.__getitem__, range(len(self)))
 
     def source(self, index: int) -> str:
-        """Where the example begins, "file:line", without reading it."""
+        """Return the place where an example begins, "file:line", without reading it."""
         part, own = self._place(index)
         return part.source(own)
 
@@ -105,12 +111,12 @@ class Dataset:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Examples of each source."""
+        """Number of examples of each source."""
         return tuple(len(part.lengths) for part in self.parts)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Of each source the number behind its last example."""
+        """For each source, the index after its last example."""
         return tuple(np.cumsum(self.sizes).tolist()) or (0,)
 
     @cached_property
@@ -120,7 +126,7 @@ class Dataset:
 
     @cached_property
     def widths(self) -> NDArray[np.int32]:
-        """(n,) tokens of each example's row where rows are padded; of a pair, of the longer one."""
+        """(n,) tokens of each example's row in a padded batch; for a pair, of its longer row."""
         return _joined([part.widths for part in self.parts])
 
     @cached_property
@@ -130,13 +136,13 @@ class Dataset:
 
     @cached_property
     def squares(self) -> NDArray[np.int64]:
-        """(n,) what the attention of each example grows with."""
+        """(n,) the attention cost of each example, as in Part."""
         return np.concatenate([np.zeros(0, np.int64), *(part.squares for part in self.parts)])
 
     @cached_property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        """What a step counts, by name, (n,) of each example: {"tokens"}, or of pairs {"pairs",
-        "chosen_tokens"}."""
+        """The counts that losses are normalized by, name -> (n,) of each example: {"tokens"}, or for pairs
+        {"pairs", "chosen_tokens"}."""
         names = self.parts[0].counts if self.parts else ()
         return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
 
@@ -146,8 +152,8 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of which tokens and masks the examples have, in order, that reads none of them: what a
-        resumed run must find unchanged."""
+        """sha256 that identifies the tokens and masks of all examples, in order, computed without reading
+        them. A resumed run must find it unchanged."""
         return hashlib.sha256("".join(part.digest for part in self.parts).encode()).hexdigest()
 
 

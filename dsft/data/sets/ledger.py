@@ -1,4 +1,4 @@
-"""What became of every row: takes counts of each source, gives their sum, sentences, a table and JSON."""
+"""The ledger: what became of every row of a source, as counts, sentences, a table or JSON."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of the rows of a source. Each row that was read stands in exactly one of the first group.
+    """What became of the rows of a source. Every row is counted in exactly one of the first group:
 
     rows = used + bad + empty + undesirable + held_out + dropped + without_target + identical
 
-    used            rows of which something is trained on
-    bad             cannot be read (data.on_bad_row: drop)
-    empty           of at most one token
-    undesirable     labelled as not to be learned (KTO)
-    held_out        to be evaluated on
-    dropped         longer than max_length, and left out
-    without_target  left out because nothing of them is trained on (after truncation, too)
-    identical       pairs left out because both answers are cut to the same tokens
+    used            rows that examples are made of
+    bad             rows that cannot be read (data.on_bad_row: drop)
+    empty           rows of at most one token
+    undesirable     rows labeled as undesirable (KTO)
+    held_out        rows held out for evaluation
+    dropped         rows left out because they are longer than max_length
+    without_target  rows left out because they have no target, or none after truncation
+    identical       pairs left out because both answers are truncated to the same tokens
 
-    truncated       longer than max_length, of which a part is kept
-    split           rows of which several examples have a part
-    duplicate       rows that say what an earlier one says, of this source or of one before it
-    without_end     used, and what is trained on stops before the end of the turn or text
+    truncated       rows longer than max_length of which a part is used
+    split           rows that several examples have a part of
+    duplicate       rows with the content of an earlier row, of this source or of one before it
+    without_end     used rows whose targets stop before the end of the turn or text
 
-    tokens          of the rows that were read
-    examples        made; more than rows where rows were split
-    example_tokens  of the examples
+    tokens          tokens of the rows that were read
+    examples        number of examples; more than rows if rows were split
+    example_tokens  tokens of the examples
     trained_tokens  targets of the examples
-    dropped_tokens  of the dropped rows
-    truncated_tokens  cut off, or in pieces without a target
-    blank_lines     skipped in the files, not among the rows
+    dropped_tokens  tokens of the dropped rows
+    truncated_tokens  tokens cut off, or in pieces without a target
+    blank_lines     blank lines skipped in the files, which do not count as rows
     """
 
     rows: int = 0
@@ -58,7 +58,7 @@ class Ledger:
 
     @property
     def masked_tokens(self) -> int:
-        """Tokens of the examples that are no targets."""
+        """Number of tokens of the examples that are no targets."""
         return self.example_tokens - self.trained_tokens
 
     @property
@@ -67,15 +67,15 @@ class Ledger:
 
     @property
     def left_out(self) -> int:
-        """Rows that teach nothing though they were meant to: data.max_dropped_fraction."""
+        """Number of rows lost unintentionally, which data.max_dropped_fraction limits."""
         return self.bad + self.empty + self.dropped + self.without_target + self.identical
 
     def figures(self) -> dict[str, int]:
-        """All counts by name."""
+        """Return all counts by name."""
         return asdict(self) | {"masked_tokens": self.masked_tokens, "lost_tokens": self.lost_tokens}
 
     def text(self, what: str = "row") -> str:
-        """One paragraph; what did not happen is left out. what: a row, or a pair."""
+        """Return the ledger as one paragraph, without counts that are zero. what: "row" or "pair"."""
         rows, examples = _counted(self.rows, what), _counted(self.examples, "example")
         said = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
         said.append(f"{self.trained_tokens:,} of them trained on.")
@@ -108,8 +108,8 @@ def total(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def table(ledgers: Mapping[str, Ledger], what: str = "row") -> list[str]:
-    """Lines of a table, a row a source and one for all; columns in which all is zero are left out. what: is
-    counted, a row or a pair."""
+    """Return the lines of a table with a row per source and one for all; columns of zeros are left out. what:
+    "row" or "pair"."""
     sums = total(list(ledgers.values()))
     rows = {**ledgers, "all": sums}
     shown = [(name, title) for name, title in _COLUMNS if name in _ALWAYS or getattr(sums, name)]

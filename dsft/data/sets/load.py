@@ -1,6 +1,7 @@
-"""All rows of a run: takes a spec and a tokenizer, gives what is trained on, what is held out, the account of
-every row, and why a run would refuse the data. Reads the data files, or the tokens that were made of them
-before; needs no torch.
+"""Load the data of a run: the training set, the evaluation sets, the account of every row, and the reasons
+for which a run would refuse the data.
+
+Reads the data files, or their cached tokens. Does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation set and its name in metrics, None where it has none of its own."""
+    """An evaluation set and its name in metrics; None if it has no name of its own."""
 
     name: str | None
     data: Dataset
@@ -49,9 +50,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Loaded:
-    """lines: what is to be told of it, each with the section of the spec in front; account: the same for
-    data.json; identity: of each source what a resumed run must find unchanged; selections: of each set of
-    each source; violations: why a run refuses the data. Rows that are refused are left out here."""
+    """The data of a run. Rows that a run refuses are left out.
+
+    lines       messages about the data, each prefixed with the section of the spec
+    account     the same for data.json
+    identity    per source, what a resumed run must find unchanged
+    selections  one for each source of each set
+    violations  the reasons for which a run refuses the data
+    """
 
     train: Dataset
     held_out: tuple[HeldOut, ...]
@@ -63,12 +69,12 @@ class Loaded:
 
     @property
     def summary(self) -> dict[str, float]:
-        """Figures of data.train, as metrics."""
+        """Counts of data.train, as metrics."""
         return {f"data/{name}": figure for name, figure in self.account["train"]["total"].items()}
 
     @property
     def refusal(self) -> DataError | None:
-        """All violations as one error; None where a run takes the data."""
+        """All violations as one error; None if there are none."""
         if len(self.violations) < 2:
             return self.violations[0] if self.violations else None
         title = ", ".join(one.title.removesuffix(":") for one in self.violations)
@@ -82,7 +88,7 @@ def load_data(
     *,
     share_prompts: bool = False,
 ) -> Loaded:
-    """What `measure` gives. Raises DataError with all violations, if there are any."""
+    """Load the data as `measure` does. Raises DataError with all violations, if there are any."""
     loaded = measure(spec, tokenizer, cache, share_prompts=share_prompts)
     if loaded.refusal is not None:
         raise loaded.refusal
@@ -96,11 +102,12 @@ def measure(
     *,
     share_prompts: bool = False,
 ) -> Loaded:
-    """Read, check, render, divide and cut all rows, with the tokenizer's template. share_prompts: the prompt
-    of a pair is computed once.
+    """Read and tokenize all rows, divide them into sets and cut them to examples, with the tokenizer's
+    template. share_prompts: the prompt of a pair is computed once.
 
-    Bad and too long rows, sets without examples and losses over the spec's limits are violations of what is
-    returned. Raises MissingInputError for a file that is not there, and DataError where no row can be read.
+    Bad rows, rows that are too long, sets without examples and losses over the spec's limits are returned as
+    violations. Raises MissingInputError for a missing file, and DataError if no row can be tokenized, such as
+    without a chat template.
     """
     data = spec.data
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
@@ -156,12 +163,12 @@ _SETTINGS = {
 
 
 def on_too_long(spec: Spec) -> OnTooLong:
-    """Packed pretraining has no row that is too long."""
+    """Return how rows over max_length are treated: "fill" for packed pretraining, else data.on_too_long."""
     return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
 
 
 def _unit(some: Sequence[Selection]) -> str:
-    """What the ledgers of a set count."""
+    """Return what the ledgers of a set count: "row" or "pair"."""
     return "pair" if isinstance(some[0].rows, PairRows) else "row"
 
 
@@ -173,7 +180,7 @@ def _total(some: Sequence[Selection]) -> Ledger:
 
 
 def _lines(some: Sequence[Selection]) -> Iterator[str]:
-    """What is told of a set."""
+    """Yield the messages about a set."""
     unit, sums, what = _unit(some), _total(some), some[0].what
     said = [note for one in some for note in _notes(one.account)]
     bad = [place for one in some for place in one.account.bad]
@@ -195,7 +202,7 @@ def _lines(some: Sequence[Selection]) -> Iterator[str]:
 
 
 def _notes(account: Account) -> Iterator[str]:
-    """Its notes; of many files that are read alike one for all."""
+    """Yield the account's notes, with one note for more than FEW files of the same format and reason."""
     alike = Counter(reason for _, _, reason in account.formats)
     told = {f"{file}: {reason}" for file, _, reason in account.formats if alike[reason] > FEW}
     yield from (note for note in account.notes if note not in told)
@@ -206,7 +213,7 @@ def _notes(account: Account) -> Iterator[str]:
 
 
 def _first_places(some: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, ...]:
-    """Where the first few of the rows of each selection are."""
+    """Return the places of the first FEW of the rows, over all selections."""
     places: list[str] = []
     for one, mine in zip(some, rows, strict=True):
         places += one.places(mine[: FEW - len(places)])
@@ -214,7 +221,7 @@ def _first_places(some: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, 
 
 
 def _account(some: Sequence[Selection], data: Dataset) -> dict[str, Any]:
-    """One set's share of data.json."""
+    """Return one set's part of data.json."""
     account: dict[str, Any] = {
         "fingerprint": data.fingerprint,
         "total": _total(some).figures(),
@@ -245,8 +252,8 @@ def _source_account(one: Selection) -> dict[str, Any]:
 
 
 def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: Cutting) -> Iterator[DataError]:
-    """Bad and too long rows. Where there are none, sets without examples and losses over their limits, which
-    such rows would be counted in."""
+    """Yield the violations: bad rows and rows that are too long; only if there are none, sets without
+    examples and losses over the spec's limits, since such rows would count as losses."""
     read = [one for some in sets for one in some]
     rows = [error for error in (_bad(data, read), _too_long(read, cutting)) if error is not None]
     yield from rows
@@ -262,7 +269,7 @@ def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: Cuttin
 
 
 def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
-    """Every bad row, or, where these are dropped, the files of which no row is read."""
+    """Return the error for bad rows; if these are dropped, for files of which no row can be read."""
     accounts = [one.account for one in read]
     if data.on_bad_row == "error":
         bad = [problem for one in accounts for problem in one.bad]
@@ -275,7 +282,7 @@ def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
 
 
 def _too_long(read: Sequence[Selection], cutting: Cutting) -> DataError | None:
-    """Every row that is longer than it may be, of all sets."""
+    """Return the error for rows over max_length, of all sets."""
     if cutting.how != "error":
         return None
     problems: list[Problem] = []
@@ -289,7 +296,7 @@ def _too_long(read: Sequence[Selection], cutting: Cutting) -> DataError | None:
 
 
 def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
-    """A set in which no example is left. train: the account of data.train."""
+    """Return the error for a set without examples. train: the ledger of data.train."""
     sums, first, unit = _total(some), some[0], _unit(some)
     to_what = "train on" if first.what == TRAIN else "evaluate"
     if not sums.rows and first.is_split:
@@ -322,7 +329,8 @@ def _nothing_left(ledger: Ledger, data: Data, what: str) -> str:
 
 
 def _over_limits(data: Data, train: Sequence[Selection], sums: Ledger) -> Iterator[Problem]:
-    """Where more of data.train is lost, or is there twice, than the spec allows."""
+    """Yield a problem for each of the spec's limits on dropped, truncated and duplicate rows that data.train
+    exceeds."""
     lost = ("dropped", "without_target", "empty", "identical")
     left_out = [np.sort(np.concatenate([one.of(reason) for reason in lost])) for one in train]
     truncated, duplicate = ([one.of(name) for one in train] for name in ("truncated", "duplicate"))

@@ -1,8 +1,9 @@
-"""Which examples a step holds: a pure function of (sizes and weights of sources, seed, step), without torch.
+"""Choose the examples of each step: a pure function of (sizes and weights of the sources, seed, step),
+without torch.
 
-An epoch of the mixture has as many slots as there are examples. Without weights slot i is example i. With
-weights each source has its share of the slots, and the n-th slot of a source in the run takes the n-th of its
-own examples, which go round in shuffled epochs of their own.
+An epoch of the mixture has as many slots as there are examples, in shuffled order. Without weights, slot i is
+example i. With weights, each source has its share of the slots; over the run, the n-th slot of a source takes
+the n-th example of that source's own sequence, which repeats its examples in shuffled epochs of their own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A step's examples (b,) in order; taken (s,): of each source how many examples the run has taken after
-    this step; epoch: of the mixture, after this step."""
+    """The examples of a step.
+
+    ids    (b,) in order
+    taken  (s,) examples of each source that the run has taken after this step
+    epoch  epochs of the mixture after this step
+    """
 
     ids: Ids
     taken: Ids
@@ -30,7 +35,7 @@ class Drawn:
 
 
 class Order:
-    """The examples of every step of a run, of which any may be asked for."""
+    """The examples of every step of a run, by random access."""
 
     def __init__(self, data: Dataset, global_batch_size: int, seed: int) -> None:
         self._sizes, self._size, self._seed = np.array(data.sizes, dtype=np.int64), global_batch_size, seed
@@ -42,7 +47,7 @@ class Order:
         self.steps_per_epoch = -(-self._count // global_batch_size)
 
     def step(self, index: int) -> Drawn:
-        """Step `index` of the run, from 0, through any number of epochs."""
+        """Return the examples of step `index` of the run, from 0, over any number of epochs."""
         epoch, position = divmod(index, self.steps_per_epoch)
         start, stop = position * self._size, min((position + 1) * self._size, self._count)
         slots = epoch_order(self._count, self._seed, epoch)[start:stop].astype(np.int64)
@@ -54,8 +59,8 @@ class Order:
         return Drawn(ids, before + here, epoch + stop / self._count)
 
     def _taken(self, epoch: int, slots: int) -> Ids:
-        """(s,): of each source how many of the epoch's first slots are its own. Counted on from the step
-        before, where that was the last one asked for."""
+        """Return how many of the first `slots` slots of an epoch belong to each source, (s,). For consecutive
+        steps the counts of the previous step are reused."""
         done_epoch, done, counts = self._after
         if slots == 0:
             return np.zeros(len(self.slots), dtype=np.int64)
@@ -76,8 +81,8 @@ class Order:
 
 
 def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, ...]:
-    """The slots of each source in an epoch, as many in all as there are examples: by weight, the largest
-    remainders rounded up."""
+    """Return the number of slots of each source in an epoch, by weight, the largest remainders rounded up.
+    Their sum is the number of examples."""
     if weights is None:
         return tuple(sizes)
     weights = [weight if size else 0.0 for weight, size in zip(weights, sizes, strict=True)]
@@ -91,7 +96,7 @@ def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, 
 
 
 def shares_text(names: Sequence[str], data: Dataset) -> Iterator[str]:
-    """A sentence a source of how often an epoch has it; none without weights, or without examples."""
+    """Yield a sentence per source on how often an epoch repeats it; nothing without weights or examples."""
     if data.weights is None or not sum(data.sizes):
         return
     slots = quotas(data.sizes, data.weights)
@@ -103,14 +108,14 @@ def shares_text(names: Sequence[str], data: Dataset) -> Iterator[str]:
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
-    """A permutation of range(count), (count,), the same with every version of every library.
+    """Return a permutation of range(count), (count,), that does not depend on any library's version.
 
-    The examples are sorted by a hash of (seed, epoch, index); equal hashes stay in order.
+    The examples are sorted by a hash of (seed, epoch, index); the sort is stable.
     """
     latest = _latest(count, seed)
     if epoch not in latest:
         order = _sorted_by_hash(count, seed, epoch)
-        while len(latest) > 1:  # a step may stand in two of them, and there is a thread that makes the next
+        while len(latest) > 1:  # keep two: a step may span two epochs, and a thread prefetches the next step
             latest.pop(next(iter(latest)), None)
         latest[epoch] = order
         return order
@@ -119,7 +124,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=64)
 def _latest(count: int, seed: int) -> dict[int, NDArray[np.int32]]:
-    """The orders of the latest two epochs that were asked for."""
+    """Return the mutable cache of the last two epochs' orders: epoch -> order."""
     return {}
 
 
@@ -127,10 +132,10 @@ def _sorted_by_hash(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     key: NDArray[np.uint64] = _splitmix64(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(epoch)
     number: NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
     key = _splitmix64(key) + number
-    for start in range(0, count, _CHUNK):  # in place: what a hash needs beside is small
+    for start in range(0, count, _CHUNK):  # in place, so that temporary arrays stay small
         key[start : start + _CHUNK] = _splitmix64(key[start : start + _CHUNK])
     order = np.argsort(key, kind="stable").astype(np.int32)
-    order.flags.writeable = False  # shared by all who ask
+    order.flags.writeable = False  # shared by all callers
     return order
 
 
@@ -138,12 +143,13 @@ _CHUNK = 1 << 16
 
 
 def _source_seed(seed: int, source: int) -> int:
-    """Sources of one size do not go in one order."""
+    """Return a seed for one source, so that sources of equal size have different orders."""
     return int(_splitmix64(np.array([(seed + source + 1) % 2**64], dtype=np.uint64))[0])
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output of the SplitMix64 generator for each state (Steele, Lea and Flood 2014), modulo 2^64."""
+    """Return the output of the SplitMix64 generator for each state (Steele, Lea and Flood 2014), modulo
+    2^64."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Preference pairs: a line gives two rows, the chosen answer's and behind it the rejected one's, which begin
-with the tokens of one prompt.
+"""Preference pairs: truncate them so that both answers stay comparable, and present them as examples.
 
-Takes a Selection of pairs. Gives it with its examples, cut so that both answers stay comparable.
+Each pair is two consecutive rows of its source, the chosen and the rejected one, which begin with the same
+prompt tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dsft.data.sets.pieces import Stream
 from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
 
 CHOSEN, REJECTED = 0, 1
-QUARTER = 4  # of a window is the prompt's, or as much as there is of it, however long the answers are
+QUARTER = 4  # 1/4 of max_length is reserved for the prompt (less if it is shorter), however long the answers
 
 
 @dataclass(frozen=True, eq=False)
 class PairPart:
-    """The m pairs of one source as examples, each of two segments: the prompt with the chosen answer, and the
-    prompt with the rejected one. Of a truncated pair the last tokens of the prompt are kept, the same in both
-    rows, and as many of the first tokens of each answer as one limit allows.
+    """The m pairs of one source as examples of two segments: the prompt with the chosen answer, and the
+    prompt with the rejected one. A truncated pair keeps the last tokens of the prompt, the same in both rows,
+    and the first tokens of each answer, up to the same limit for both.
 
-    name     of the source, in metrics
-    rows     the source's
-    pairs    (m,) which pair of the source
-    begin    (m,) the token of its rows with which the prompt begins
-    prompts  (m,) tokens that both rows begin with, before the answers
-    headed   (m,) the first of them is the rows' first token, which comes before `begin`
+    name     the source's name in metrics
+    rows     all pairs of the source
+    pairs    (m,) index of each pair in `rows`
+    begin    (m,) index of the row's token at which the prompt begins
+    prompts  (m,) tokens of the prompt
+    headed   (m,) the row's first token (bos) is put before the token at `begin`, and counts in `prompts`
     answers  (m, 2) tokens of the chosen and of the rejected answer
-    targets  (m, 2) of them, those that are trained on
-    shared   the second segment has of the prompt its last token alone, and sees the others in the first
+    targets  (m, 2) targets of the chosen and of the rejected answer
+    shared   the second segment has only the last token of the prompt, and sees the others in the first
     """
 
     name: str | None
@@ -63,7 +63,8 @@ class PairPart:
 
     @cached_property
     def squares(self) -> NDArray[np.int64]:
-        """Of a shared prompt the rejected answer's tokens see it, and it is not computed for them again."""
+        """(m,) attention cost. With a shared prompt, the rejected answer attends to it without computing it
+        again."""
         rows = (self.prompts[:, None] + self.answers).astype(np.int64)
         seeing = rows.copy()
         if self.shared:
@@ -87,7 +88,7 @@ class PairPart:
 
     @cached_property
     def digest(self) -> str:
-        """Of what is learned, which is the same whether prompts are shared or not."""
+        """sha256 that identifies the pairs; it does not depend on whether prompts are shared."""
         digest = hashlib.sha256(self.rows.digest.encode())
         for column in self._columns.values():
             digest.update(b"|")
@@ -95,14 +96,14 @@ class PairPart:
         return digest.hexdigest()
 
     def take(self, kept: NDArray[np.bool_]) -> PairPart:
-        """The pairs of a mask (m,)."""
+        """Return the pairs selected by a mask (m,)."""
         if kept.all():
             return self
         columns: Mapping[str, Any] = {name: column[kept] for name, column in self._columns.items()}
         return replace(self, **columns)
 
     def read(self, index: int, answer: int) -> Rendered:
-        """The prompt and one of the answers."""
+        """Return the prompt with one of the answers, CHOSEN or REJECTED."""
         row = self.rows.answers.read(2 * int(self.pairs[index]) + answer)
         begin, headed = int(self.begin[index]), bool(self.headed[index])
         kept = np.arange(begin, begin + self.prompts[index] - headed + self.answers[index, answer])
@@ -129,11 +130,11 @@ _COLUMNS = ("pairs", "begin", "prompts", "headed", "answers", "targets")
 
 
 def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
-    """The selection with its chosen pairs, each with targets in both answers, as pairs of which neither row
-    has more than `max_length` tokens.
+    """Return the selection with its pairs cut to examples of which neither row has more than `max_length`
+    tokens. Both answers of each pair must have targets.
 
-    A row over `max_length` loses the beginning of its prompt, so that the longer answer fits, but for a
-    QUARTER of max_length; where that is not enough, both answers end at the same number of tokens."""
+    A pair over `max_length` first loses the beginning of its prompt, until the longer answer fits or a
+    QUARTER of max_length is left of the prompt; then both answers are cut to the same maximum length."""
     rows, pairs, max_length = chosen.rows, chosen.chosen, cutting.max_length
     assert isinstance(rows, PairRows)
     too_long = rows.longest[pairs] > max_length
@@ -169,7 +170,7 @@ def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
 
 
 def _become_equal(part: PairPart, is_cut: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """(m,): pairs of which an answer was cut and that are now the same tokens."""
+    """Return a mask (m,) of the pairs whose answers have become the same tokens by truncation."""
     equal: NDArray[np.bool_] = is_cut & (part.answers[:, CHOSEN] == part.answers[:, REJECTED])
     for index in np.flatnonzero(equal).tolist():
         chosen, rejected = (part.read(index, answer).input_ids for answer in (CHOSEN, REJECTED))

@@ -1,7 +1,7 @@
-"""Which tokens of which rows make an example: whole rows, windows of them, or pieces that go over rows.
+"""Cut the rows of a Selection to examples: whole rows, windows of rows, or pieces that span several rows.
 
-Takes a Selection, and reads the lengths and trained spans of its rows. Gives it with its examples: an index
-of a few numbers each, made without reading a token but the first of some rows.
+Examples are an index of a few numbers each, computed from the lengths and target spans of the rows. Tokens
+are not read, except the first one of some rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
 class RowPart:
     """The m examples that are cut from a source's rows.
 
-    name           of the source, in metrics
-    rows           the source's
-    ids            which of its rows; (m,) the row of each example, or, where examples go on over the ends of
-                   rows, (k,) all rows in order
-    begin          (m,) the token of the row with which an example begins
-    lengths        (m,) tokens
-    target_counts  (m,) targets
-    headed         (m,) the row's first token comes before `begin`; None: of no example
-    at             (m,) the position in `ids` of the row where an example begins, where they go on over ends
+    name           the source's name in metrics
+    rows           all rows of the source
+    ids            (m,) the row of each example; if examples span rows, (k,) all their rows in order
+    begin          (m,) index of the row's token at which an example begins
+    lengths        (m,) tokens of each example
+    target_counts  (m,) targets of each example
+    headed         (m,) the row's first token (bos) is put before the token at `begin`; None: in no example
+    at             (m,) if examples span rows: the position in `ids` of the row where an example begins
     """
 
     name: str | None
@@ -65,15 +64,15 @@ class RowPart:
         return digest.hexdigest()
 
     def row_of(self, index: int) -> int:
-        """The source's row in which an example begins."""
+        """Return the source's row in which an example begins."""
         return int(self.ids[index if self.at is None else self.at[index]])
 
     def source(self, index: int) -> str:
         return self.rows.source(self.row_of(index))
 
     def example(self, index: int) -> Example:
-        """Reads its tokens. Where it goes over ends its segments are the rows' parts. The first token of each
-        part is not trained."""
+        """Return an example, reading its tokens. If it spans rows, each row's part is a segment. The first
+        token of each part is no target."""
         row, begin, length = self.row_of(index), int(self.begin[index]), int(self.lengths[index])
         segments = None
         if self.at is not None:
@@ -100,7 +99,7 @@ class RowPart:
 
 
 def _read(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
-    """Up to `length` tokens of a row from `begin` on. The first is not trained."""
+    """Return up to `length` tokens of a row from `begin` on, the first of them masked."""
     stop = min(begin + length, int(source.lengths[row]))
     part = source.read_part(row, begin, stop) if stop - begin < source.lengths[row] else source.read(row)
     trained = part.trained.copy()
@@ -109,12 +108,12 @@ def _read(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
 
 
 Places = NDArray[np.int64]
-_AT_ONCE = 100_000  # rows whose windows are looked for together: about 50 MB
+_AT_ONCE = 100_000  # rows whose windows are computed together: about 50 MB
 
 
 def cut(chosen: Selection, cutting: Cutting) -> Selection:
-    """The selection with its chosen rows, each of which has a target, as examples of at most `max_length`
-    tokens."""
+    """Return the selection with its rows cut to examples of at most `max_length` tokens. Each of the rows
+    must have a target."""
     source, rows, size = chosen.rows, chosen.chosen, cutting.max_length
     assert not isinstance(source, PairRows)
     lengths = source.lengths[rows]
@@ -148,7 +147,7 @@ def _truncated(
     whole = _whole(chosen.name, source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
     lost = int(whole.lengths[too_long].sum(dtype=np.int64)) - size * int(np.count_nonzero(too_long))
-    texts = too_long & (whole.target_counts == whole.lengths - 1)  # no window has more than the first
+    texts = too_long & (whole.target_counts == whole.lengths - 1)  # then the first window is a best one
     targets = np.where(texts, np.int32(size - 1), whole.target_counts)
     ended[texts] = False
     others = np.flatnonzero(too_long & ~texts)
@@ -170,7 +169,7 @@ def _truncated(
 
 
 def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], size: int) -> Selection:
-    """Pieces that overlap by one token, so that every token but the first is a target exactly once."""
+    """Split rows into pieces that overlap by one token, so that every target of a row is one exactly once."""
     rows = chosen.chosen
     numbers = _small(np.maximum(1, -((1 - lengths) // (size - 1))))
     of_row = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
@@ -187,7 +186,7 @@ def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], siz
 
 
 def _filled(chosen: Selection, source: TokenRows, size: int) -> Selection:
-    """Examples of `size` tokens, the last one of what is left, every token once."""
+    """Join all rows and cut them into examples of `size` tokens, the last one shorter. No tokens repeat."""
     stream = Stream(source, chosen.chosen)
     lengths, ends = stream.lengths, stream.firsts + stream.lengths
     total = int(ends[-1]) if len(ends) else 0
@@ -214,7 +213,7 @@ def _with_targets(chosen: Selection, part: RowPart, num_split: int) -> Selection
 
 
 def _take(part: RowPart, kept: NDArray[np.bool_]) -> RowPart:
-    """The examples of a mask (m,)."""
+    """Return the examples selected by a mask (m,)."""
     if kept.all():
         return part
     return replace(
@@ -237,7 +236,7 @@ def _small(numbers: NDArray[np.int64]) -> Ids:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Rows (k,) of a source laid end to end: places count from the first row's first token."""
+    """Rows (k,) of a source, concatenated. A place is an index of a token in the concatenation."""
 
     source: TokenRows
     rows: NDArray[np.int32]
@@ -248,22 +247,22 @@ class Stream:
 
     @cached_property
     def firsts(self) -> Places:
-        """(k,): the place of each row's first token."""
+        """(k,) the place of each row's first token."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
     def counts(self) -> Places:
-        """(k,): runs of targets of each row."""
+        """(k,) the number of runs of targets of each row."""
         return self._runs[0]
 
     @cached_property
     def runs(self) -> tuple[Places, Places]:
-        """Where each run of targets starts and stops. A row's first token is none."""
+        """The places at which each run of targets starts and stops. A row's first token is no target."""
         return self._runs[1:]
 
     @property
     def first_targets(self) -> Places:
-        """(k,): the place of each row's first target; each has one."""
+        """(k,) the place of each row's first target. Every row must have one."""
         places: Places = self.runs[0][np.cumsum(self.counts) - self.counts]
         return places
 
@@ -284,7 +283,7 @@ class Stream:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
 
     def before(self, places: Places) -> Places:
-        """(n,): how many targets stand before each place (n,)."""
+        """Return the number of targets before each place (n,), (n,)."""
         starts, stops = self.runs
         which = np.searchsorted(starts, places, side="right") - 1
         inside = np.minimum(places, stops[which]) - starts[which]
@@ -292,11 +291,11 @@ class Stream:
         return found
 
     def between(self, starts: Places, stops: Places) -> Places:
-        """(n,): targets of pieces (n,). The first token of a piece is none."""
+        """Return the number of targets of each piece (n,), (n,). The first token of a piece is no target."""
         return self.before(stops) - self.before(starts + 1)
 
     def is_inside(self, places: Places) -> NDArray[np.bool_]:
-        """(n,): whether a run goes on over the place."""
+        """Return a mask (n,): whether a run of targets continues across each place."""
         starts, stops = self.runs
         which = np.searchsorted(starts, places, side="left") - 1
         found: NDArray[np.bool_] = (which >= 0) & (places < stops[which])
@@ -305,8 +304,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Of rows (k,): each from `begin` on, behind the row's first token if `headed`. ended: the last part that
-    is trained on and not cut off whole is there to its end."""
+    """One window of each of the rows (k,): the tokens from `begin` on, after the row's first token if
+    `headed`. ended: the window does not end within a run of targets."""
 
     begin: Places
     headed: NDArray[np.bool_]
@@ -315,12 +314,13 @@ class Windows:
 
 
 def windows(source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | None) -> Windows:
-    """`size` tokens of each of these longer rows; where a row begins with `bos`, this and `size` - 1 more.
+    """Return the best window of `size` tokens of each of the rows, which are longer than that. If a row
+    begins with `bos`, a window that begins later keeps it in front and has `size` - 1 more tokens.
 
-    A window begins with the row, or before a run of targets: with all that stands between the run and the
-    one before it, or as much of it as fills a quarter of the window, so that no answer stands without a
-    question. Of these the one with the most targets, the earliest of equals. What stands first, or behind a
-    beginning that it did not stand behind, is no target. Each row has a target."""
+    A window begins at the start of the row, or before a run of targets, with the context between that run and
+    the previous one, or with as much of it as fills a quarter of the window, so that no answer is without its
+    question. The best window has the most targets; of equals, the earliest. The first token of a window, and
+    the one after a `bos` put in front of it, are no targets. Every row must have a target."""
     stream = Stream(source, rows)
     begin, targets = _best(stream, size, 0)
     headed = np.zeros(len(rows), np.bool_)
@@ -337,11 +337,12 @@ def windows(source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | No
 
 
 def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:
-    """(k,), (k,): where the best `size` tokens from `low` on begin, the earliest of equals, and their
-    targets.
+    """Return the begin, (k,), of each row's best window of `size` tokens that begins at `low` or later, the
+    earliest of equals, and its number of targets, (k,).
 
-    Before a run the number of targets grows with the begin, so the best is the latest that leaves the run its
-    context, and the earliest as good as that is where the window ends with a run, or the gap's first place.
+    In the gap before a run, the number of targets grows with the begin. So the best begin is the latest that
+    leaves the run its context, and the earliest one as good is where the window ends with the end of a run,
+    or the gap's first place.
     """
     starts, stops = stream.runs
     of_row = np.cumsum(stream.counts) - stream.counts

@@ -1,6 +1,7 @@
-"""Which rows of a source go into which set (trained on, evaluated, held out), and why others go into none.
+"""Divide the rows of the sources into sets (training, evaluation, held out), and record why others are in
+none.
 
-Takes the rows of sources. Gives a Selection for each source of each set, as row numbers; reads no tokens.
+Each source of each set is a Selection of row numbers. Tokens are not read.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dsft.spec.held_out import set_names, split_sets, train_names
 from dsft.spec.schema import Data, Source
 
 TRAIN = "data.train"
-FEW = 5  # places named after a figure
+FEW = 5  # places named after a count in a message
 OnTooLong = Literal["error", "drop", "truncate", "split", "fill"]
-"""What becomes of rows over max_length. error: they are dropped, and a run refuses the data; fill, for packed
-pretraining: no row is too long, all are joined end to end and cut into examples of max_length tokens."""
+"""How rows over max_length are treated. error: they are dropped, and a run refuses the data; fill, for packed
+pretraining: no row is too long, all are concatenated and cut into examples of max_length tokens."""
 
 Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
@@ -32,8 +33,12 @@ NONE: Ids = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Cutting:
-    """How rows become examples. bos: the tokenizer's beginning of text, which a truncated row keeps in front;
-    None where it has none; share_prompts: the prompt of a pair is computed once for both answers."""
+    """How rows are cut to examples.
+
+    max_length     tokens of an example at most; for a pair, of each of its rows
+    bos            the tokenizer's beginning-of-text id, kept in front of a truncated row; None: it has none
+    share_prompts  the prompt of a pair is computed once for both answers
+    """
 
     max_length: int
     how: OnTooLong
@@ -43,7 +48,7 @@ class Cutting:
 
 @dataclass(frozen=True, eq=False)
 class PairRows:
-    """The rows of a source as n pairs: pair i is its rows 2i, chosen, and 2i + 1, rejected."""
+    """The rows of a source as n pairs: pair i is the rows 2i (chosen) and 2i + 1 (rejected)."""
 
     answers: TokenRows
 
@@ -74,7 +79,7 @@ class PairRows:
 
     @cached_property
     def trained(self) -> NDArray[np.int64]:
-        """(n,) targets of both answers; 0 where one has none: then there is nothing to compare."""
+        """(n,) targets of both answers; 0 if one answer has none, since then there is nothing to compare."""
         targets = self.answers.trained.reshape(-1, 2)
         return np.where(targets.all(axis=1), targets.sum(axis=1), 0)
 
@@ -85,7 +90,7 @@ class PairRows:
 
     @property
     def content(self) -> Hashes:
-        """(n,) a hash of what the pair says."""
+        """(n,) a hash of the pair's content."""
         return self.answers.content[::2]
 
     @property
@@ -93,34 +98,35 @@ class PairRows:
         return self.answers.desirable[::2]
 
     def source(self, pair: int) -> str:
-        """Where the pair is: "file:line"."""
+        """Return the pair's place, "file:line"."""
         return self.answers.source(2 * pair)
 
 
 def longest_rows(rows: TokenRows | PairRows) -> NDArray[np.int64]:
-    """(n,) tokens of each row, of a pair those of the longer one: what data.max_length is compared with."""
+    """Return the lengths (n,) that data.max_length is compared with: of each row, or of a pair's longer
+    row."""
     return rows.longest if isinstance(rows, PairRows) else rows.lengths
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows of one source in one set: which make examples, and what became of all others. Where the
-    task is trained on pairs, a row is a pair. Rows are given by their numbers in the source, ascending.
+    """The rows of one source in one set: those that examples are cut from, and what became of the others. In
+    tasks on pairs, a row is a pair. Rows are given by their numbers in the source, ascending.
 
-    what        what messages call the set
-    set_name    its name in metrics; None where it has none of its own
+    what        the set's name in messages
+    set_name    the set's name in metrics; None if it has no name of its own
     name        the source's name
     source      the source's entry in the spec
     rows        all rows of the source
-    count       rows of the source that belong to the set, also those that are left out
-    chosen      (k,) rows that the examples are cut from
-    left_out    reason, a name in Ledger -> rows that make no example
-    noted       "truncated", "without_end", "duplicate" -> rows of which this is so
+    count       number of rows that belong to the set, including those that are left out
+    chosen      (k,) rows that examples are cut from
+    left_out    reason, a field of Ledger -> rows left out for it
+    noted       "truncated", "without_end", "duplicate" -> rows that this applies to
     is_split    whether the set is held out of data.train
-    also_in_train  rows of the set whose content is in data.train too; None: not looked for
+    also_in_train  rows of the set whose content is in data.train too; None: not computed
     part        the examples, once they are cut
-    split       rows of which several examples have a part
-    truncated_tokens  tokens that were cut off, and those of pieces without a target
+    split       number of rows that several examples have a part of
+    truncated_tokens  number of tokens cut off, including pieces without a target
     """
 
     what: str
@@ -145,27 +151,27 @@ class Selection:
 
     @property
     def account(self) -> Account:
-        """What was read of the source; nothing for rows that are held out of it."""
+        """The source's account; empty for a held-out split, so that nothing is counted twice."""
         return Account() if self.is_split else self.rows.account
 
     @property
     def label(self) -> str:
-        """What messages call the set's rows of this source."""
+        """Name of the selection in messages."""
         if self.is_split:
             return f"what is held out of {self.name}"
         return f"{TRAIN} {self.name}" if self.what == TRAIN else self.what
 
     @property
     def content(self) -> Hashes:
-        """(k,) a hash of what each chosen row says."""
+        """(k,) a hash of each chosen row's content."""
         return self.rows.content[self.chosen]
 
     def places(self, rows: Ids) -> tuple[str, ...]:
-        """Where rows are, "file:line"."""
+        """Return the places of rows, "file:line"."""
         return tuple(self.rows.source(int(row)) for row in rows)
 
     def of(self, name: str) -> Ids:
-        """The rows that `left_out` or `noted` has under the name."""
+        """Return the rows that `left_out` or `noted` has under a name."""
         return self.left_out.get(name, self.noted.get(name, NONE))
 
     @cached_property
@@ -192,8 +198,11 @@ class Selection:
 def divide(
     data: Data, train: Sequence[TokenRows | PairRows], evaluated: Sequence[TokenRows | PairRows]
 ) -> list[list[Selection]]:
-    """The set to train on first, then the sets of data.eval, then those held out of data.train that have
-    rows, or one that has none. train, evaluated: the rows of each source of data.train and of data.eval."""
+    """Return the sets: the training set, the sets of data.eval, then the held-out splits of data.train that
+    have rows (if none has, the first of them).
+
+    train, evaluated: the rows of each source of data.train and of data.eval.
+    """
     sources = zip(train_names(data.train), data.train, train, strict=True)
     kept = held = _select([Selection(TRAIN, None, *of) for of in sources])
     splits = split_sets(data)
@@ -217,7 +226,7 @@ def divide(
 
 
 def _select(sources: Sequence[Selection]) -> list[Selection]:
-    """Choose the rows that teach something. Duplicates are counted over all of the sources."""
+    """Choose the rows that have targets. Duplicates are found across all of the sources."""
     counts = [min(len(one.rows.lengths), one.source.max_rows or len(one.rows.lengths)) for one in sources]
     content = [one.rows.content[:count] for one, count in zip(sources, counts, strict=True)]
     duplicate = np.split(is_duplicate(np.concatenate(content)), np.cumsum(counts)[:-1])
@@ -235,7 +244,7 @@ def _selected(one: Selection, count: int, duplicate: NDArray[np.bool_]) -> Selec
 
 
 def _divided(one: Selection, border: int) -> tuple[Selection, Selection]:
-    """The rows that are trained on, and those that are held out."""
+    """Return the selections of the rows that are trained on and of those that are held out."""
     is_held = is_below(one.content, border)
     held = one.chosen[is_held]
     kept = replace(one, chosen=one.chosen[~is_held], left_out={**one.left_out, "held_out": held})
@@ -246,13 +255,13 @@ def _ids(mask: NDArray[np.bool_]) -> Ids:
     return np.flatnonzero(mask).astype(np.int32)
 
 
-# --- by content: a row's set depends on its own hash, so that duplicates are never on both sides, and rows
-# that are added move none of the others ---------------------------------------------------------------------
+# --- by content: a row's set depends only on its own hash, so that duplicates are never on both sides and
+# added rows do not move others ------------------------------------------------------------------------------
 
 
 def held_out_below(pool: Hashes, fraction: float | None, count: int | None) -> int:
-    """The hash, up to 2^64, below which a row of the `pool` (n,) is held out: so that `fraction` of all that
-    rows can say is, or `count` rows are, with those that say the same as the last of them."""
+    """Return the hash, up to 2^64, below which a row of the `pool` (n,) is held out: `fraction` of the range
+    of hashes, or the value below which `count` rows are (and more if the last of them has duplicates)."""
     if fraction is not None:
         return int(fraction * 2**64)
     if count is None or not len(pool):
@@ -268,7 +277,7 @@ def is_below(content: Hashes, border: int) -> NDArray[np.bool_]:
 
 
 def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
-    """(n,): an earlier row says the same."""
+    """Return a mask (n,) of the rows whose content an earlier row has."""
     found = np.zeros(len(content), np.bool_)
     ordered = np.sort(content)
     twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -279,14 +288,15 @@ def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
 
 
 def also_in(content: Hashes, others: Sequence[Hashes]) -> NDArray[np.bool_]:
-    """(n,): a row of the `others` says the same. Those may be many more than `content`."""
+    """Return a mask (n,) of the rows whose content is in `others`, which may be much larger than
+    `content`."""
     known = np.unique(content)
     found = [other[_is_one_of(other, known)] for other in others]
     return _is_one_of(content, np.unique(np.concatenate([*found, np.zeros(0, np.uint64)])))
 
 
 def _is_one_of(content: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
-    """(n,): whether each hash is in `ordered` (m,), sorted; quick where that is short."""
+    """Return a mask (n,) of the hashes that are in `ordered`, sorted (m,); fast if m is small."""
     if not len(ordered):
         return np.zeros(len(content), np.bool_)
     at = np.minimum(np.searchsorted(ordered, content), len(ordered) - 1)
