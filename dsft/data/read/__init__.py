@@ -1,1 +1,1 @@
-"""From what a source's path names to its lines. Reads files; what a row means is for `dsft.data.formats`."""
+"""Read data files: from the path of a source to its lines. `dsft.data.formats` interprets the rows."""

@@ -1,9 +1,9 @@
-"""Rows that dsft makes itself, so that a bare command has something to learn.
+"""Generate the built-in rows, so that a run needs no data file.
 
-Takes a name. Gives chat rows, the same on every machine: questions and answers about invented facts of
-animals, in short and regular English, some with a second question. The held-out rows ask what the training
-rows tell, in combinations of words that these do not have. Of the preference pairs the rejected answer says
-another value of the same fact. Touches nothing.
+They are chat rows, the same on every machine: questions and answers about invented facts of animals, in short
+and regular English, some with a second question. The held-out rows ask for the facts of the training rows, in
+combinations of words that these do not have. In the preference pairs, the rejected answer gives a wrong value
+of the same fact.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         "It lives in a {v}.",
     ),
 }
-_HELD_OUT_EVERY = 21  # of the rows, in a fixed shuffle
+_HELD_OUT_EVERY = 21  # every 21st row of a fixed shuffle is held out
 
 
 def builtin_rows(name: str) -> list[dict[str, Any]]:
-    """Rows of `builtin:NAME`, each {"messages": [...]}: about 1,100 for quickstart, 50 held out; of pairs
-    {"prompt": [...], "chosen": [...], "rejected": [...]}, as many.
+    """Return the rows of `builtin:NAME`: about 1,100 for training, 50 held out. A row is {"messages": [...]},
+    a pair {"prompt": [...], "chosen": [...], "rejected": [...]}.
 
-    Raises KeyError for another name.
+    Raises KeyError for an unknown name.
     """
     if name not in NAMES:
         raise KeyError(name)
@@ -55,7 +55,7 @@ def builtin_rows(name: str) -> list[dict[str, Any]]:
 
 
 def _pair(messages: list[dict[str, str]], number: int) -> dict[str, Any]:
-    """The last answer against a wrong one, another by the row's number."""
+    """Return a pair of the last answer and a wrong one, which is chosen by the row's number."""
     *prompt, said = messages
     of_facts = [[answer.format(v=value) for value in values] for values, _, answer in _FACTS.values()]
     wrong = [text for told in of_facts if said["content"] in told for text in told if text != said["content"]]
@@ -65,7 +65,7 @@ def _pair(messages: list[dict[str, str]], number: int) -> dict[str, Any]:
 
 def _turn(animal: int, attribute: str, way: int) -> tuple[str, str]:
     values, questions, answer = _FACTS[attribute]
-    # 7 and the length of the attribute's name spread the values, so that no rule but memory tells them
+    # 7 and the length of the attribute's name spread the values, so that they must be memorized
     value = values[(animal * 7 + animal // 3 + len(attribute)) % len(values)]
     return questions[way].format(a=_ANIMALS[animal]), answer.format(v=value)
 
@@ -75,7 +75,7 @@ def _single_questions() -> list[list[tuple[str, str]]]:
 
 
 def _double_questions() -> list[list[tuple[str, str]]]:
-    """Two questions, about two attributes of one animal or one attribute of two animals."""
+    """Return conversations with two questions: on two attributes of one animal, or one attribute of two."""
     one_animal = [
         [_turn(a, s, v), _turn(a, t, w)]
         for a, s, t, v, w in product(range(len(_ANIMALS)), _FACTS, _FACTS, range(2), range(2))
@@ -89,7 +89,7 @@ def _double_questions() -> list[list[tuple[str, str]]]:
 
 
 def _shuffled(rows: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
-    """A fixed order: steps of a number that has no factor in common with the number of rows (1,152)."""
+    """Return the rows in a fixed order, by a stride that is coprime to their number (1,152)."""
     return [rows[(i * 1009) % len(rows)] for i in range(len(rows))]
 
 

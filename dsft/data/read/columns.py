@@ -1,7 +1,7 @@
-"""The rows of Parquet and Arrow files, as Python values; a row's number, from 1, stands for a line's.
+"""Read the rows of Parquet and Arrow files as Python values. Row numbers, from 1, serve as line numbers.
 
-Takes a path and a range of rows (Parquet) or record batches (Arrow, its file and its stream format).
-pyarrow is imported here alone, when such a file is read.
+A block is a range of rows (Parquet) or of record batches (Arrow, file and stream format). Only this module
+imports pyarrow, when such a file is read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dsft.data.rows import Line
 if TYPE_CHECKING:
     import pyarrow
 
-_AT_ONCE = 4 << 20  # bytes of rows made Python values together
+_AT_ONCE = 4 << 20  # bytes of rows converted to Python values together
 _MAX_AT_ONCE = 1000
 _MAX_PARTS = 16
-"""Blocks of one row group, at most."""
+"""Maximum number of blocks of one row group."""
 
 
 def parquet_starts(path: Path) -> list[int]:
-    """Rows with which blocks begin; of one block for a file that cannot be read. A large row group is several
-    blocks: its rows before a block are decoded for it in vain, which is little beside making tokens."""
+    """Return the rows at which blocks begin; [0] for a file that cannot be read. A large row group becomes
+    several blocks: each decodes the rows before it in vain, which costs little compared with tokenizing."""
     import pyarrow.parquet
 
     try:
@@ -52,7 +52,7 @@ def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
 def _parquet_batches(path: Path, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.parquet
 
-    # with these, a row group's columns are read piece by piece, not whole
+    # these settings read a row group's columns in pieces instead of whole
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check(file.schema_arrow.names)
         all_groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -73,13 +73,13 @@ def _parquet_batches(path: Path, start: int, stop: int | None) -> Iterator[pyarr
 
 
 def arrow_starts(path: Path) -> list[int]:
-    """Record batches with which blocks begin."""
+    """Return the record batches at which blocks begin."""
     sizes = []
     try:
         for batch in _batches(path, 0, None):
             sizes.append(batch.get_total_buffer_size())
     except _damage():
-        sizes.append(BLOCK_BYTES)  # of the one that cannot be read
+        sizes.append(BLOCK_BYTES)  # for the record batch that cannot be read
     return _starts(sizes)
 
 
@@ -88,18 +88,19 @@ def arrow_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
 
 
 class _ColumnsError(ValueError):
-    """Why no row can be made of any record."""
+    """The columns of a file cannot be used, so it has no valid row."""
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What pyarrow raises for a file that is torn or of another kind. An OSError with an errno is none."""
+    """Return the errors that pyarrow raises for a file that is damaged or of another kind. An OSError with an
+    errno means something else."""
     import pyarrow
 
     return (pyarrow.ArrowException, OSError, ValueError)
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Of parts with these sizes, which ones begin a block: each holds BLOCK_BYTES or one part more."""
+    """Return the indices of the parts that begin a block. A block ends once it has BLOCK_BYTES."""
     starts, size = [0], 0
     for index, part in enumerate(sizes):
         if size >= BLOCK_BYTES:
@@ -120,7 +121,7 @@ def _check(names: list[str]) -> None:
 
 
 def _batches(path: Path, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
-    """Mapped, not read: what is not looked at costs nothing."""
+    """Yield record batches `start` to `stop` of a memory-mapped file; unused parts are never read."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as mapped:
@@ -156,7 +157,8 @@ def _lines(batches: Callable[[], Iterator[pyarrow.RecordBatch]], kind: str) -> I
 
 
 def _numbered(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
-    """The rows of a batch, some at a time. Where the whole cannot be read, its rows are tried one by one."""
+    """Yield the rows of a batch, converting some at a time. If a part cannot be read, its rows are tried one
+    by one, unless the batch has more than _MAX_AT_ONCE rows."""
     together = _together(batch.get_total_buffer_size(), batch.num_rows)
     is_one, is_short = batch.num_rows == 1, batch.num_rows <= _MAX_AT_ONCE
     reason = _flaw(batch)
@@ -174,7 +176,8 @@ def _numbered(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
 
 
 def _flaw(batch: pyarrow.RecordBatch) -> str | None:
-    """Offsets beyond their buffers, which pyarrow would follow blindly, and strings that are no text."""
+    """Return why a batch is invalid: offsets beyond their buffers, which pyarrow would follow blindly, or
+    strings that are not UTF-8; None if it is valid."""
     import pyarrow
 
     try:
@@ -187,6 +190,6 @@ def _flaw(batch: pyarrow.RecordBatch) -> str | None:
 def _values(batch: pyarrow.RecordBatch) -> list[dict[str, Any]] | str:
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # a date beyond Python's, and the like
+    except (ValueError, OverflowError) as error:  # such as a date that Python cannot represent
         return str(error).split("\n")[0]
     return rows

@@ -1,6 +1,7 @@
-"""CSV and TSV files, read strictly: a header, and rows of as many fields (RFC 4180, and tabs for commas).
+"""Read CSV and TSV files strictly: a header, and rows with the same number of fields (RFC 4180, or with
+tabs).
 
-Takes lines of a file. Gives every row with the line it starts on, its values as strings, and every mistake.
+Each row has the line it starts on, its values as strings, or the mistake in it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _FURTHER = "; the file is not read further"
 
 
 def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterator[Line]:
-    """Of `lines`. A quoted field may hold line breaks; a row is where it starts."""
-    csv.field_size_limit(MAX_LINE)  # of the process: the module has no other
+    """Yield the rows of a file, given what `lines` yields. A quoted field may contain line breaks; a row's
+    number is that of the line it starts on."""
+    csv.field_size_limit(MAX_LINE)  # global for the process: the csv module has no other way
     header: list[str] | None = None
     for number, fields, mistake in _records(texts, delimiter):
         if mistake is None and len(fields) < 2 and not "".join(fields).strip():
@@ -40,7 +42,7 @@ def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterato
 def _records(
     texts: Iterable[tuple[str, str | None]], delimiter: str
 ) -> Iterator[tuple[int, list[str], str | None]]:
-    """(line, fields, mistake), the line being the one that the record starts on."""
+    """Yield (line that the record starts on, fields, mistake)."""
     bad: list[str] = []
 
     def with_line_breaks() -> Iterator[str]:

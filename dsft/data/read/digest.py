@@ -1,7 +1,4 @@
-"""What is read of a data file, as one hash, remembered from one run to the next.
-
-Takes a DataFile and a folder for what was found. Reads the file; reads and writes the folder.
-"""
+"""Compute the digest of a data file, and cache it in a folder across runs."""
 
 from __future__ import annotations
 
@@ -17,14 +14,15 @@ from dsft.errors import DataError, Problem
 from dsft.spec.sources import BUILTIN_PREFIX
 from dsft.system.files import cache_json, cached_json
 
-_RACY_NS = 2_000_000_000  # a file changed so shortly before may change again within its clock's next tick
+_RACY_NS = 2_000_000_000  # a file changed less than 2 s ago may change again within one tick of its clock
 
 
 def file_digest(file: DataFile, memory: Path | None = None) -> str:
-    """Return a sha256 of the content, the kind and the size of blocks: where they are equal, the blocks are.
+    """Return a sha256 of a file's content, kind and block size: files with equal digests have equal blocks.
 
-    In the folder `memory` it is found again by path, size, times of change and inode, without reading the
-    file. Raises MissingInputError where the file cannot be read, DataError where it changes meanwhile.
+    The content's digest is cached in the folder `memory` by path, size, times of change and inode, so that an
+    unchanged file is not read again. Raises MissingInputError if the file cannot be read, DataError if it
+    changes while it is read.
     """
     read_as = json.dumps([file.kind, file.is_compressed, BLOCK_BYTES])
     if file.kind == "builtin":
@@ -37,9 +35,9 @@ def file_digest(file: DataFile, memory: Path | None = None) -> str:
 
 
 def content_digest(path: Path, memory: Path | None) -> str:
-    """sha256 of a file's bytes; found again in the folder `memory` as `file_digest` says.
+    """Return the sha256 of a file's bytes, cached in the folder `memory` as in `file_digest`.
 
-    Raises OSError where the file cannot be read, DataError where it changes meanwhile.
+    Raises OSError if the file cannot be read, DataError if it changes while it is read.
     """
     path = path.absolute()
     state = _state(path)
@@ -62,7 +60,7 @@ def content_digest(path: Path, memory: Path | None) -> str:
 
 
 def _state(path: Path) -> list[object]:
-    """What changes when the content does, but for a change within one tick of the clock. The time of content
-    can be put back, as `cp -p` and archives do; that of the inode cannot."""
+    """Return values that change whenever the content does, except within one tick of the clock. mtime can be
+    set back, as `cp -p` and archives do; ctime cannot."""
     found = path.stat()
     return [str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]

@@ -1,7 +1,7 @@
-"""The files that a source means, the blocks that a file is read in, and the lines of a block.
+"""Find the files of a source, divide a file into blocks, and read the lines of a block.
 
-Takes a source of the spec. Blocks of one file can be read by several processes at once, in any order; every
-process finds the same ones. Rows stand in the order of the files, of their blocks, and of the lines.
+Several processes can read the blocks of one file at once, in any order; every process finds the same blocks.
+The order of rows is that of the files, of their blocks, and of the lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsft.spec.sources import BUILTIN_PREFIX, hub_data, kind_of
 
 
 class Source(Protocol):
-    """What is read of a `data.train` or `data.eval` entry here."""
+    """The part of a `data.train` or `data.eval` entry that is read here."""
 
     @property
     def path(self) -> Any: ...
@@ -33,8 +33,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """`name` is what messages call it; `path` where it lies, "" for rows of dsft's own; `kind` as in
-    `dsft.spec.sources.KINDS`, or "builtin". `notes`: what is to be said of the source it is the first of."""
+    """A data file.
+
+    name   the file's name in messages
+    path   its path; "" for built-in rows
+    kind   as in `dsft.spec.sources.KINDS`, or "builtin"
+    notes  messages about the source, on its first file only
+    """
 
     name: str
     path: str = ""
@@ -48,8 +53,8 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file that is read by itself; `index` counts from 0. `start`, `stop`: bytes, rows or record
-    batches, by the file's kind; without `stop`: to the end."""
+    """A part of a file that is read independently. index: from 0; start, stop: in bytes, rows or record
+    batches, depending on the file's kind; stop None: to the end."""
 
     file: DataFile
     index: int = 0
@@ -59,7 +64,7 @@ class Block:
 
 @contextmanager
 def readable(file: DataFile) -> Iterator[None]:
-    """Says which file it was that the system would not give."""
+    """Turn an OSError into a MissingInputError that names the file."""
     try:
         yield
     except OSError as error:
@@ -68,7 +73,7 @@ def readable(file: DataFile) -> Iterator[None]:
 
 
 def data_files(source: Source) -> tuple[DataFile, ...]:
-    """In the order in which their rows stand. Raises MissingInputError for what is not there."""
+    """Return the files of a source, in the order of their rows. Raises MissingInputError if there is none."""
     name = str(source.path)
     if name.startswith(BUILTIN_PREFIX):
         return (DataFile(name),)
@@ -91,8 +96,8 @@ def data_files(source: Source) -> tuple[DataFile, ...]:
 
 
 def blocks(file: DataFile) -> tuple[Block, ...]:
-    """The same ones for the same content, found without reading it all. Raises MissingInputError where the
-    file cannot be read."""
+    """Return the blocks of a file, a function of its content, without reading all of it. Raises
+    MissingInputError if the file cannot be read."""
     with readable(file):
         starts: list[int | None] = [*_starts(file), None]
     pairs = zip(starts, starts[1:], strict=False)
@@ -100,14 +105,14 @@ def blocks(file: DataFile) -> tuple[Block, ...]:
 
 
 def read_block(block: Block) -> Iterator[Line]:
-    """Its lines, numbered from 1 in the block, blank ones too; what is no row is a Line with a mistake.
-    Reads as it is asked. Raises MissingInputError where the file cannot be read."""
+    """Yield the lines of a block, numbered from 1, blank ones included; a line that is no row has a mistake.
+    Reads lazily. Raises MissingInputError if the file cannot be read."""
     with readable(block.file):
         yield from _READ[block.file.kind](block)
 
 
 def file_notes(file: DataFile) -> tuple[str, ...]:
-    """A sentence for each thing that a reader of the run should know of the file."""
+    """Return the messages about a file: its notes, and that a byte order mark was skipped."""
     if file.kind in ("builtin", "parquet", "arrow"):
         return file.notes
     with readable(file):
@@ -118,7 +123,7 @@ def file_notes(file: DataFile) -> tuple[str, ...]:
 
 
 def _starts(file: DataFile) -> list[int]:
-    """Of its blocks, in bytes, rows or record batches."""
+    """Return where the blocks of a file start, in bytes, rows or record batches."""
     path = Path(file.path)
     if file.kind == "parquet":
         return parquet_starts(path)
@@ -141,7 +146,7 @@ def _json(block: Block) -> Iterator[Line]:
 
 
 def _text(block: Block) -> Iterator[Line]:
-    """Each line that is not blank is a row."""
+    """Yield a row per line of a text file that is not blank."""
     for number, (text, mistake) in enumerate(_texts(block), start=1):
         is_row = mistake is None and not is_blank(text)
         yield Line(number, {"text": text.removesuffix("\r")} if is_row else None, mistake)

@@ -1,7 +1,7 @@
-"""Data sets of the hub: loaded by `datasets`, which is imported here alone, into Arrow files of its cache.
+"""Load data sets of the hub with `datasets`, as Arrow files in its cache.
 
-Takes a hub id. Gives the paths of the files, and which revision they are of. Asks the network where the cache
-has it not. No code of the repository is run: `datasets` has none of that since version 4.
+Only this module imports `datasets`. The network is used if the cache does not have the data set. Code of the
+repository is never run: `datasets` does not support that since version 4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
-    """Raises MissingInputError where it cannot be had, or holds no row."""
+    """Return the Arrow files of a data set, and a note with its revision. Raises MissingInputError if it
+    cannot be loaded or has no row."""
     import datasets
 
     try:
@@ -29,7 +30,7 @@ def hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
         raise MissingInputError(f"data {name}: the split {hub.split} of {hub.id} holds no row; name another")
     commits = [part for part in files[0].parts if _COMMIT.fullmatch(part)]
     revision = commits[-1] if commits else "not known"
-    if _COMMIT.fullmatch(hub.revision or "") and revision != hub.revision:  # without a network: what is there
+    if _COMMIT.fullmatch(hub.revision or "") and revision != hub.revision:  # offline, `datasets` takes any
         raise MissingInputError(
             f"data {name}: this machine's cache has revision {revision} alone; name that, or load yours first"
         )

@@ -1,11 +1,9 @@
-"""JSON Lines, and lists of JSON objects, read strictly.
+"""Read JSON Lines, and lists of JSON objects, strictly.
 
-Takes lines or text of a file. Gives every object with the line it starts on, and every mistake with its line.
-What a row means is for `dsft.data.formats`.
-
-UTF-8; a byte order mark is skipped, and so are blank lines. Everything else that RFC 8259 does not allow is a
-mistake, as are NaN, Infinity, a repeated key and a row that is no object. After a mistake JSON Lines are read
-on; a list is read on where its syntax still holds.
+Each object has the line it starts on, and so has each mistake. The encoding is UTF-8; a byte order mark and
+blank lines are skipped. Everything else that RFC 8259 does not allow is a mistake, as are NaN, Infinity, a
+repeated key and a row that is not an object. After a mistake, reading of JSON Lines continues with the next
+line; reading of a list continues if its syntax is still intact.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ _CHUNK = 1 << 20
 
 
 def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
-    """One object a line, of `lines`. A first line that only opens something is of JSON over several lines,
-    none of which would be a row."""
+    """Yield the rows of a JSON Lines file, given what `lines` yields. A first line that is only a bracket or
+    brace begins JSON over several lines, which is one mistake instead of one per line."""
     decoder, is_first = _Decoder(), True
     for number, (text, mistake) in enumerate(texts, start=1):
         if mistake is not None or is_blank(text):
@@ -56,13 +54,13 @@ def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
 
 
 def is_list(path: Path, *, compressed: bool = False) -> bool:
-    """Whether a .json file begins with a bracket: it holds a list, not lines."""
+    """Return whether a .json file begins with a bracket, so that it contains a list and not lines."""
     return first_bytes(path, compressed=compressed).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
-    """The elements of one list, each with the line it starts on. Whatever the file's size, a megabyte of it
-    or twice its longest element is in memory."""
+    """Yield the elements of a list, each with the line it starts on. Memory is bounded by a megabyte or twice
+    the longest element, whatever the file's size."""
     number = 1
     try:
         with open_bytes(path, compressed=compressed) as opened:
@@ -77,7 +75,7 @@ def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
 
 
 def kind(value: object) -> str:
-    """The JSON type of a value, as a sentence names it."""
+    """Return the JSON type of a value in words, for messages."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number"}
@@ -85,7 +83,7 @@ def kind(value: object) -> str:
 
 
 class _Decoder:
-    """json.JSONDecoder that notes what Python's reader accepts and JSON does not have."""
+    """A json.JSONDecoder that records what Python's parser accepts although it is not JSON."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -94,7 +92,7 @@ class _Decoder:
         )
 
     def decode(self, text: str, start: int) -> tuple[object, int, str | None]:
-        """The value at `start`, the position after it, and what is wrong with it, if anything."""
+        """Return the value at `start`, the position after it, and what is wrong with it, if anything."""
         self.faults.clear()
         value, end = self._decoder.raw_decode(text, start)
         return value, end, self.faults[0] if self.faults else None
@@ -131,7 +129,7 @@ def _json_line(decoder: _Decoder, number: int, text: str) -> Line:
 
 
 def _syntax(error: ValueError, text: str, column: int | None = None) -> str:
-    """One sentence for what Python's reader says."""
+    """Return the message for an error of Python's parser."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     if error.pos >= len(text.rstrip(WHITE_SPACE)) or error.msg.startswith("Unterminated string"):
@@ -148,12 +146,12 @@ def _skip(text: str, position: int) -> int:
 
 
 class _NoTextError(Exception):
-    """The file holds bytes that are no text."""
+    """The file has bytes that are not UTF-8, or NUL bytes."""
 
 
 class _Text:
-    """The text of a file from `position` of `buffer` on, as far as it has been read. line and column, from 1:
-    of the position."""
+    """A buffered reader of a file's text. The unread text is `buffer` from `position` on; line and column,
+    from 1, are those of the position."""
 
     def __init__(self, opened: IO[bytes]) -> None:
         self.buffer, self.position, self.at_end = "", 0, False
@@ -163,11 +161,11 @@ class _Text:
 
     @property
     def is_whole(self) -> bool:
-        """More text would change nothing: there is none, or the element is too long to be read."""
+        """Whether reading on is of no use: the file is at its end, or the element exceeds MAX_LINE."""
         return self.at_end or len(self.buffer) - self.position > MAX_LINE
 
     def more(self) -> None:
-        """Drop the text before the position, and read as much again as is left."""
+        """Drop the text before the position, and read as much as remains (at least _CHUNK bytes)."""
         self.buffer, self.position = self.buffer[self.position :], 0
         part = self._opened.read(max(_CHUNK, len(self.buffer)))
         self.at_end = not part
@@ -179,14 +177,14 @@ class _Text:
             raise _NoTextError
 
     def move(self, position: int) -> None:
-        """Go on to a position of the buffer."""
+        """Advance to a position of the buffer."""
         breaks = self.buffer.count("\n", self.position, position)
         self.line += breaks
         start = self.buffer.rindex("\n", 0, position) if breaks else self.position - self.column
         self.column, self.position = position - start, position
 
     def next(self) -> str:
-        """Go on to the next character that is no white space, and return it; "" at the end."""
+        """Advance to the next character that is not white space, and return it; "" at the end."""
         self.move(_skip(self.buffer, self.position))
         while self.position == len(self.buffer) and not self.at_end:
             self.more()
@@ -224,8 +222,8 @@ def _elements(text: _Text) -> Iterator[Line]:
 
 
 def _element(decoder: _Decoder, text: _Text) -> Line:
-    """Read the element at the text's position, and go on behind it. What seems wrong may be cut by the end of
-    the buffer, so it is believed only when more of the text changes nothing."""
+    """Read the element at the text's position and advance past it. An apparent error may be an element cut
+    off by the end of the buffer, so it counts only if there is no more text to read."""
     number = text.line
     while True:
         try:
@@ -247,7 +245,7 @@ def _element(decoder: _Decoder, text: _Text) -> Line:
 
 
 def _broken(error: ValueError, text: _Text) -> Line:
-    """The line for an element at the text's position that cannot be read."""
+    """Return the Line for an unreadable element at the text's position."""
     number = text.line
     text.move(error.pos if isinstance(error, json.JSONDecodeError) else text.position)
     reason = _syntax(error, text.buffer, text.column)

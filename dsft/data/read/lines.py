@@ -1,7 +1,6 @@
-"""The lines of a text file, or of a part of it, checked as text, one at a time.
+"""Read the lines of a text file, or of a range of its bytes, and check that they are UTF-8 text.
 
-Takes a path and a range of bytes. Gives each line as text, or why it is none. Whatever the file's size, one
-line is in memory.
+Only one line is in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import IO, cast
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # U+FEFF in UTF-8, as some editors write at the start of a file
 BLOCK_BYTES = 32 << 20
 MAX_LINE = 32 << 20
-"""Bytes of the longest row that is read: some eight million tokens."""
+"""Maximum bytes of a row: about eight million tokens."""
 TOO_LONG = f"{{}}, and a row may have {MAX_LINE:,}; make several rows of it"
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
-"""What reading a compressed file raises where it is cut off, altered or of another kind."""
+"""Errors that reading a compressed file raises if it is truncated, damaged or of another kind."""
 _CHUNK = 1 << 20
 _BLANK = " \t\n\r\v\f"
 
@@ -29,7 +28,7 @@ def open_bytes(path: Path, *, compressed: bool) -> IO[bytes]:
 
 
 def first_bytes(path: Path, *, compressed: bool) -> bytes:
-    """Its first bytes, with some that are not blank where it has any; empty where it is damaged."""
+    """Return the first bytes of a file, up to some that are not blank; b"" if it is damaged."""
     with open_bytes(path, compressed=compressed) as opened:
         try:
             first = part = opened.read(_CHUNK)
@@ -41,8 +40,8 @@ def first_bytes(path: Path, *, compressed: bool) -> bytes:
 
 
 def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
-    """Where the blocks of a file start, in bytes: at the first line after each mark of `every` bytes. Only
-    what lies between a mark and the next line break is read."""
+    """Return where the blocks of a file start, in bytes: at the first line after each multiple of `every`
+    bytes. Only the bytes between a multiple and the next line break are read."""
     size = path.stat().st_size
     starts = [0]
     with path.open("rb") as opened:
@@ -58,8 +57,8 @@ def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
 def lines(
     path: Path, start: int = 0, stop: int | None = None, *, compressed: bool = False
 ) -> Iterator[tuple[str, str | None]]:
-    """(text, None) of each line, without its line break; (what can be read of it, reason) for one that is no
-    text. `start` and `stop` in bytes, both at a line's start. A byte order mark is skipped."""
+    """Yield (text, None) for each line, without its line break, or (the readable part, reason) for a line
+    that is not text. start, stop: in bytes, both at the start of a line. A byte order mark is skipped."""
     left = stop - start if stop is not None else None
     with open_bytes(path, compressed=compressed) as opened:
         opened.seek(start)
@@ -77,20 +76,20 @@ def lines(
                 left -= size
             if start == 0:
                 raw, start = raw.removeprefix(BYTE_ORDER_MARK), 1
-            if is_long and b"\0" not in raw:  # a hole of a torn file is a long line too
+            if is_long and b"\0" not in raw:  # a hole in a damaged file is a long line of NUL bytes
                 yield "", TOO_LONG.format(f"the line has {size:,} bytes")
             else:
                 yield _text(raw)
 
 
 def text_mistakes(opened: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """(line, reason) of every line that is no text, however long the lines are."""
+    """Yield (line, reason) for every line that is not text, for lines of any length."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    number, before, is_told = 1, 0, False  # bytes of the line that were read, and whether it is known as bad
+    number, before, is_told = 1, 0, False  # line, its bytes read so far, whether it has been reported
     while True:
         part = opened.readline(_CHUNK)
         reason = None
-        waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+        waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             decoder.decode(part, final=not part or part.endswith(b"\n"))
         except UnicodeDecodeError as error:
@@ -108,7 +107,7 @@ def text_mistakes(opened: IO[bytes]) -> Iterator[tuple[int, str]]:
 
 
 def damaged(error: Exception) -> str:
-    """Why a compressed file cannot be read further."""
+    """Return the reason why a compressed file cannot be read further."""
     if isinstance(error, EOFError):
         return "cut off: the compressed file ends before it is complete"
     return f"not gzip, or damaged: {error}; the file is not read further"
@@ -124,7 +123,7 @@ def _text(raw: bytes) -> tuple[str, str | None]:
 
 
 def is_blank(text: str) -> bool:
-    """White space of ASCII alone, as bytes.strip() has it."""
+    """Return whether a line has only ASCII white space, as bytes.strip() defines it."""
     return not text.strip(_BLANK)
 
 
@@ -138,7 +137,7 @@ def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
 
 
 def _skip_line(opened: IO[bytes]) -> int:
-    """Bytes up to the end of the line that `opened` stands in."""
+    """Skip to the end of the current line and return the number of bytes skipped."""
     size = 0
     while True:
         part = opened.readline(_CHUNK)
@@ -148,6 +147,6 @@ def _skip_line(opened: IO[bytes]) -> int:
 
 
 def _after_line_break(opened: IO[bytes], position: int) -> int:
-    """The start of the first line that begins after `position`; the end of the file where there is none."""
+    """Return the start of the first line that begins after `position`, or the end of the file."""
     opened.seek(position)
     return position + _skip_line(opened)

@@ -148,8 +148,7 @@ def _source_seed(seed: int, source: int) -> int:
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the output of the SplitMix64 generator for each state (Steele, Lea and Flood 2014), modulo
-    2^64."""
+    """Return the output of the SplitMix64 generator (Steele, Lea and Flood 2014) for each state, mod 2^64."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,5 +1,5 @@
-"""Divide the rows of the sources into sets (training, evaluation, held out), and record why others are in
-none.
+"""Divide the rows of the sources into sets (training, evaluation, held out), and record why others are left
+out.
 
 Each source of each set is a Selection of row numbers. Tokens are not read.
 """

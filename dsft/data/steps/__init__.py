@@ -1,4 +1,4 @@
-"""Which examples a step holds, which of them a rank computes, and their tensors.
+"""Steps: which examples a step has, which of them a rank computes, and their tensors.
 
-Takes a dataset. Touches nothing: a step is a pure function of its number.
+A step is a pure function of its number.
 """

@@ -1,4 +1,4 @@
-"""The next step made while this one trains: takes steps, gives the same ones, on the device, sooner."""
+"""Prefetch: build the next step's micro-batches and copy them to the device while the current step trains."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Steps(Protocol):
 
 
 class StepsAhead:
-    """Asked for step n, gives it and begins step n + 1 in a thread, one step ahead and no more.
+    """Prefetches one step ahead: `step(n)` returns step n and starts to build step n + 1 in a thread.
 
-    A step is a pure function of its number, so any may be asked for, at the cost of waiting for it. What the
-    thread raises is raised by the `step` that wanted it.
+    Steps may be requested in any order; one that was not prefetched is waited for. An error in the thread is
+    raised by the call of `step` for that step.
     """
 
     def __init__(
@@ -55,9 +55,12 @@ class StepsAhead:
 def ahead(
     steps: Steps, total_steps: int, device: torch.device, fill: Fill = lambda batches: batches
 ) -> Iterator[StepsAhead]:
-    """The thread ends with the block. `total_steps`: the run's last step is the one before this number. fill:
-    adds to a step's micro-batches what is known of them, in the thread."""
-    if device.type == "cuda":  # a new thread has GPU 0, where pinning would open a context
+    """Yield a StepsAhead whose thread ends with the block.
+
+    total_steps  number of steps of the run; none after them is prefetched
+    fill         called in the thread to complete the micro-batches of a step
+    """
+    if device.type == "cuda":  # a new thread's current GPU is 0, where pinning memory would create a context
         thread = ThreadPoolExecutor(1, "dsft-next-step", torch.cuda.set_device, (device,))
     else:
         thread = ThreadPoolExecutor(1, "dsft-next-step")

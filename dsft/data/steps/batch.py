@@ -1,4 +1,4 @@
-"""What flows from the data to the engines: micro-batches of one optimizer step, with global counts."""
+"""The values that the engines receive: the micro-batches of one step, with their global counts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dsft.errors import DsftError
 NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
 
 Borders = tuple[Tensor, ...]
-"""Of the n segments of a packed row: (n + 1,) int32, where each begins in the row, and the end of the last.
-Where some go on from a prompt, two more: (n + 1,) int32, the same of the segments' keys, and (K,) int32,
-which token of the row each of these K keys is."""
+"""The borders of the n segments of a packed row: (n + 1,) int32, cumulative lengths from 0. If some segments
+continue a shared prompt, two more tensors: (n + 1,) int32, cumulative numbers of the segments' keys, and (K,)
+int32, the row's token that each of these K keys is."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The n preference pairs of a micro-batch: its segments, or where it is padded its rows, are chosen,
+    """The n preference pairs of a micro-batch. Its segments if it is packed, else its rows, are chosen,
     rejected, chosen, rejected, …
 
-    ids         (n,) int64: their numbers in their dataset; on the host
+    ids         (n,) int64: the pairs' numbers in the dataset; on the host
     num_tokens  (n, 2) int64: targets of the chosen and of the rejected answer
-    reference   (n, 2) float64: the reference's log-probabilities, summed over them; None: not known
-    segments    (T,) int32: of a packed micro-batch the segment, from 0, that each position is in; set by
-                `MicroBatch.to`
+    reference   (n, 2) float64: the reference's log-probability of each answer, summed over its targets; None:
+                not known
+    segments    (T,) int32: packed: the segment, from 0, of each position; set by `MicroBatch.to`
     """
 
     ids: Tensor
@@ -42,11 +42,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one data-parallel rank. B rows of T tokens, right-padded.
+    """The rows of one forward pass on one data-parallel rank: B rows of T tokens, right-padded.
 
-    There is no attention mask: padding stands after the row's tokens, where a causal model cannot see
-    it, and has no targets. An empty micro-batch (no examples left to deal) is one short row without
-    targets, so that every rank runs the same number of forward and backward passes.
+    There is no attention mask: padding comes after the row's tokens, where a causal model does not see it,
+    and has no targets. A micro-batch without examples is one short row without targets, so that every rank
+    runs the same number of forward and backward passes.
     """
 
     input_ids: Tensor  # (B, T) int64
@@ -55,13 +55,14 @@ class MicroBatch:
     lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
     noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
     num_targets: int | None = None  # counted by `to`, while the targets are still on the host
-    starts: tuple[int, ...] | None = None  # the position at which each segment begins; None: 0. One that
-    # begins later follows the first tokens, up to there, of the last segment that begins at 0
+    starts: tuple[int, ...] | None = None  # the position id at which each segment begins; None: 0. A segment
+    # that begins at p > 0 continues the first p tokens of the last segment that begins at 0
     pairs: Pairs | None = None
-    borders: Borders | None = None  # of a packed row's segments; made by `to`
+    borders: Borders | None = None  # of a packed row's segments; computed by `to`
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On `device`; the copy to a GPU goes through page-locked memory, and nobody waits for it."""
+        """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
+        targets and the pairs' segments."""
         borders = self.borders
         if borders is None and self.lengths is not None:
             borders = borders_of(self.lengths, self.starts)
@@ -92,7 +93,8 @@ def _pairs_to(pairs: Pairs, lengths: tuple[int, ...] | None, device: torch.devic
 
 
 def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
-    """Its first `length` positions. Packed, with the pairs of which both answers have some."""
+    """Return the first `length` positions of a micro-batch. Packed: only pairs of which both answers have
+    tokens left remain."""
     lengths, starts, pairs = micro_batch.lengths, micro_batch.starts, micro_batch.pairs
     if lengths is not None:
         lengths = _first_lengths(lengths, length)
@@ -111,7 +113,7 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
 
 
 def _first_lengths(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The first segments, the last of them shortened, that make `total` tokens."""
+    """Return the lengths of the first segments, the last one shortened, that make `total` tokens."""
     starts = accumulate(lengths, initial=0)
     return tuple(min(n, total - start) for n, start in zip(lengths, starts, strict=False) if start < total)
 
@@ -122,7 +124,8 @@ def _first_pairs(pairs: Pairs, number: int) -> Pairs:
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:
-    """On the host. Raises DsftError for a segment that begins later than its prompt ends."""
+    """Return the borders of segments, on the host. Raises DsftError for a segment that begins after the end
+    of its prompt."""
     begins = np.cumsum((0, *lengths), dtype=np.int32)
     if not any(starts or ()):
         return (torch.from_numpy(begins),)
@@ -142,7 +145,7 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
 
 @dataclass(frozen=True)
 class OfSource:
-    """What a step has of a source; epoch: how often the run has seen that source after this step."""
+    """A step's examples and tokens of one source. epoch: epochs of that source after this step."""
 
     examples: int
     tokens: int
@@ -153,15 +156,15 @@ class OfSource:
 class GlobalStep:
     """One optimizer step as one data-parallel rank sees it.
 
-    micro_batches  this rank's; every rank has the same number of them, which may differ between steps
-    counts         global over all ranks and micro-batches, known before the first forward: {"tokens": n},
-                   or of preference pairs {"pairs": n, "chosen_tokens": m}
-    num_tokens     global, non-padding input tokens
-    squared        global, Σ length² over the examples (of pairs their rows): what attention grows with
-    epoch          how much of the data has been seen after this step, in epochs
-    example_ids    global: indices into the dataset of the examples of this step
-    sources        global, by name, where the data has several
-    dealt          this rank's: the examples of each of its micro-batches, in their order there
+    micro_batches  of this rank; every rank has the same number of them, which may differ between steps
+    counts         global over all ranks and micro-batches, known before the first forward pass:
+                   {"tokens": n}, or for preference pairs {"pairs": n, "chosen_tokens": m}
+    num_tokens     global: input tokens without padding
+    squared        global: Σ length² over the examples (for pairs, over their rows), the cost of attention
+    epoch          epochs of the data after this step
+    example_ids    global: indices of the step's examples in the dataset
+    sources        global: by name of the source; empty if there is only one
+    dealt          of this rank: the example ids of each micro-batch, in order
     """
 
     micro_batches: tuple[MicroBatch, ...]

@@ -1,6 +1,6 @@
-"""Copies between the host and a GPU for which the host does not wait: takes tensors, gives tensors.
+"""Copy tensors between host and GPU asynchronously.
 
-A copy is asynchronous where the host's side is page-locked memory; from other memory it waits for the stream.
+A copy is asynchronous only if the host's side is pinned memory; otherwise it waits for the stream.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; what is on the host goes to a GPU through page-locked memory."""
+    """Return `tensor` on `device`; a copy from the host to a GPU goes through pinned memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy `tensor` to the host, into page-locked memory. What is returned waits until the copy is
-    there, and gives it."""
+    """Start to copy `tensor` to pinned memory of the host. Return a function that waits for the copy and
+    returns it."""
     if tensor.device.type != "cuda":
         return lambda: tensor
     copy = tensor.to("cpu", non_blocking=True)

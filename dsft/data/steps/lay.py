@@ -1,4 +1,4 @@
-"""The tensors of a micro-batch: takes examples that stand together, gives one packed row or padded rows."""
+"""Build the tensors of a micro-batch from its examples: one packed row, or padded rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 
-EMPTY_ROW_LENGTH = 2  # tokens of a row without targets, where no example is left to deal
+EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
 
 
 def lay(
@@ -21,9 +21,12 @@ def lay(
     neftune_alpha: float | None = None,
     pair_ids: NDArray[np.int64] | None = None,
 ) -> MicroBatch:
-    """One row of the examples' segments one after the other; without examples one of two tokens and no
-    target. neftune_alpha: with the scale of noise on the embeddings, by the length of each segment; pair_ids:
-    of examples that are preference pairs, their numbers (n,) in their dataset."""
+    """Return a packed micro-batch: one row of the examples' segments; without examples, a row of two tokens
+    and no target.
+
+    neftune_alpha  add the scale of the noise on embeddings, by the length of each segment
+    pair_ids       (n,) if the examples are preference pairs, their numbers in the dataset
+    """
     if not examples:
         ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
         lengths: tuple[int, ...] = (EMPTY_ROW_LENGTH,)
@@ -56,10 +59,12 @@ def collate(
     neftune_alpha: float | None = None,
     pair_ids: NDArray[np.int64] | None = None,
 ) -> MicroBatch:
-    """Rows of the longest example's length, padded on the right; without examples one row without targets.
+    """Return a padded micro-batch: a row per example, two per pair, right-padded to the longest; without
+    examples, one row without targets.
 
-    neftune_alpha: with the scale of noise on the embeddings, by each segment's own length; 0 on padding;
-    pair_ids: as in `lay`. Each pair is two rows."""
+    neftune_alpha  add the scale of the noise on embeddings, by the length of each segment; 0 on padding
+    pair_ids       as in `lay`
+    """
     pairs = None if pair_ids is None else _pairs(examples, pair_ids)
     if pairs is not None:
         examples = [answer for example in examples for answer in _answers(example)]
@@ -89,19 +94,19 @@ def _pairs(examples: Sequence[Example], ids: NDArray[np.int64]) -> Pairs:
 
 
 def _answers(pair: Example) -> tuple[Example, Example]:
-    """Its two segments, each by itself."""
+    """Return the two segments of a pair as examples."""
     border = pair.segment_lengths[0]
     chosen = Example(pair.input_ids[:border], pair.trained[:border], pair.source)
     return chosen, Example(pair.input_ids[border:], pair.trained[border:], pair.source)
 
 
 def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
-    """(sum of lengths,) float32: α ÷ √L on each token of a segment of L tokens."""
+    """Return α ÷ √L for each token of a segment of L tokens, (sum of lengths,) float32."""
     return torch.cat([torch.full((length,), alpha / math.sqrt(length)) for length in lengths])
 
 
 def targets_of(example: Example) -> NDArray[np.int64]:
-    """(T,): the token that each position predicts, or NO_TARGET."""
+    """Return the token that each position predicts, or NO_TARGET, (T,)."""
     targets = np.full(len(example.input_ids), NO_TARGET, dtype=np.int64)
     targets[:-1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
     return targets

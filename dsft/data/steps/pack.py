@@ -1,7 +1,8 @@
-"""Which examples of a step stand together in a micro-batch: packed without padding, or dealt like cards.
+"""Assign the examples of a step to the micro-batches of its ranks: packed without padding, or in fixed
+numbers.
 
-Takes lengths, a budget of tokens and a number of data-parallel ranks; pure, without torch. Nothing here
-decides in which step an example stands, so packed and padded runs learn the same.
+Pure functions of lengths, a token budget and the number of data-parallel ranks, without torch. The examples
+of a step are decided elsewhere, so packed and padded runs have the same steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dsft.plan.batch import BatchSizes
 def micro_batches_of(
     lengths: NDArray[np.int64], batch: BatchSizes, data_rank: int
 ) -> list[NDArray[np.int64]]:
-    """The positions in a step that each micro-batch of one rank holds: packed where there is a budget."""
+    """Return, for each micro-batch of one rank, the positions of its examples in the step: packed if there is
+    a token budget."""
     if batch.tokens_per_micro_batch is None:
         return deal(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
     packs = pack(lengths, batch.tokens_per_micro_batch, batch.data_parallel, data_rank)
@@ -26,11 +28,13 @@ def micro_batches_of(
 
 
 def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank: int) -> list[list[int]]:
-    """The positions in a step that each micro-batch of one rank holds; some may be empty.
+    """Return, for each packed micro-batch of one rank, the positions of its examples in the step; some may be
+    empty.
 
-    All ranks together have `data_parallel` × K micro-batches of at most `budget` tokens, with a K that is the
-    smallest, or near it, for which the longest example first into the emptiest micro-batch fits. Ranks differ
-    by at most the longest example's tokens: no two micro-batches differ by more, and they are dealt by size.
+    All ranks together have `data_parallel` × K micro-batches of at most `budget` tokens. They are filled
+    greedily, the longest example first, into the emptiest micro-batch; K is the smallest number for which
+    that fits, or close to it. Micro-batches are assigned to ranks by size, and no two differ by more tokens
+    than the longest example has; therefore, neither do ranks.
 
     Raises ValueError for an example over the budget.
     """
@@ -43,8 +47,9 @@ def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank:
 
 
 def _fewest(lengths: NDArray[np.int64], order: Sequence[int], budget: int, together: int) -> list[list[int]]:
-    """Packs, a multiple of `together` of them: from the least that could do in doubling steps to a number
-    that does, then by halves back. One by one, ten thousand long rows would take thousands of tries."""
+    """Return as few packs as possible, a multiple of `together`. The number is found by doubling steps up
+    from the lower bound and then by bisection; trying every number would take thousands of attempts for ten
+    thousand long rows."""
     least = max(1, -(-int(lengths.sum()) // budget), int(np.count_nonzero(lengths > budget // 2)))
     too_few = -(-least // together) - 1
     step = 1
@@ -64,9 +69,9 @@ def _fewest(lengths: NDArray[np.int64], order: Sequence[int], budget: int, toget
 def _emptiest_first(
     lengths: NDArray[np.int64], order: Sequence[int], budget: int, number: int
 ) -> list[list[int]] | None:
-    """`number` packs, or None where one would be over the budget."""
+    """Return `number` packs, filled in `order` into the emptiest; None if one would exceed the budget."""
     packs: list[list[int]] = [[] for _ in range(number)]
-    loads = [(0, which) for which in range(number)]  # a heap; equal loads: the first pack
+    loads = [(0, which) for which in range(number)]  # a heap; of equal loads, the first pack
     for position in order:
         load, which = loads[0]
         load += int(lengths[position])
@@ -80,10 +85,12 @@ def _emptiest_first(
 def deal(
     lengths: NDArray[np.int64], micro_batch_size: int, data_parallel: int, data_rank: int
 ) -> list[NDArray[np.int64]]:
-    """The positions in a step that each micro-batch of one rank holds; some are empty at the end.
+    """Return, for each padded micro-batch of one rank, the positions of its examples in the step; the last
+    ones may be empty.
 
-    Longest first, so that the micro-batches that all ranks compute together hold rows of about one length:
-    the n-th `data_parallel` × `micro_batch_size` of them make the n-th micro-batch, dealt like cards.
+    Examples are sorted by length, the longest first, so that the micro-batches that the ranks compute at the
+    same time have rows of similar length. The n-th `data_parallel` × `micro_batch_size` examples make the
+    n-th micro-batches, assigned to the ranks round-robin.
     """
     order = np.argsort(-lengths, kind="stable")
     together = data_parallel * micro_batch_size

@@ -1,7 +1,6 @@
-"""Which examples a step holds, and which of them a rank computes.
+"""Build the steps of training and the micro-batches of evaluation, for one data-parallel rank.
 
-Takes a dataset, the batch sizes, a data-parallel rank and a seed. Gives steps of micro-batches. Touches
-nothing: a step is a pure function of (data, seed, epoch, step), so any of them can be made at any time.
+A step is a pure function of (data, seed, step), so that any step can be built at any time.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from dsft.plan.batch import BatchSizes
 class TrainSteps:
     """The steps of training, for one data-parallel rank.
 
-    An epoch holds every example once: ceil(examples ÷ global_batch_size) steps, of which the last may be
-    shorter. Every rank has the same number of micro-batches in a step.
+    An epoch has as many examples as the dataset (without weights, each of them once) in
+    ceil(examples ÷ global_batch_size) steps, of which the last may be shorter. In each step, every rank has
+    the same number of micro-batches.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TrainSteps:
         self.steps_per_epoch = self._order.steps_per_epoch
 
     def step(self, index: int) -> GlobalStep:
-        """Step `index` of the run, from 0, through any number of epochs."""
+        """Return step `index` of the run, from 0, over any number of epochs."""
         drawn = self._order.step(index)
         ids, lengths = drawn.ids, self._dataset.lengths[drawn.ids].astype(np.int64)
         laid = Laid(self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha)
@@ -61,7 +61,7 @@ class TrainSteps:
         )
 
     def _sources(self, drawn: Drawn, lengths: NDArray[np.int64]) -> Mapping[str, OfSource]:
-        """By name, where there are several."""
+        """Return the step's share of each source by name; empty if there is only one source."""
         parts, ends = self._dataset.parts, self._dataset.ends
         if len(parts) == 1:
             return {}
@@ -77,14 +77,13 @@ class TrainSteps:
 def evaluation(
     dataset: Dataset, batch: BatchSizes, data_rank: int, pad_id: int
 ) -> tuple[Sequence[MicroBatch], Mapping[str, int]]:
-    """The whole held-out set, dealt like one step: this rank's micro-batches and the global counts."""
+    """Return this rank's micro-batches of a held-out set, divided like one step, and the global counts."""
     ids = np.arange(len(dataset))
     return Laid(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
 
 
 class Laid(Sequence[MicroBatch]):
-    """The micro-batches of one rank, each laid when it is asked for: a held-out set may be larger than
-    memory."""
+    """The micro-batches of one rank, each built on access, since a held-out set may be larger than memory."""
 
     def __init__(
         self,
@@ -128,18 +127,23 @@ def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
 
 # --- the micro-batch that takes the most memory ----------------------------------------------------------
 
-LAID = 1_000_000  # examples of all steps that are laid to find the largest pack: seconds
+LAID = 1_000_000  # up to so many examples of a run, all steps are packed to find the largest pack: seconds
 
 
 def longest_micro_batch(
     dataset: Dataset, batch: BatchSizes, pad_id: int, seed: int, total_steps: int
 ) -> MicroBatch:
-    """micro_batch_size rows (pairs: of two) of the longest example's length. Rows are dealt longest first, so
-    a step that has that example has it in a full micro-batch of this shape, unless the step itself is short
-    of rows. The reference of pairs is 0.
+    """Return a micro-batch of the largest size that a run has, to measure its peak memory.
 
-    Packed: the largest of all steps; of a run of more than LAID examples as many of the longest ones as a
-    micro-batch can come to have, which may be more than any has."""
+    Padded: micro_batch_size rows (twice as many for pairs) of the longest example's length. Since a step's
+    examples are sorted by length, the longest one is in a full micro-batch of this shape, unless the step has
+    too few examples.
+
+    Packed: the largest pack of all steps; in a run of more than LAID examples, an upper bound made of the
+    longest ones.
+
+    The reference log-probabilities of pairs are set to 0.
+    """
     budget, size = batch.tokens_per_micro_batch, batch.global_batch_size
     if budget is not None:
         if total_steps * size > LAID:
@@ -162,7 +166,7 @@ def _with_reference(laid: MicroBatch) -> MicroBatch:
 def _largest_pack(
     dataset: Dataset, batch: BatchSizes, budget: int, ids: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Of a step's examples; packs are dealt by size, so it is the first one of rank 0."""
+    """Return the examples of a step's largest pack: the first of rank 0, since packs are assigned by size."""
     members: Sequence[int] = pack(
         dataset.lengths[ids].astype(np.int64), budget, batch.data_parallel, data_rank=0
     )[0]
@@ -170,8 +174,9 @@ def _largest_pack(
 
 
 def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int) -> MicroBatch:
-    """Up to the budget, or to a rank's share of a step's longest examples and the longest once more: packs
-    differ by no more than that."""
+    """Return a micro-batch at least as large as any pack. Its number of tokens is the budget or, if that is
+    smaller, a rank's share of the longest examples that a step can have, plus the longest one: packs differ
+    by no more than that."""
     order = np.argsort(-dataset.lengths, kind="stable")[: batch.global_batch_size]
     ends = np.cumsum(dataset.lengths[order])
     total, longest = int(ends[-1]), int(ends[0])
