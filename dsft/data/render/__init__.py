@@ -1,4 +1,2 @@
-"""From what a row means to its tokens and their mask: takes samples, a tokenizer and a chat template.
-
-May touch: the file of a chat template.
-"""
+"""Render rows: from texts and conversations to token ids and their mask, by a tokenizer and a chat
+template."""

@@ -1,8 +1,8 @@
-"""Bounds on what a chat template may take for one rendering: CPU time and memory.
+"""Limit the CPU time and memory that a chat template may use for one rendering.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it away from the process's objects, but
-lets it loop and allocate without end. The kernel bounds it: a timer of this process's CPU time, whose signal
-raises an error, and a limit on its data segment (RLIMIT_DATA), beyond which Python raises MemoryError.
+A template is a program that comes with a model. Jinja's sandbox keeps it from the process's objects, but lets
+it loop and allocate without limit. The kernel enforces the limits: a timer of the process's CPU time, whose
+signal raises an error, and a limit on its data segment (RLIMIT_DATA), beyond which Python raises MemoryError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TIME_LIMIT = 10.0
 MEMORY_LIMIT = 2**30
 """Bytes by which the process's memory may grow in one rendering."""
 
-_AGAIN = 1.0  # seconds until the signal comes again, should something have swallowed its error
+_AGAIN = 1.0  # seconds until the signal repeats, in case its error was swallowed
 _PAGE = resource.getpagesize()
 
 
@@ -27,16 +27,16 @@ class OutOfTimeError(Exception):
 
 
 class Bounded:
-    """A context in which OutOfTimeError is raised after TIME_LIMIT seconds of CPU time, and MemoryError where
-    the memory grows by more than MEMORY_LIMIT. Not to be nested, and not for code that catches every
-    exception. The handler of SIGVTALRM stays, and does nothing outside. Garbage is not collected inside: an
-    error that is raised in a callback of the collector is lost.
+    """A context that raises OutOfTimeError after TIME_LIMIT seconds of CPU time, and MemoryError if memory
+    grows by more than MEMORY_LIMIT. Do not nest it, nor use it for code that catches every exception.
 
-    Only a process's main thread receives signals, so in another thread nothing is bounded.
+    The handler of SIGVTALRM stays installed and does nothing outside the context. Garbage collection is off
+    inside, since an error raised in a callback of the collector is lost. Only a process's main thread
+    receives signals, so in other threads there are no limits.
     """
 
     _inside = False
-    _expired = False  # the error may come out as another one: a C function can replace it
+    _expired = False  # needed since C code may replace the error with another one
 
     def __enter__(self) -> None:
         self._bounds = threading.current_thread() is threading.main_thread()
@@ -73,8 +73,8 @@ def _out_of_time(*_: object) -> None:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts, with the stack: the sixth number of proc(5)'s statm, which some kernels give
-    as 0."""
+    """Return the bytes that RLIMIT_DATA counts, plus the stack: the sixth number of proc(5)'s statm, which is
+    0 on some kernels."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 256).split()[5]) * _PAGE

@@ -1,12 +1,10 @@
-"""Which characters of a rendered conversation are trained on.
+"""Render a conversation and find which characters of its text are trained on.
 
-Takes a conversation and a template. Gives the text and the parts of it that are trained on, or are not.
-
-Where the template marks the assistant's words (`{% generation %}`), the marks are taken, the n-th for the
-n-th of the assistant's turns. Where it does not, a turn begins after the generation prompt, which is what the
-model is given when it is used: the template renders the messages before the turn with that prompt, and the
-row must begin with it. It ends with the first special token of what the template writes behind a last
-answer: rendering the messages up to the turn shows where. The row's own text is never searched.
+If the template marks the assistant's turns (`{% generation %}`), the n-th mark belongs to the n-th assistant
+turn. If not, a turn begins after the generation prompt, as in inference: the messages before the turn are
+rendered with that prompt, and the row's text must begin with the result. The turn ends with the first special
+token that the template writes after a last answer, which is found by rendering the messages up to the turn.
+The row's own text is never searched.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ from dsft.errors import DataError, Problem
 
 TrainOn = Literal["assistant", "last", "all"]
 
-_PRIVATE = 0x100000  # the first character of Unicode's last plane, whose characters mean nothing
+_PRIVATE = 0x100000  # the first character of Unicode's last private-use plane
 _EXCERPT = 30  # characters shown of a rendered row
 _MARKS = "a template with {% generation %} marks around the assistant's turns, one of dsft's or a file"
 _WAY_OUT = f"give data.chat_template {_MARKS}"
 _OR_LAST = f"train on the last turn alone (data.train_on: last), or {_WAY_OUT}"
 _KEYS = {"tools": "tools", "tool_calls": "calls of tools", "reasoning_content": "reasoning"}
-"""What would be left out in silence by a template that does not look at it."""
+"""Keys of a row -> their names in messages; a template that does not read one silently leaves it out."""
 
 
 _CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
-"""Of a tool, to find out what a template writes of it."""
+"""A sample tool call, to find out whether a template writes calls."""
 
 
 class Part(NamedTuple):
-    """Characters of a text, and what an error calls them."""
+    """Characters `start` to `stop` of a text, and their name in errors."""
 
     name: str
     start: int
@@ -47,8 +45,9 @@ class Part(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """trained: the parts are what is trained on; else they are what is not. stand_ins: where contents spell
-    tokens of the template, the characters that stand in the text for what they spell, by token."""
+    """A rendered text and its mask, in characters. trained: whether `parts` are what is trained on or what is
+    not. stand_ins: if contents spell tokens of the template, token -> the character that replaces its
+    spelling in the text."""
 
     text: str
     parts: list[Part]
@@ -58,8 +57,8 @@ class Marked(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """How a template writes an answer after its prompt: `lead`, the answer, `tail`, which begins with `end`:
-    all up to its first special token, and what a turn ends with."""
+    """What a template writes around an answer: `lead` before it, `tail` after it. `end` is the tail up to and
+    including its first special token, which ends a turn."""
 
     lead: str
     tail: str
@@ -68,20 +67,20 @@ class TurnEnds:
 
 @dataclass(frozen=True)
 class Masks:
-    """A template, what is trained on, and the special tokens of the tokenizer, of which one ends a turn."""
+    """Computes masks. special_tokens: the tokenizer's, one of which ends a turn."""
 
     template: ChatTemplate
     train_on: TrainOn
     special_tokens: frozenset[str]
 
     def of(self, conversation: Conversation) -> Marked:
-        """Raises BadRowError where the template refuses the conversation, or where its turns cannot be told.
-        Raises DataError for a template of which no turn can be."""
+        """Render a conversation. Raises BadRowError if the template refuses it or its turns cannot be
+        located, DataError if the template's turns never can."""
         trained = _trained(conversation, self.train_on)
         row = self._row(conversation)
         if not self._spells(row):
             return self._marked(row, trained)
-        text = self._marked(row, trained).text  # with the row's own words in what it is refused for
+        text = self._marked(row, trained).text  # first, so that errors quote the row as it is
         hidden = _Row(self._hidden(row.messages), self._hidden(row.tools), self.template)
         marked = self._marked(hidden, trained)
         if self._shown(marked.text) != text:
@@ -116,8 +115,8 @@ class Masks:
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
-        """Roles whose turns the template passes over in silence. A template may write a tool's turn only
-        after a call."""
+        """Roles whose turns the template silently leaves out. Tool turns are tried with and without a
+        call."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         called = {**answer, "tool_calls": [_CALL]}
         talks: dict[str, list[tuple[list[Message], list[Message]]]] = {
@@ -132,27 +131,27 @@ class Masks:
         return frozenset(found)
 
     def _is_written(self, role: str, before: list[Message], after: list[Message]) -> bool | None:
-        """Whether the words of a turn are in the text; None where the template refuses the conversation."""
+        """Return whether the template writes a turn's content; None if it refuses the conversation."""
         turns = [{"role": role, "content": content} for content in "12"]
         try:
             texts = {self._tried([*before, turn, *after])[0] for turn in turns}
         except BadRowError:
-            return None  # then it refuses such rows, too, or takes them in other talks alone
+            return None  # then it also refuses such rows, or takes them only in other conversations
         return len(texts) == 2
 
     @cached_property
     def _joins_system(self) -> bool:
-        """A system turn alone is not written: its words stand in the next one (Gemma's, Llama 2's)."""
+        """Whether the template writes a system turn into the next turn, not alone (Gemma's, Llama 2's)."""
         turns: list[Message] = [{"role": "system", "content": content} for content in "12"]
         try:
             texts = {self._tried([turn])[0] for turn in turns}
         except BadRowError:
-            return False  # then it refuses what such a turn would be found by
+            return False  # then it also refuses the renderings by which such a turn is located
         return len(texts) == 1
 
     @cached_property
     def _hears_calls_alone(self) -> bool:
-        """Of an assistant's turn with calls it passes over the content in silence, as Llama 3.1's does."""
+        """Whether the template silently leaves out the content of turns with calls, as Llama 3.1's does."""
         texts = set()
         for content in "12":
             talk: list[Message] = [
@@ -182,7 +181,7 @@ class Masks:
         return Marked(text, [self._message(row, number, text, marks) for number in wanted], True)
 
     def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> Part:
-        """Any message: the assistant's turn, or all that the template writes for another one."""
+        """Return the part of any message: an assistant turn, or all that the template writes for another."""
         if row.messages[number]["role"] != "assistant":
             start = row.prefix(number, text) if number else 0
             return Part(f"turn {number + 1}", start, row.prefix(number + 1, text))
@@ -194,7 +193,7 @@ class Masks:
 
     @cached_property
     def controls(self) -> frozenset[str]:
-        """The special tokens that the template writes, and those that begin, end and fill a text."""
+        """The special tokens that the template writes, and the bos, eos, pad and unk tokens."""
         named = [self.template.special_tokens.get(f"{key}_token", "") for key in ("bos", "eos", "pad", "unk")]
         written = [*self.template.literals, *named]
         return frozenset(name for name in self.special_tokens if any(name in one for one in written))
@@ -216,7 +215,7 @@ class Masks:
         return bool(row.tools) and any(map(search, _strings(row.tools)))
 
     def _hidden(self, value: Any) -> Any:
-        """The value with a stand-in for each token that is spelled in it."""
+        """Return the value with a stand-in for each token that is spelled in it."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):
@@ -229,8 +228,8 @@ class Masks:
         return text.translate({ord(stand_in): name for name, stand_in in self._stand_ins.items()})
 
     def _tried(self, talk: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Render a short talk that no data file holds, to see what the template does. Raises DataError where
-        it has to be stopped there, since it is then of no use for any row."""
+        """Render a short made-up conversation, to probe the template. Raises DataError if even that exceeds
+        the limits, since the template is then of no use for any row."""
         try:
             return self.template.render(talk, prompt=prompt)
         except EndlessTemplateError as error:
@@ -248,13 +247,13 @@ class Masks:
         except BadRowError as error:
             raise template_error(str(error), _WAY_OUT) from error
         tail = _common_end(*texts)
-        # where the prompt is another one, that is told of at the first turn
+        # if the text does not begin with the prompt, the first turn of a row raises the error
         lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1] if texts[0].startswith(prompt) else ""
         return TurnEnds(lead, tail, tail[: self._first_special(tail)])
 
     def prove_marks(self) -> None:
-        """That the marks enclose an answer, and that what is marked behind it, if anything is, holds a token
-        that ends a turn: a template of another tokenizer has none. Raises DataError."""
+        """Raise DataError unless the marks enclose an answer and, if they enclose text after it, that has a
+        token that ends a turn; it has none if the template was made for another tokenizer."""
         if not self.template.is_marked:
             return
         question: Message = {"role": "user", "content": "0"}
@@ -266,7 +265,7 @@ class Masks:
                 borders = [0, *(end for mark in marks for end in mark), len(text)]
                 others.append([text[i:j] for i, j in zip(borders[::2], borders[1::2], strict=True)])
         except BadRowError:
-            return  # of talks that it takes the ledger tells which have no end
+            return  # rows that it does render are counted in the ledger if they have no end
         if others[0] != others[1]:
             raise template_error(
                 "its {% generation %} marks do not enclose the assistant's words, as those in a macro do not",
@@ -304,11 +303,11 @@ class _Row(NamedTuple):
     template: ChatTemplate
 
     def render(self, count: int, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The first `count` messages."""
+        """Render the first `count` messages."""
         return self.template.render(self.messages[:count], self.tools, prompt=prompt)
 
     def prefix(self, count: int, text: str, *, prompt: bool = False) -> int:
-        """Length of what the template makes of the first `count` messages, which the text begins with."""
+        """Return the length of the first `count` messages rendered, with which the text must begin."""
         before, _ = self.render(count, prompt=prompt)
         if text.startswith(before):
             return len(before)
@@ -316,7 +315,7 @@ class _Row(NamedTuple):
         asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
         when = "this answer is asked for" if prompt else "the row ends with it"
         number = count + 1 if prompt else count
-        # where it is one without the prompt, the prompt alone differs; else an earlier turn is written anew
+        # if the messages match without the prompt, only the prompt differs; else an earlier turn is rewritten
         way_out = _WAY_OUT if prompt and text.startswith(self.render(count)[0]) else _OR_LAST
         raise BadRowError(
             f"turn {number}: the chat template writes {asked!r} when {when} and {stands!r} "
@@ -329,11 +328,12 @@ def _speaks_beside_calls(message: Message) -> bool:
 
 
 def _readable(row: _Row) -> _Row:
-    """Arguments of calls are mappings; some templates (DeepSeek's) take them as JSON text instead."""
+    """Return the row with call arguments as the template takes them: mappings or, for some (DeepSeek's), JSON
+    text."""
     try:
         row.render(len(row.messages))
     except EndlessTemplateError:
-        return row  # rendering the row itself raises the same error
+        return row  # the caller's rendering raises the same error
     except BadRowError:
         as_text = row._replace(messages=[_with_texts(message) for message in row.messages])
         try:
@@ -355,7 +355,7 @@ def _with_texts(message: Message) -> Message:
 
 
 def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
-    """Of each message."""
+    """Return for each message whether it is trained on."""
     roles = [message["role"] for message in conversation.messages]
     last = max((number for number, role in enumerate(roles) if role == "assistant"), default=-1)
     said = conversation.trained or (None,) * len(roles)
@@ -367,7 +367,7 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
 
 
 def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[Part]:
-    """The marks of the wanted turns."""
+    """Return the marks of the wanted turns."""
     turns = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
     if len(marks) == len(turns):
         return [Part(f"turn {number + 1}", *marks[turns.index(number)]) for number in wanted]
@@ -380,12 +380,12 @@ def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) 
 
 
 def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
-    """Where a turn of the assistant stands in a text without marks."""
+    """Locate an assistant turn in a text without marks."""
     name = f"turn {number + 1}"
     start = row.prefix(number, text, prompt=True)
     content = row.messages[number].get("content")
     if isinstance(content, str) and row.messages[number].keys() == {"role", "content"}:
-        # The answer as it is, and its end: nothing of it was rewritten. What follows is for all other cases.
+        # The fast path: the template writes the answer unchanged. The rest is for all other cases.
         for answer in (content, ends.lead + content, ends.lead + content.strip()):
             if text.startswith(answer + ends.end, start):
                 return Part(name, start, start + len(answer + ends.end))
@@ -396,7 +396,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
             f"{name}: the chat template does not end it with {ends.tail!r} as it ends a last turn; {_WAY_OUT}"
         )
     answer = alone[start : len(alone) - len(ends.tail) + len(ends.end)]
-    # What a template writes before any last answer, as an empty thought, says nothing of this one.
+    # A lead that the template writes before any last answer, such as an empty thought, may be missing here.
     for rest in (answer, answer.removeprefix(ends.lead)):
         if text.startswith(rest, start):
             return Part(name, start, start + len(rest))
@@ -408,7 +408,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All in a value, and the keys of its mappings."""
+    """Yield all strings in a value, including the keys of its mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -420,5 +420,5 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Of several that begin at one place the longest, as the tokenizers library matches them."""
+    """Return a pattern for any of the names, the longest first, as the tokenizers library matches them."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

@@ -1,4 +1,4 @@
-"""That the two answers of a preference pair follow the same tokens: takes both rows, gives what is wrong."""
+"""Check that the two answers of a preference pair follow the same prompt tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WAY_OUT = "give data.chat_template one that writes them alike, or leave the row
 
 
 def pair_mistake(chosen: Rendered, rejected: Rendered) -> str | None:
-    """Why the two cannot be compared; None where they can, or where one has nothing that is trained on: such
-    a pair is left out. Their prompts are all tokens before the first that is trained on."""
+    """Return why the two answers cannot be compared; None if they can, or if one has no target, since such a
+    pair is left out. A prompt is all tokens before the first that is trained on."""
     if not (chosen.trained[1:].any() and rejected.trained[1:].any()):
         return None
     ours, theirs = (one.input_ids[: int(np.argmax(one.trained))] for one in (chosen, rejected))

@@ -1,8 +1,4 @@
-"""From rows to tokens, and which of them are trained on.
-
-Takes samples and a tokenizer. Gives token ids and a mask of the same length, or why there are none. Touches
-nothing.
-"""
+"""Tokenize samples: return token ids and a mask of the same length, or the reason why a sample is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from dsft.errors import DataError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 1000  # rows tokenised in one call
+_BATCH = 1000  # samples tokenized in one call
 _PROMPT_MERGED = (
     "the tokenizer makes one token of the prompt's last characters and the completion's first, which the "
     "model would never be given; move the white space between them to the completion's start"
@@ -34,10 +30,12 @@ _PROMPT_MERGED = (
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer with its chat template, or with `template` in its place. Can be sent to another process.
-    name: of the template, as errors call it; None for the tokenizer's own.
+    """Tokenizes samples with a tokenizer and a chat template. Can be pickled.
 
-    digest: of all that decides which tokens a row becomes."""
+    template  replaces the tokenizer's chat template; None: the tokenizer's own
+    name      the template's name in errors; None: the tokenizer's own
+    digest    identifies everything that determines the tokens of a row
+    """
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
@@ -64,9 +62,9 @@ class Renderer:
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
     def render(self, samples: Sequence[Sample]) -> list[Rendered | str]:
-        """Of each sample its tokens, or why there are none.
+        """Return for each sample its tokens, or the reason why it is refused.
 
-        Raises DataError where the tokenizer has no template that can be used, or no token that ends a text.
+        Raises DataError if the tokenizer has no usable template, or no end-of-text token.
         """
         rendered: list[Rendered | str] = []
         for start in range(0, len(samples), _BATCH):
@@ -74,12 +72,12 @@ class Renderer:
         return rendered
 
     def turn_end(self) -> int | None:
-        """The id of the special token with which the chat template ends an answer and which is trained on;
-        None where there is no such template or token."""
+        """Return the id of the special token that ends an answer in the chat template and is trained on; None
+        if there is no such template or token."""
         talk = Conversation(({"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}))
         try:
             made = self.render([talk])[0]
-        except DataError:  # no template, or none that can be trained with
+        except DataError:  # no template, or none usable for training
             return None
         if isinstance(made, str):
             return None
@@ -130,7 +128,7 @@ class Renderer:
         return Tokens(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was made of these stays here: compiled templates and patterns cannot be sent."""
+        """Leave out cached values, since compiled templates and patterns cannot be pickled."""
         return {name: getattr(self, name) for name in ("tokenizer", "template", "train_on", "name")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,8 +136,8 @@ class Renderer:
 
 
 def tokenizer_text(tokenizer: Any) -> Any:
-    """All that a tokenizer is, as JSON values. Without where its files are, which differs between hosts, and
-    without truncation and padding, which `Tokens` switches off when it first encodes."""
+    """Return everything that defines a tokenizer, as JSON values, except the paths of its files, which differ
+    between hosts, and truncation and padding, which `Tokens` turns off when it first encodes."""
     if tokenizer.is_fast:
         held = json.loads(tokenizer.backend_tokenizer.to_str())
         return {key: value for key, value in held.items() if key not in ("truncation", "padding")}
@@ -153,8 +151,8 @@ def tokenizer_text(tokenizer: Any) -> Any:
 
 
 def _texts(samples: Sequence[Text], tokens: Tokens, train_on: TrainOn) -> list[Rendered | str]:
-    """What the tokenizer makes of the text, and the end of text. Under `all` prompts are trained on, too. The
-    first token has nothing before it to be predicted from, so it is no target whatever its mask says."""
+    """Tokenize texts, each followed by the end-of-text token. With train_on "all", prompts are trained on,
+    too. The first token is never a target, whatever its mask."""
     if samples and tokens.tokenizer.eos_token_id is None:
         problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
         raise DataError("text rows cannot be made tokens of:", [problem])
@@ -177,7 +175,7 @@ def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
                 return _PROMPT_MERGED
             trained[first if i else 0 : stop] = False
     bos, eos = tokenizer.bos_token_id, cast(int, tokenizer.eos_token_id)
-    # What the tokenizer puts there stands twice where the text brought its own.
+    # If the text already has the token that the tokenizer adds, it would be there twice.
     if bos is not None and tokens.around[:1] == [bos] and ids[:2] == [bos] * 2:
         ids, trained = ids[1:], trained[1:]
     if tokens.around != [bos] and tokens.around[-1:] == [eos] and ids[-2:] == [eos] * 2:
@@ -188,9 +186,9 @@ def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
 
 
 def _count(prefix: str, ids: list[int], tokens: Tokens) -> int | None:
-    """How many tokens of a row are those of its prefix, None where the row's do not begin with these."""
+    """Return how many of a row's tokens are those of its prefix; None if the row does not begin with them."""
     (alone,), closed = tokens.of_texts([prefix]), tokens.around
     eos = tokens.tokenizer.eos_token_id
-    while alone and closed and alone[-1] == closed[-1] == eos:  # it ends every text
+    while alone and closed and alone[-1] == closed[-1] == eos:  # the tokenizer adds it to every text
         alone, closed = alone[:-1], closed[:-1]
     return len(alone) if ids[: len(alone)] == alone else None

@@ -1,7 +1,8 @@
-"""Chat templates: which one a run takes, and what it makes of messages.
+"""Chat templates: choose the one of a run (a name, a file or the tokenizer's own) and render messages with
+it.
 
-Takes a name, a file or the tokenizer's own. Gives text, rendered in transformers' sandbox, and the characters
-that the template marks with `{% generation %}`. Reads the file of a template.
+Templates run in transformers' sandbox. Besides the text, rendering returns the characters that the template
+marks with `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ if TYPE_CHECKING:
 
 FREE_SIZE = 200_000
 TIMES_THE_ROW = 20
-"""A rendered text may have FREE_SIZE characters, or TIMES_THE_ROW times those of the row's strings."""
+"""A rendered text may have FREE_SIZE characters or, if more, TIMES_THE_ROW times those of the row's
+strings."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Marks = list[tuple[int, int]]
-"""(start, stop) characters of what a template marks."""
+"""(start, stop) of each part that a template marks, in characters."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja text and the special tokens that it may name (bos_token, eos_token, …). name: that of
-    data.chat_template; None for the tokenizer's own."""
+    """A Jinja template and the special tokens that it may use (bos_token, eos_token, …). name: as in
+    data.chat_template; None: the tokenizer's own template."""
 
     text: str
     special_tokens: Mapping[str, Any]
@@ -48,7 +50,7 @@ class ChatTemplate:
 
     @cached_property
     def literals(self) -> list[str]:
-        """All that the template can write by itself: its text, and the strings in its expressions."""
+        """All strings that the template itself can write: its text, and the constants in its expressions."""
         from jinja2 import nodes
 
         tree = self._compiled.environment.parse(self.text)
@@ -57,7 +59,7 @@ class ChatTemplate:
         return [one for one in found if isinstance(one, str)]
 
     def reads(self, key: str) -> bool:
-        """Whether it looks at a key of a message, or at the tools."""
+        """Return whether the template mentions a key of messages, or "tools"."""
         names = {"reasoning_content": ("reasoning_content", "thinking", "reasoning")}.get(key, (key,))
         return any(name in self.text for name in names)
 
@@ -68,10 +70,10 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> tuple[str, Marks]:
-        """The text of `prepared` messages, with the generation prompt where asked for, and its marks.
+        """Return the text of `prepared` messages and its marks. prompt: with the generation prompt.
 
-        Raises BadRowError where the template refuses the messages, EndlessTemplateError where it takes more
-        CPU time or memory than `Bounded` allows, or writes far more than the messages hold.
+        Raises BadRowError if the template refuses the messages, EndlessTemplateError if it exceeds the CPU
+        time or memory of `Bounded`, or writes far more than the messages contain.
         """
         from jinja2 import TemplateError
 
@@ -119,7 +121,7 @@ class ChatTemplate:
 
     @property
     def called(self) -> str:
-        """As an error calls it."""
+        """Name of the template in errors."""
         return f"the chat template {'of the tokenizer' if self.name is None else self.name}"
 
     @cached_property
@@ -128,7 +130,7 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils
 
         try:
-            # transformers' own sandbox, with the filters and functions that templates count on; it is cached
+            # transformers' own sandbox, with the filters and functions that templates rely on; it caches
             return chat_template_utils._compile_jinja_template(self.text)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
@@ -139,8 +141,8 @@ class ChatTemplate:
 
 
 def prepared(messages: Sequence[Message]) -> list[Message]:
-    """As transformers gives messages to a template: plain data, without keys that are null, the reasoning
-    under each of its names. Of a part of the messages it is the part of all."""
+    """Return messages as transformers passes them to a template: plain data, without keys that are null, the
+    reasoning under each of its names. Each message is prepared independently of the others."""
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return list(plain_messages(given))
 
@@ -153,10 +155,11 @@ def template_error(reason: str, way_out: str) -> DataError:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, name: str | Path | None) -> None:
-    """Gives the tokenizer what `data.chat_template` means: one of its own by name, one of ours, or a file.
-    Whatever reads the tokenizer then has the same, and so has an export. None leaves it as it is.
+    """Set the tokenizer's template to what `data.chat_template` names: one of the tokenizer's, one of dsft's,
+    or a file. Everything that uses the tokenizer, exports included, then has the same template. None: no
+    change.
 
-    Raises MissingInputError where it is none of these.
+    Raises MissingInputError if the name is none of these.
     """
     if name is not None:
         tokenizer.chat_template = _template_text(tokenizer, name)
@@ -180,7 +183,7 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
 
 
 def named_template(name: str) -> str:
-    """The Jinja text of one of ours (CHAT_TEMPLATES)."""
+    """Return the Jinja text of one of dsft's templates (CHAT_TEMPLATES)."""
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -191,9 +194,9 @@ def template_of(
     tools: bool = False,
     name: str | None = None,
 ) -> ChatTemplate:
-    """The template `text`, or the tokenizer's own. Of several that it has, as transformers chooses: tool_use
-    for rows with tools, where there is one, else default. name: what an error calls it. Raises DataError
-    where there is none."""
+    """Return the template `text`, or the tokenizer's own. If the tokenizer has several, choose as
+    transformers does: tool_use for rows with tools, if there is one, else default. name: the template's name
+    in errors. Raises DataError if there is none."""
     own: Any = text if text is not None else tokenizer.chat_template
     if isinstance(own, dict):
         chosen = "tool_use" if tools and "tool_use" in own else "default"
@@ -213,7 +216,7 @@ def template_of(
 
 
 def _characters(value: Any) -> int:
-    """The number of characters of all strings in a value."""
+    """Return the number of characters of all strings in a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

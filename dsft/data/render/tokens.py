@@ -1,12 +1,10 @@
-"""From a text and characters in it to tokens, and which of them are trained on.
+"""Tokenize rendered texts, and map the mask from characters to tokens.
 
-Takes a tokenizer, and texts with their parts. Gives token ids and masks. Touches nothing.
-
-A text is made tokens of once. That text[:end] gives the first of its tokens is proved on the tokens: added
-tokens (`<|im_start|>`, …) split a text before anything else looks at it, so what stands before the last one
-is made the same tokens of in the text and in text[:end], and only the piece from there on is made tokens of
-again. Where an added token among a row's tokens was made of other text, or the tokenizer is a slow one,
-whole prefixes are.
+A text is tokenized once. For each border of the mask, it is checked that the tokens of text[:end] are the
+first tokens of the text. Added tokens (`<|im_start|>`, …) split a text before anything else is tokenized, so
+what comes before the last of them has the same tokens in the text and in text[:end]; only the piece from
+there on is tokenized again. If a row's added tokens cannot all be found in its text, or the tokenizer is a
+slow one, whole prefixes are tokenized.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from dsft.data.rows import Rendered
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REMEMBERED = 10_000  # pieces and their tokens
-_SHORT = 200  # characters of a piece worth remembering: a generation prompt
+_REMEMBERED = 10_000  # pieces whose tokens are cached
+_SHORT = 200  # characters below which a piece is cached, such as a generation prompt
 _MERGED = (
     "{name}: the tokenizer makes one token of its first or last characters and what the template writes "
     "beside them, which the model would never be given; let the content not begin with white space, or take "
@@ -54,7 +52,8 @@ R = TypeVar("R")
 def unpanicked(
     read: Callable[[Sequence[R]], list[Rendered | str]], rows: Sequence[R]
 ) -> list[Rendered | str]:
-    """`read(rows)`; where the tokenizer panics, row after row, and of the row that it panics on why."""
+    """Return `read(rows)`. If the tokenizer panics, read row by row, and return the reason for each row that
+    it panics on."""
     try:
         return read(rows)
     except TokenizerPanic as error:
@@ -64,7 +63,7 @@ def unpanicked(
 
 
 class Tokens:
-    """A tokenizer. special: the names of its special tokens."""
+    """A tokenizer that encodes texts and conversations. special: its special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -73,7 +72,7 @@ class Tokens:
         self.special = frozenset(filter(str.strip, special | set(tokenizer.all_special_tokens)))
         self._twins: dict[frozenset[tuple[str, str]], Reader | None] = {}
         self._encode = _quickly(tokenizer.backend_tokenizer) if tokenizer.is_fast else _slowly(tokenizer)
-        # These are looked for in the text as it is, before it is normalised.
+        # These are matched in the text before it is normalized.
         raw = {
             token.content: index
             for index, token in added.items()
@@ -82,24 +81,25 @@ class Tokens:
         self._reader = Reader(self._encode, raw, self.special)
 
     def of_texts(self, texts: list[str]) -> list[list[int]]:
-        """With the tokens that the tokenizer itself puts around a text."""
+        """Return the ids of texts, with the tokens that the tokenizer itself adds around a text."""
         return self._encode(texts, True) if texts else []
 
     @cached_property
     def around(self) -> list[int]:
-        """The tokens that the tokenizer itself puts around a text."""
+        """The tokens that the tokenizer itself adds around a text."""
         return self.of_texts([""])[0]
 
     def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
-        """A template writes the beginning-of-text token itself, so none is added."""
+        """Tokenize rendered conversations. None of the tokenizer's own tokens are added around them, since a
+        template writes the beginning-of-text token itself."""
         made = iter(self._reader.read([row for row in rows if not row.stand_ins]))
         return [self._as_text(row) if row.stand_ins else next(made) for row in rows]
 
     # --- contents that spell a token of the template --------------------------------------------------------
 
     def _as_text(self, row: Marked) -> Rendered | str:
-        """The row with what its contents spell as plain text: its stand-ins and the names that they stand for
-        change places, and the tokenizer is one that knows its tokens by the stand-ins."""
+        """Tokenize a row so that tokens spelled in its contents become plain text: swap the stand-ins with
+        the tokens that they represent, and use a twin tokenizer, whose tokens are named by the stand-ins."""
         twin = self._twin(row.stand_ins)
         if twin is None:
             spelled = [name for name, stand_in in row.stand_ins.items() if stand_in in row.text]
@@ -121,7 +121,7 @@ class Tokens:
         return made if isinstance(made, str) else replace(made, spelled=True)
 
     def _twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
-        """Reads texts in which tokens go by stand-ins; None where the tokenizer cannot be changed so."""
+        """Return the Reader of the twin tokenizer; None if the tokenizer's tokens cannot be renamed."""
         key = frozenset(stand_ins.items())
         if key not in self._twins:
             self._twins[key] = self._made_twin(stand_ins) if self.tokenizer.is_fast else None
@@ -136,7 +136,7 @@ class Tokens:
         backend: Any = self.tokenizer.backend_tokenizer
         said = json.loads(backend.to_str())
         said["added_tokens"] = [{**one, "content": renamed(one["content"])} for one in said["added_tokens"]]
-        said["post_processor"] = None  # it adds tokens by name; nothing is added here
+        said["post_processor"] = None  # it adds tokens by name, which is not needed here
         model = said["model"]
         vocab = model.get("vocab")
         if isinstance(vocab, dict):
@@ -147,7 +147,7 @@ class Tokens:
             model["unk_token"] = renamed(model["unk_token"])
         try:
             twin: Any = Tokenizer.from_str(json.dumps(said))
-        except Exception:  # the library raises nothing more special, as for a name that merges make
+        except Exception:  # the library raises no subclass, such as for a name that results from merges
             return None
         ids = [(backend.token_to_id(name), twin.token_to_id(new)) for name, new in stand_ins.items()]
         if any(known is None or known != found for known, found in ids):
@@ -157,19 +157,19 @@ class Tokens:
 
 
 Encode = Callable[[list[str], bool], list[list[int]]]
-"""Texts, and whether the tokens that begin and end every text are put around them -> ids of each."""
+"""(texts, whether to add the tokens that begin and end every text) -> ids of each text."""
 
 
 def _quickly(backend: Any) -> Encode:
-    """Without offsets, which nothing here needs. Raises TokenizerPanic for texts of which one makes the
-    tokenizers library panic, as a pattern does that needs too many steps for it."""
+    """Return an Encode that computes no offsets. It raises TokenizerPanic if one of the texts makes the
+    tokenizers library panic, such as when a pattern takes too many steps on it."""
 
     def encode(texts: list[str], around: bool) -> list[list[int]]:
-        backend.no_padding()  # both may have been set by a file, or by another user of the tokenizer
+        backend.no_padding()  # both may have been set by a file, or by other code that uses the tokenizer
         backend.no_truncation()
         try:
             return [made.ids for made in backend.encode_batch_fast(texts, add_special_tokens=around)]
-        except BaseException as error:  # the library's is no Exception
+        except BaseException as error:  # PanicException is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise TokenizerPanic(str(error)) from None
@@ -187,7 +187,7 @@ def _slowly(tokenizer: PreTrainedTokenizerBase) -> Encode:
 
 @dataclass(frozen=True, slots=True)
 class _Positions:
-    """Of added tokens: first and last characters, and their index among the row's tokens."""
+    """Where a row's added tokens are: start and stop in characters, and index among the row's tokens."""
 
     starts: list[int]
     stops: list[int]
@@ -195,8 +195,11 @@ class _Positions:
 
 
 class Reader:
-    """What makes tokens of texts. added: ids of the added tokens that split a text as it is, by the names
-    that they have there; ends: names of the special tokens, which can end a turn."""
+    """Tokenizes rendered texts.
+
+    added  name in the text -> id, of the added tokens that split a text before it is normalized
+    ends   names of the special tokens, which can end a turn
+    """
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class Reader:
         self.added = added
         self._ends = tuple(ends)
         self._names = {index: name for name, index in added.items()}
-        self._is_added = np.zeros(max(self._names, default=0) + 2, dtype=np.bool_)  # the last for all above
+        self._is_added = np.zeros(max(self._names, default=0) + 2, dtype=np.bool_)  # last: all higher ids
         self._is_added[list(self._names)] = True
         self._remembered: dict[str, list[int]] = {}
 
@@ -232,11 +235,11 @@ class Reader:
         return Rendered(tokens, trained, self._is_ended(row))
 
     def _positions(self, text: str, tokens: NDArray[np.int32]) -> _Positions | None:
-        """Where the added tokens stand in text and tokens; None where one was made of other text."""
+        """Return where the added tokens are in the text and among the tokens; None if one is not found."""
         if not self.added:
             return None
         among = np.flatnonzero(self._is_added[np.minimum(tokens, len(self._is_added) - 1)])
-        # Of all that could follow, the tokenizer took the first in the text: it is the first of its own name.
+        # The tokenizer matches added tokens from left to right, so each is the next occurrence of its name.
         starts, stops, end = [], [0], 0
         for name in map(self._names.__getitem__, tokens[among].tolist()):
             start = text.find(name, end)
@@ -248,7 +251,8 @@ class Reader:
         return _Positions(starts, stops[1:], among.tolist())
 
     def cut(self, text: str, end: int, ids: list[int], at: _Positions | None) -> int | None:
-        """How many of a row's tokens are those of text[:end], None where the row does not begin with them."""
+        """Return how many of a row's tokens are those of text[:end]; None if the row does not begin with
+        them."""
         start = first = 0
         if at is not None:
             last = bisect_right(at.stops, end) - 1  # of the added tokens in text[:end]
@@ -264,7 +268,8 @@ class Reader:
         return stop if ids[first:stop] == alone else None
 
     def _is_ended(self, row: Marked) -> bool:
-        """The last part that is trained on ends with a special token, and maybe white space after it."""
+        """Return whether the last part that is trained on ends with a special token, and perhaps white
+        space."""
         if row.trained and not row.parts:
             return False
         last = row.parts[-1] if row.trained else None
