@@ -1,2 +1,4 @@
-"""Rows as the model will see them, and what a run would make of them: takes a spec, needs its data and its
-tokenizer alone, neither weights nor torch."""
+"""`dsft preview`: show the rows of a spec as the model will see them, and how a run would use them.
+
+Needs only the data and the tokenizer, neither weights nor torch.
+"""

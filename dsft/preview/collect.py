@@ -1,4 +1,4 @@
-"""What a run would train on, read as a run reads it. Takes a spec; gives its rows and their account."""
+"""Load the data of a spec as a run would load it, with its tokenizer and batch sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collected:
-    """told: what a run says of its tokens and rows."""
+    """The data of a spec. told: a run's messages about its tokenizer and data."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
@@ -38,13 +38,13 @@ class Collected:
 
     @property
     def ledgers(self) -> Mapping[str, Mapping[str, Any]]:
-        """By source, as data.json has it."""
+        """The ledger of each training source by name, as in data.json."""
         sources: Mapping[str, Mapping[str, Any]] = self.loaded.account["train"]["sources"]
         return sources
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
-        """The rows of data.train, then of data.eval."""
+        """The sources of data.train, then of data.eval."""
         every = self.loaded.selections
         whole = [one for one in every if not one.is_split]
         return tuple(
@@ -57,19 +57,19 @@ def collect(
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[Pace], None] = lambda pace: None,
 ) -> Collected:
-    """`say` and `progress` are told of tokens that are made. Raises MissingInputError for what is not there,
-    SpecError where the batch sizes fit no ranks."""
+    """Load the data of a spec. say, progress: callbacks, as in Cache. Raises MissingInputError for a missing
+    file or tokenizer, SpecError if the batch sizes do not fit the ranks."""
     batch = sizes(spec)
     tokenizer, added = open_tokenizer(spec.model)
     new_tokens = notes(tokenizer, added)
     choose_template(tokenizer, spec.data.chat_template)
-    cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the one that the run will read
+    cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the cache that the run will use
     loaded = measure(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
     return Collected(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
 
 
 def sizes(spec: Spec) -> BatchSizes:
-    """The batch sizes on the spec's cluster; without one, on the fewest processes that they fit."""
+    """Return the batch sizes for the spec's cluster; without one, for the fewest processes that they fit."""
     processes = sum(spec.cluster.hosts.values()) if spec.cluster else _fewest(spec)
     return batch_sizes(spec.train, layout(spec.parallel, processes).data_parallel, spec.data, spec.task)
 

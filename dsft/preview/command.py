@@ -1,4 +1,4 @@
-"""The command `dsft preview`: takes a spec's path and what is asked for, prints or writes a page."""
+"""The command `dsft preview`: print a preview as text or JSON, or write it as an HTML page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE_PROBLEMS, PROBLEMS = 100, 1000  # of each kind
 
 @dataclass(frozen=True)
 class Asked:
-    """The command's options, each as it is given."""
+    """The options of the command."""
 
     rows: int | None = None
     row: str | None = None
@@ -35,7 +35,8 @@ class Asked:
 
     @property
     def wanted(self) -> Wanted:
-        """A page has everything; else what is asked for, by default rows and the first micro-batch."""
+        """What to show: everything on a page, else what the options name, by default rows and the first
+        micro-batch."""
         page = self.html is not None
         rows = JSON_ROWS if self.as_json else PAGE_ROWS if page else ROWS
         named = self.row is not None or self.worst or self.problems
@@ -49,7 +50,7 @@ class Asked:
 
 
 def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
-    """Print the preview. Raises DataError, after it, where a run would refuse the data."""
+    """Print the preview or write its page. Then raise DataError if a run would refuse the data."""
     spec = load(spec_path, overrides, check_files=False)
     if asked.html is not None:
         check_writable(asked.html)
@@ -71,7 +72,7 @@ def preview(spec_path: Path, overrides: Sequence[str], asked: Asked) -> None:
 
 
 def _style() -> Style:
-    """Colours on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
+    """Return the style: colors if the terminal has them, unless NO_COLOR is set (no-color.org)."""
     terminal = Console()
     if not sys.stdout.isatty() or terminal.no_color or terminal.color_system is None:
         return Style()

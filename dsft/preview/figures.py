@@ -1,4 +1,4 @@
-"""Lengths, steps and padding: takes the lengths of the examples and the batch sizes, gives numbers; pure."""
+"""Compute statistics on lengths, steps and padding from the lengths of the examples and the batch sizes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from dsft.plan.schedule import total_steps
 from dsft.spec.schema import Spec
 
 BINS = 12
-LAID = 20_000  # examples that are dealt to the ranks to tell the padding: about a second
+LAID = 20_000  # examples divided into micro-batches to estimate the padding: about a second
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens; a percentile is a length that occurs. bins: (from, up to and with, examples)."""
+    """Statistics on lengths, in tokens. A percentile is a length that occurs. bins: (first length, last
+    length, examples)."""
 
     p50: int
     p95: int
@@ -34,11 +35,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Steps:
-    """per_epoch and total: optimizer steps; mean_tokens and most_tokens: of a step; of_steps: the first steps
-    of an epoch, by which tokens and padding are told.
+    """Statistics on steps.
 
-    padding  way -> share of the micro-batches' places that hold no token
-    idle     way -> the same with the places that a rank waits for, while another has more of them
+    per_epoch    number of steps of an epoch
+    total        number of steps of the run
+    mean_tokens  tokens of a step on average
+    most_tokens  tokens of the largest step
+    padding      "packed" or "padded" -> share of the micro-batches' positions that are padding
+    idle         the same, including the positions for which a rank waits while another has more of them
+    of_steps     number of first steps of an epoch that tokens and padding are computed from
     """
 
     per_epoch: int
@@ -51,7 +56,7 @@ class Steps:
 
 
 def lengths_of(lengths: NDArray[np.integer], max_length: int) -> Lengths:
-    """lengths (n,), of at least one example."""
+    """Return the statistics on lengths (n,), n ≥ 1."""
     p50, p95, p99 = np.percentile(lengths, [50, 95, 99], method="inverted_cdf").tolist()
     longest = int(lengths.max())
     width = max(1, -(-longest // BINS))
@@ -61,8 +66,9 @@ def lengths_of(lengths: NDArray[np.integer], max_length: int) -> Lengths:
 
 
 def steps_of(data: Dataset, spec: Spec, batch: BatchSizes) -> Steps:
-    """Of a dataset with examples. Pairs are told of as they are laid, and in no other way: where they share
-    their prompts, they have other tokens padded."""
+    """Return the statistics on the steps of a dataset that has examples. They compare packing and padding,
+    except for pairs, where only the run's own way is computed: with shared prompts, pairs have other tokens
+    if they are padded."""
     order = Order(data, batch.global_batch_size, spec.train.seed)
     dealt = max(1, LAID // (batch.global_batch_size * batch.data_parallel))
     steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, dealt))]
@@ -85,7 +91,8 @@ def steps_of(data: Dataset, spec: Spec, batch: BatchSizes) -> Steps:
 
 
 def _laid(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, int]:
-    """Places of all ranks' micro-batches: those that are there, and those where all ranks had the largest."""
+    """Return the number of positions of all ranks' micro-batches, and the number if all ranks had as many as
+    the fullest."""
     there = waited = 0
     packed, rows_each = batch.tokens_per_micro_batch is not None, 2 if data.is_pairs else 1
     for step in steps:

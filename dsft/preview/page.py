@@ -1,7 +1,7 @@
-"""A preview as one self-contained HTML page. Takes a view; writes a file.
+"""Write a preview as one self-contained HTML page.
 
-Nothing of the rows becomes an element or an attribute: all of it is escaped, as text. The page
-has no script, and its policy lets the browser run none and load nothing.
+Content of the rows is always escaped text, never an element or an attribute. The page has no script, and its
+content security policy lets the browser run no script and load nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ svg line { stroke: var(--alarm); stroke-dasharray: 3 3; }
 
 
 def check_writable(path: Path) -> None:
-    """Raises StorageError where the page could not be written, before any row is read."""
+    """Raise StorageError if the page cannot be written there, before any row is read."""
     if path.is_dir():
         raise StorageError(f"--html {path}: this is a folder; name a file, such as {path / 'preview.html'}")
     if not path.parent.is_dir():
@@ -71,17 +71,17 @@ def check_writable(path: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether the file is empty or begins as a page does: what `--html` may write over."""
+    """Return whether the file is empty or begins like a page, so that `--html` may overwrite it."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(_BEGIN))
     except OSError:
-        return True  # told when it is written
+        return True  # the error is raised when the page is written
     return begin in {b"", _BEGIN.encode()}
 
 
 def write_page(view: View, path: Path) -> None:
-    """Raises StorageError where the disk does not take it."""
+    """Write the page. Raises StorageError if the file cannot be written."""
     try:
         path.write_text(page(view), encoding="utf-8")
     except OSError as error:
@@ -91,7 +91,7 @@ def write_page(view: View, path: Path) -> None:
 
 
 def page(view: View) -> str:
-    """The whole page."""
+    """Return the HTML of the whole page."""
     sections = [(name, list(lines)) for name, lines in _sections(view)]
     links = " ".join(f'<a href="#{_anchor(name)}">{_escaped(name)}</a>' for name, lines in sections if lines)
     body = [f"<h1>{_escaped(f'{view.name}: {view.task}, {view.examples:,} {view.unit}s')}</h1>"]
@@ -152,7 +152,8 @@ def _refusal(view: View) -> list[str]:
 
 
 def _tokens(tokens: Sequence[Token], start: int = 0) -> str:
-    """b: trained on, i: given; the class s: a special token; the title: position and id."""
+    """Return tokens as HTML: <b> is trained on, <i> is not; class s: a special token; title: position and
+    id."""
     return "".join(_token(position, token) for position, token in enumerate(tokens, start))
 
 
@@ -194,8 +195,8 @@ def _micro_batch(batch: ShownBatch) -> Iterator[str]:
 
 
 def _borders(batch: ShownBatch) -> str:
-    """Its examples as bars, 400 units for its width: one after the other where they are packed, else below
-    each other."""
+    """Return an SVG of the micro-batch's examples as bars, side by side if packed, else one below the other.
+    The width of 400 units is that of the micro-batch."""
     bars, start = [], 0.0
     rows = [row for row, _ in places_of(batch)]
     for number, row in enumerate(rows):
@@ -229,7 +230,7 @@ def _legend() -> Iterator[str]:
 
 
 def _data(view: View) -> Iterator[str]:
-    """The formats of files, the ledger by source, and what a run says of both."""
+    """Yield the formats of files, the ledger by source, and a run's messages about them."""
     files = [file for ledger in view.ledgers.values() for file in ledger["files"]]
     yield _listed(f"{file['file']}: {file['reason']}" for file in files)
     figures = dict.fromkeys(
@@ -242,12 +243,12 @@ def _data(view: View) -> Iterator[str]:
 
 
 def _counts(figure: object) -> bool:
-    """What happened at all."""
+    """Return whether a value of a ledger is a count above zero."""
     return isinstance(figure, int) and figure > 0
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """With a head."""
+    """Return an HTML table whose first line is the head."""
     kinds = ["th", *["td"] * (len(lines) - 1)]
     cells = (
         "".join(f"<{kind}>{_escaped(cell)}</{kind}>" for cell in line)
@@ -262,7 +263,7 @@ def _lengths(lengths: Lengths, share: float) -> Iterator[str]:
 
 
 def _histogram(lengths: Lengths) -> str:
-    """Bars over lengths, and dashed lines at percentiles; 400 × 190 units."""
+    """Return an SVG histogram of lengths, with dashed lines at percentiles; 400 × 190 units."""
     width, height, left, top = 400, 190, 30, 24
     room, base = width - 2 * left, height - 20
     most, end = max(count for *_, count in lengths.bins), lengths.bins[-1][1]

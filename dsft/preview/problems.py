@@ -1,6 +1,7 @@
-"""Rows of which something is wrong or lost, with the place and the reason.
+"""Find the rows in which something is wrong or lost, with place and reason, and the worst examples.
 
-Takes the rows of sources and the pieces they were cut into. Reads tokens of the worst examples alone."""
+Tokens are read only to compute tokens per character.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ KINDS: Mapping[str, str] = {
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
 Source = Sequence[Selection]
-"""The rows of one source: those that are trained on or evaluated, and those that are held out of them."""
-EACH = 3  # of the worst rows, of each kind
-DECODED = 2_000  # examples that are decoded to tell their tokens per character: a second
+"""The selections of one source: the rows that are trained on or evaluated, then those that are held out."""
+EACH = 3  # worst examples of each kind
+DECODED = 2_000  # examples that are decoded to compute their tokens per character: about a second
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """source: "file:line"; kind: a key of KINDS."""
+    """A row with a problem. source: "file:line"; kind: a key of KINDS."""
 
     source: str
     kind: str
@@ -50,7 +51,8 @@ class RowProblem:
 
 @dataclass(frozen=True)
 class Problems:
-    """counts: of rows, by kind, those that occur; rows: the first `limit` of each kind."""
+    """Rows with problems. counts: kind -> number of rows, for kinds that occur; rows: the first `limit` of
+    each kind."""
 
     counts: Mapping[str, int]
     rows: tuple[RowProblem, ...]
@@ -58,7 +60,7 @@ class Problems:
 
 
 def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
-    """By kind, and of each kind in the order of the sources."""
+    """Return the problems of all rows by kind, within a kind in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
     content = np.concatenate([read.rows.content[: read.count] for read, *_ in sources])
@@ -85,24 +87,25 @@ def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
 
 
 def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
-    """What is wrong with one row, in words, but for what other rows say."""
+    """Return the kinds of problems of one row, in words, except whether it is a duplicate."""
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
 def parts_of(parts: Iterable[Part]) -> tuple[RowPart | PairPart, ...]:
-    """Those that are made of rows."""
+    """Return the parts that are RowPart or PairPart, with their types narrowed."""
     return tuple(part for part in parts if isinstance(part, (RowPart, PairPart)))
 
 
 def row_of(part: RowPart | PairPart) -> NDArray[np.int32]:
-    """(examples,): the row in which each example of the source begins, or the pair that it is."""
+    """Return the row in which each example of a source begins, or the pair that it is, (examples,)."""
     if isinstance(part, PairPart):
         return part.pairs
     return part.ids if part.at is None else part.ids[part.at]
 
 
 def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
-    """(examples,): tokens that the row of each has more; of a pair, in both rows."""
+    """Return how many more tokens each example's row has than the example, (examples,); for a pair, both rows
+    together."""
     whole: NDArray[np.int64] = part.rows.lengths[row_of(part)]
     if isinstance(part, PairPart):
         whole = whole - 2 * part.prompts - part.answers.sum(axis=1)
@@ -111,7 +114,7 @@ def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
 
 
 def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
-    """Of each kind, (count,): the rows that are of it."""
+    """Return for each kind of problem a mask (count,) of the rows that have it."""
     rows, count = source[0].rows, source[0].count
     lengths, targets = rows.lengths[:count], rows.trained[:count]
     empty = lengths <= 1
@@ -128,7 +131,8 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
 def _first_places(
     sources: Sequence[Source], content: NDArray[np.uint64], says: NDArray[np.uint64]
 ) -> Iterator[str]:
-    """Of each (k,) the first row of all sources that says it, where `content` is of all their rows."""
+    """Yield the place of the first row, over all sources, with each of the contents `says` (k,). content: the
+    hashes of all rows of all sources."""
     rows = np.flatnonzero(np.isin(content, says)) if len(says) else np.zeros(0, np.int64)
     values, first = np.unique(content[rows], return_index=True)
     for row in rows[first[np.searchsorted(values, says)]].tolist():
@@ -177,14 +181,14 @@ _REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
 
 @dataclass(frozen=True)
 class Worst:
-    """examples: (number in the dataset from 0, why)."""
+    """The worst examples of one kind. examples: (index in the dataset, why)."""
 
     title: str
     examples: tuple[tuple[int, str], ...]
 
 
 def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Worst]:
-    """The worst EACH of each kind, of the kinds that occur."""
+    """Return the EACH worst examples of each kind that occurs."""
     kinds = (
         Worst("longest", tuple(_longest(data))),
         Worst("least share of trained tokens", tuple(_least_trained(data))),
@@ -207,7 +211,7 @@ def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
 
 
 def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
-    """Of truncated rows. Where rows are split, nothing is cut off."""
+    """Yield the truncated examples that lost the most tokens; none if rows are split or joined."""
     parts = parts_of(data.parts)
     cut = _joined([lost_of(part) for part in parts])
     rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
@@ -236,7 +240,7 @@ def _efficiency_title(data: Dataset) -> str:
 def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
     content = _joined([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
     rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
-    _, first_of_row = np.unique(rows, return_index=True)  # a row that was split is one
+    _, first_of_row = np.unique(rows, return_index=True)  # count a row that was split only once
     _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
     for at in _largest(times):
         if times[at] > 1:
@@ -244,7 +248,7 @@ def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
 
 
 def _offsets(data: Dataset) -> Iterator[tuple[RowPart | PairPart, int]]:
-    """Each source, and how many rows stand in those before it."""
+    """Yield each source's part with the number of rows in the sources before it."""
     offset = 0
     for part in parts_of(data.parts):
         yield part, offset
@@ -252,7 +256,7 @@ def _offsets(data: Dataset) -> Iterator[tuple[RowPart | PairPart, int]]:
 
 
 def _largest(values: NDArray[np.number]) -> list[int]:
-    """Where the EACH largest stand, the earlier of equals first."""
+    """Return the indices of the EACH largest values, the earlier of equals first."""
     return [int(index) for index in np.argsort(-values, kind="stable")[:EACH]]
 
 

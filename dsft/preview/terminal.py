@@ -1,4 +1,4 @@
-"""A preview as text. Takes a view; gives lines with colours for a terminal, or with marks for a pipe."""
+"""Format a preview as text, with colors for a terminal or with marks for a pipe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsft.preview.problems import KINDS, Problems
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, SPACE, TAB, TRAINED, Token, neutral, visible
 from dsft.preview.view import ShownBatch, ShownRow, View
 
-SHOWN_TOKENS = 400  # of a row that is not asked for alone
+SHOWN_TOKENS = 400  # tokens of a row, unless it is the only one shown
 SHOWN_IN_BATCH = 24
 BAR = 40
 SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space that stands alone or with others"
 PLAIN_WIDTH = 110
-# Two shades of each, for tokens beside each other: also on terminals of 16 colours.
+# Two alternating shades each, so that neighboring tokens differ; also for terminals with 16 colors.
 _TRAINED = ("color(16) on color(120)", "color(16) on color(40)")
 _GIVEN = ("color(16) on color(254)", "color(16) on color(250)")
 _SPECIAL = " bold underline"
@@ -28,7 +28,7 @@ _SPECIAL = " bold underline"
 
 @dataclass(frozen=True)
 class Style:
-    """width: of the terminal; None: no colours, and lines as long as they are."""
+    """width: of the terminal; None: no colors, and lines are not wrapped."""
 
     width: int | None = None
     color_system: Literal["standard", "256"] = "256"
@@ -39,8 +39,8 @@ class Style:
 
 
 def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = True) -> str:
-    """The parts that the view has. whole: each row with all of its tokens and their ids, and no more;
-    figures: with lengths and steps."""
+    """Return the view as text. whole: only rows, each with all of its tokens and their ids; figures: include
+    lengths and steps."""
     out = io.StringIO()
     console = Console(
         file=out,
@@ -93,7 +93,7 @@ def _legend(style: Style) -> Text:
 
 
 def title_of(row: ShownRow) -> str:
-    """One line of what a row is."""
+    """Return a one-line description of a row."""
     said = [f"row {row.number}"] if row.number is not None else []
     said += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
     if row.prompt is not None:
@@ -132,7 +132,7 @@ def _table(tokens: Sequence[Token]) -> Iterator[Text]:
 
 
 def _cut(tokens: Sequence[Token], style: Style, most: int) -> Iterator[Text]:
-    """All tokens, or the first and the last ones."""
+    """Yield all tokens, or the first and last ones if there are more than `most`."""
     if len(tokens) <= most:
         yield laid(tokens, style)
         return
@@ -143,7 +143,7 @@ def _cut(tokens: Sequence[Token], style: Style, most: int) -> Iterator[Text]:
 
 
 def laid(tokens: Sequence[Token], style: Style) -> Text:
-    """The tokens one after the other; a line break is shown, and made."""
+    """Return tokens as one text, in which a line break is both marked and made."""
     text, trained = Text(), False
     for position, token in enumerate(tokens):
         shown = visible(token.text).replace(LINE_BREAK, f"{LINE_BREAK}\n")
@@ -173,7 +173,7 @@ def batch_title(batch: ShownBatch) -> str:
 
 
 def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
-    """Each row, and where it stands."""
+    """Yield each row of a micro-batch with a description of its place."""
     start = 0
     for row in (piece for shown in batch.rows for piece in _rows_of(shown)):
         length = len(row.tokens)
@@ -186,7 +186,7 @@ def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
 
 
 def _rows_of(row: ShownRow) -> Iterator[ShownRow]:
-    """The row, or the two of a pair."""
+    """Yield the row, or both rows of a pair."""
     if row.prompt is None:
         yield replace(row, why="")
         return

@@ -1,4 +1,4 @@
-"""The text of each token, and text that is safe to show. Takes ids and a tokenizer; touches nothing."""
+"""Decode each token to its share of the text, and make text safe to show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED, END_TRAINED, BORDER = "⟦", "⟧", "┊"
-"""Marks of a text without colours: around what is trained on, and between tokens."""
+"""Marks in text without colors: around what is trained on, and between tokens."""
 
 SPACE, LINE_BREAK, TAB = "␣", "↵", "⇥"
 _OURS = frozenset((TRAINED, END_TRAINED, BORDER, SPACE, LINE_BREAK, TAB, "⟨"))
@@ -24,8 +24,8 @@ _SPACES = re.compile(r"^ +$| {2,}")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """text: what the token adds to the row's text; empty where it only begins a character, which then stands
-    at the token that ends it. name: as the vocabulary writes it."""
+    """A token of a row. text: what it adds to the row's text; "" if it only begins a character, which belongs
+    to the token that completes it; name: its spelling in the vocabulary."""
 
     id: int
     text: str
@@ -37,7 +37,7 @@ class Token:
 def tokens_of(
     input_ids: NDArray[np.int32], trained: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase
 ) -> list[Token]:
-    """Each of the tokens (T,), in order."""
+    """Return the tokens of a row, from ids (T,) and mask (T,)."""
     ids = input_ids.tolist()
     names = tokenizer.convert_ids_to_tokens(ids)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -48,7 +48,7 @@ def tokens_of(
 
 
 def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text, by decoding it after the one before it."""
+    """Return what each token adds to the text, found by decoding it after its predecessors."""
 
     def decode(start: int, stop: int) -> str:
         given = list(ids[start:stop])
@@ -59,10 +59,10 @@ def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str
         )
 
     texts: list[str] = []
-    start = clean = read = 0  # decoding from `start` on costs no more than a few tokens; whole up to `clean`
+    start = clean = read = 0  # decode from `start`, a few tokens back; no character spans `clean`
     for stop in range(1, len(ids) + 1):
         before, text = decode(start, read), decode(start, stop)
-        if text.endswith(_UNFINISHED):  # a character of which at most three bytes are missing, or no text
+        if text.endswith(_UNFINISHED):  # an incomplete character (1 to 3 bytes missing), or no text
             ahead = range(stop + 1, min(stop + 3, len(ids)) + 1)
             if not all(decode(start, later).startswith(text) for later in ahead):
                 texts.append("")
@@ -75,13 +75,13 @@ def texts_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str
 
 
 def visible(text: str) -> str:
-    """As `neutral`, with signs for spaces where several stand together or alone."""
+    """Return text as `neutral` does, with signs for several spaces in a row and for a text of spaces only."""
     return _SPACES.sub(lambda found: SPACE * len(found[0]), neutral(text))
 
 
 def neutral(text: str) -> str:
-    """The text with all that does not show, or that a terminal would obey, written out, as ⟨U+202E⟩. What
-    the marks are made of is written out, too."""
+    """Return text in which invisible and control characters, and the characters of the marks, are written
+    out, such as ⟨U+202E⟩."""
     return "".join(map(_shown, text))
 
 

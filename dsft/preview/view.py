@@ -1,6 +1,6 @@
-"""All that a preview shows, as one value that the terminal, the page and the JSON write each in its way.
+"""Build the view: all that a preview shows, as one value for the terminal, the page and JSON.
 
-Takes what was collected and what is asked for. Decodes the rows that are shown, and no others.
+Only the rows that are shown are decoded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ShownRow:
     """An example of the run, or a row that is left out.
 
     number    from 1, in the order of the files; None: left out
-    segments  tokens of each piece that sees only itself, of a pair of the chosen and of the rejected
-              answer, each with the prompt before it
-    shared    of a pair: the rejected answer has of the prompt the last token alone
-    happened  what became of the row that it is of; empty where it is whole
-    why       it is shown
-    prompt    of a pair: the tokens that both answers follow
+    segments  length of each segment; for a pair, of the chosen and of the rejected answer, each with the
+              prompt
+    happened  what became of the example's row; "" if all of it is there
+    why       the reason why it is shown
+    shared    for a pair: the rejected answer follows only the last token of the prompt
+    prompt    for a pair: number of tokens of the prompt; None: not a pair
     """
 
     number: int | None
@@ -57,7 +57,8 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """The first micro-batch of rank 0 in step 1. width: places of each row; packed: all stand in one row."""
+    """The first micro-batch of rank 0 in step 1. packed: all examples are in one row; width: its positions
+    per row."""
 
     packed: bool
     rows: tuple[ShownRow, ...]
@@ -72,8 +73,13 @@ class ShownWorst:
 
 @dataclass(frozen=True)
 class View:
-    """examples: of the run, of which `rows` are shown; told: what a run says of its data; ledgers: by source,
-    as in data.json; refusal: title and problems for which a run would stop."""
+    """All that a preview shows.
+
+    examples  number of examples of the run, of which `rows` are shown
+    told      a run's messages about its data
+    ledgers   the ledger of each source, as in data.json
+    refusal   title and problems of the error with which a run would refuse the data; None: it would not
+    """
 
     name: str
     task: str
@@ -101,8 +107,8 @@ class View:
 
 @dataclass(frozen=True)
 class Wanted:
-    """rows: how many, from the first; row: that one alone, by its number or file:line;
-    problems: how many of each kind."""
+    """What to show. rows: number of first examples; row: only that one, by its number or file:line; problems:
+    number of rows of each kind."""
 
     rows: int = 0
     row: str | None = None
@@ -112,7 +118,7 @@ class Wanted:
 
 
 def view(found: Collected, wanted: Wanted) -> View:
-    """Raises SpecError where a row is asked for that is not there."""
+    """Build the view. Raises SpecError if `wanted.row` does not exist."""
     spec, show = found.spec, Shower(found)
     data, some = show.data, len(show.data) > 0
     if wanted.row is not None:
@@ -140,7 +146,7 @@ def view(found: Collected, wanted: Wanted) -> View:
 
 @dataclass(frozen=True)
 class Shower:
-    """Makes rows to show of examples, by their numbers from 0."""
+    """Decodes examples, given by their index in the dataset, to rows that can be shown."""
 
     found: Collected
 
@@ -160,7 +166,8 @@ class Shower:
     def _tokens(
         self, ids: NDArray[np.int32], trained: NDArray[np.bool_], segments: Sequence[int]
     ) -> tuple[Token, ...]:
-        """Of a pair each answer by itself: where the second begins, no character goes on."""
+        """Return the tokens of an example. The two segments of a pair are decoded separately, since no
+        character spans their border."""
         borders = np.cumsum(segments[:-1] if self.data.is_pairs else ()).astype(np.int64)
         parts = zip(np.split(ids, borders), np.split(trained, borders), strict=True)
         return tuple(token for part in parts for token in tokens_of(*part, self.found.tokenizer))
@@ -179,7 +186,8 @@ class Shower:
         return tuple(ShownWorst(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
 
     def named(self, name: str) -> list[ShownRow]:
-        """What `name` means, a number from 1 or file:line; a row that is left out as it would be."""
+        """Return the rows that `name` selects, a number from 1 or file:line. A row that is left out is shown
+        whole, with the reason."""
         count = len(self.data)
         if name.isdecimal():
             if not 1 <= int(name) <= count:
@@ -206,7 +214,7 @@ class Shower:
                     yield self._whole(read.rows, row, why)
 
     def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> ShownRow:
-        """A row, or the two of a pair."""
+        """Return a left-out row, or both rows of a left-out pair, untruncated."""
         if isinstance(rows, PairRows):
             read = [rows.answers.read(2 * row), rows.answers.read(2 * row + 1)]
         else:
@@ -217,7 +225,7 @@ class Shower:
         return ShownRow(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
 
     def _happened(self, index: int) -> str:
-        """Of a row that is not whole."""
+        """Return which part of its row an example has; "" if it has all of it."""
         at = int(np.searchsorted(self.data.ends, index, side="right"))
         part = self.data.parts[at]
         mine = index - (self.data.ends[at - 1] if at else 0)
@@ -238,7 +246,7 @@ class Shower:
 
 
 def _fate(source: Source, row: int) -> str:
-    """Of a row that is in no example of the run."""
+    """Return why a row is in no training example."""
     if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
         return "held out"
     return "left out" if source[0].rows.desirable[row] else "labelled undesirable, left out"
@@ -257,8 +265,12 @@ def _no_row(row: str, rule: str) -> SpecError:
 
 
 def as_mapping(view: View) -> dict[str, Any]:
-    """tokens: what each adds to the text, so that all of a row together are its text; segments: of a pair,
-    the tokens of both answers, each with its `prompt`, or where that is `shared` with its last token."""
+    """Return the view as JSON values.
+
+    tokens    what each token adds to the text; a row's tokens together are its text
+    segments  for a pair, the lengths of both answers, each with its `prompt`, or if that is `shared`, the
+              second with the prompt's last token only
+    """
     batch = view.micro_batch
     return {
         "name": view.name,
@@ -295,7 +307,7 @@ def _row_mapping(row: ShownRow) -> dict[str, Any]:
 
 
 def _placed(row: ShownRow) -> dict[str, Any]:
-    """A row without its tokens."""
+    """Return a row as JSON values, without its tokens."""
     return {
         "row": row.number,
         "source": row.source,

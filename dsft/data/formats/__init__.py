@@ -1,7 +1,5 @@
-"""What a row means: its format, found from its keys, and the text, conversation or pair that it holds.
-
-Takes the rows of a file as JSON-like mappings. Gives Rows. Touches nothing.
-"""
+"""Row formats: detect a file's format from its keys, and convert its rows to texts, conversations and
+pairs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Prompts with an answer, with two to choose between, or with one that is labelled.
+"""Convert rows of the formats prompt_completion, preference and kto.
 
-Takes a row's fields. Gives Rows in which the prompt is not trained on, unless a message of it says so. Raises
-BadRowError. Touches nothing.
+The prompt is not trained on, unless a message in it has a flag. All functions raise BadRowError.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
 from dsft.spec.task import TASKS
 
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
-"""As CSV writes them, in any case."""
+"""Labels in CSV, in lower case -> value."""
 _PAIR = ("chosen", "rejected")
 _ASKED = ("question", "query", "input")
-"""What other tools call a prompt."""
+"""Names of the prompt in files of other tools."""
 
 
 def prompt_completion(fields: Fields) -> Row:
@@ -30,7 +29,8 @@ def prompt_completion(fields: Fields) -> Row:
 
 
 def preference(fields: Fields, task: str = "dpo") -> Row:
-    """The chosen and the rejected sample, which begin with the same prompt; for sft the chosen one alone."""
+    """Return the chosen and the rejected sample, which begin with the same prompt; for sft only the chosen
+    one."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
         fields = Fields(fields.row, {**fields.columns, **names})
@@ -54,7 +54,7 @@ def kto(fields: Fields) -> Row:
 
 
 def is_desirable(fields: Fields) -> bool:
-    """The label. Raises BadRowError for what is neither true nor false, nor 1 nor 0."""
+    """Return the row's label. Raises BadRowError unless it is true, false, 1 or 0."""
     key = "kto_tag" if fields.get("label") is None and fields.has("kto_tag") else "label"
     value, name = fields.get(key), fields.name(key)
     if isinstance(value, str):
@@ -69,7 +69,8 @@ def is_desirable(fields: Fields) -> bool:
 
 
 def _completed(fields: Fields) -> Sample:
-    """Strings are one text as they stand; messages are a conversation, in which a string is one turn."""
+    """Return prompt and completion as one text if both are strings, else as a conversation, in which a string
+    is one turn."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return _text(fields, fields.string("prompt"), fields.string("completion"))
@@ -79,7 +80,7 @@ def _completed(fields: Fields) -> Sample:
 
 
 def _text(fields: Fields, prompt: str, answer: str) -> Text:
-    """Both as one text. A text has no system message and no tools."""
+    """Return prompt and answer as one text. Raises BadRowError if the row has a system message or tools."""
     for other in ("system", "tools", "functions"):
         if not is_empty(fields.get(other)):
             name = fields.name("prompt")
@@ -93,7 +94,7 @@ def _text(fields: Fields, prompt: str, answer: str) -> Text:
 def _talk(
     prompt: Sequence[Turn], answer: Sequence[Turn], place: str, tools: tuple[Mapping[str, Any], ...]
 ) -> Conversation:
-    """The prompt's turns are not trained on but where they say so."""
+    """Return a conversation. The prompt's turns are trained on only if they have a flag that says so."""
     if not any(turn.message["role"] == "assistant" or turn.trained for turn in answer):
         raise BadRowError(f'"{place}" has no assistant turn, so there is nothing to train on')
     asked = [turn._replace(trained=bool(turn.trained)) for turn in prompt]
@@ -101,7 +102,7 @@ def _talk(
 
 
 def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    """Of the row, or of a prompt that is an object."""
+    """Return the tools of the row, or of its prompt if that is an object with tools."""
     prompt = fields.get("prompt")
     if isinstance(prompt, dict) and not is_empty(prompt.get("tools")):
         return tools(prompt["tools"], f"{fields.name('prompt')}.tools")
@@ -109,7 +110,8 @@ def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
 
 
 def _question(value: object, name: str) -> list[Turn]:
-    """A prompt: a string, a list of messages, or an object that has such a list (and tools)."""
+    """Return the turns of a prompt: a string, a list of messages, or an object with such a list (and
+    tools)."""
     if isinstance(value, str):
         return [said_by(0, string(value, name), name)]
     if isinstance(value, dict) and "messages" in value:
@@ -119,7 +121,7 @@ def _question(value: object, name: str) -> list[Turn]:
 
 
 def _answer(value: object, name: str) -> list[Turn]:
-    """An answer: a string, a message, or a list of messages."""
+    """Return the turns of an answer: a string, a message, or a list of messages."""
     if isinstance(value, str):
         return [said_by(1, string(value, name), name)]
     return [turn(value, name, SHAREGPT)] if isinstance(value, dict) else _listed(value, name, SHAREGPT)
@@ -132,7 +134,8 @@ def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
 
 
 def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
-    """Of messages or conversations the last one, which is the assistant's, and those before it."""
+    """Split `messages` or `conversations` into the prompt and the last turn, which must be the
+    assistant's."""
     is_sharegpt = fields.get("messages") is None and fields.has("conversations")
     key, dialect = ("conversations", SHAREGPT) if is_sharegpt else ("messages", OPENAI)
     talk = with_system(fields, turns(fields.get(key), fields.name(key), dialect))
@@ -146,7 +149,7 @@ def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
 
 
 def _replaced_answer(fields: Fields) -> tuple[Sample, Sample]:
-    """messages that end with the chosen answer, and the rejected one beside them."""
+    """Return a pair from messages that end with the chosen answer, and a column with the rejected one."""
     prompt, chosen = _last_answer(fields)
     name = fields.name("rejected_response")
     return _talks(prompt, (chosen, _answer(fields.get("rejected_response"), name)), fields)
@@ -189,7 +192,8 @@ def _no_prompt(fields: Fields) -> str:
 
 
 def _prompt_key(fields: Fields, chosen: object) -> str | None:
-    """What holds the prompt. Beside lists of messages `messages` is another telling of the same."""
+    """Return the column with the prompt. `messages` is ignored if the answers are lists of messages, since it
+    then repeats their content."""
     keys = ["prompt", "conversations", "instruction", *([] if isinstance(chosen, list) else ["messages"])]
     return next((key for key in keys if not is_empty(fields.get(key))), None)
 
@@ -203,7 +207,7 @@ def _prompt(fields: Fields, key: str | None) -> list[Turn]:
 
 
 def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
-    """How many messages both begin with, so that one is left to each."""
+    """Return the number of messages that both begin with, leaving at least one to each."""
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same].message == rejected[same].message:
         same += 1
@@ -211,7 +215,7 @@ def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
 
 
 def _check_prompt(fields: Fields, key: str | None, asked: Sequence[Turn], common: Sequence[Turn]) -> None:
-    """A prompt that stands beside answers which begin with it says what they begin with."""
+    """Raise BadRowError if a prompt column differs from the prompt that the answers begin with."""
     said = {_stripped(turn) for turn in common}
     if key is not None and not all(_stripped(turn) in said for turn in asked):
         chosen, rejected = (fields.name(key) for key in _PAIR)
@@ -231,8 +235,8 @@ def _texts(fields: Fields) -> tuple[Sample, Sample]:
 
 
 def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
-    """Two strings that begin with their prompt: all words before the first that differs. Of a pair's loss
-    what both say first is no part, so where the answers begin in it does not matter; for sft it would."""
+    """Return a pair of two strings that begin with their prompt: all words before the first that differs. A
+    pair's loss does not depend on where in the common beginning the answers start; that of sft would."""
     texts = [fields.string(key) for key in _PAIR]
     most = min(map(len, texts)) - 1  # one character at least is left to each
     common = commonprefix([text[: max(0, most)] for text in texts])
@@ -250,7 +254,8 @@ def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
 def _talks(
     prompt: Sequence[Turn], answers: tuple[Sequence[Turn], Sequence[Turn]], fields: Fields
 ) -> tuple[Sample, Sample]:
-    """Answers begin with the assistant's turn: a pair that differs in what is asked compares nothing."""
+    """Return a pair of conversations. Raises BadRowError unless both answers begin with an assistant turn,
+    since a pair with different prompts compares nothing."""
     tools = _tools(fields)
     for place, message, _ in (answers[0][0], answers[1][0]):
         if message["role"] != "assistant":

@@ -1,7 +1,6 @@
-"""Calls of functions and their descriptions, as chat templates take them.
+"""Convert tool calls and tool descriptions, given as JSON values or JSON text, to what chat templates take.
 
-Takes what a message or a row has of them, as JSON has it or as a text of it. Raises BadRowError. Touches
-nothing.
+All functions raise BadRowError.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dsft.data.rows import BadRowError
 
 
 def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
-    """A row's functions, each as {"type": "function", "function": {...}}; a JSON text is read."""
+    """Return a row's tools, each as {"type": "function", "function": {...}}; JSON text is parsed."""
     if isinstance(value, str) and value.strip():
         value = read_text(value, place)
     if is_empty(value) or isinstance(value, str):
@@ -26,7 +25,8 @@ def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def calls(said: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    """Of tool_calls, or of function_call, as OpenAI named a single one before."""
+    """Return the calls of a message, from tool_calls or from function_call, OpenAI's older key for one
+    call."""
     given = {key: said[key] for key in ("tool_calls", "function_call") if not is_empty(said.get(key))}
     if one_of(("tool_calls", "function_call"), given, place) is None:
         return []
@@ -39,7 +39,7 @@ def calls(said: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
 
 
 def written_calls(value: object, place: str) -> list[Mapping[str, Any]]:
-    """Of the JSON of a call, or of a list of them."""
+    """Return the calls in a JSON text of one call, or of a list of calls."""
     written = string(value, place)
     try:
         read = parsed(written)
@@ -53,8 +53,8 @@ def written_calls(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def _call(value: object, place: str) -> Mapping[str, Any]:
-    """A call as templates take it: arguments are a mapping, empty where there are none, unless their text is
-    not the JSON of one."""
+    """Return a call as templates take it. Arguments are a mapping, empty if there are none, or a text if that
+    is not the JSON of an object."""
     call = mapping(value, place, "a call of a function")
     outer = {key: one for key, one in call.items() if not is_empty(one)}
     if "function" in outer:

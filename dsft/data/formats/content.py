@@ -1,4 +1,4 @@
-"""A hash of what a row says. Takes a Row, gives a number. Touches nothing."""
+"""Hash the content of a row, to find duplicates and to divide rows into sets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=T
 
 
 def content_hash(row: Row) -> int:
-    """64 bits, 0 to 2^64 - 1, of the texts or messages, tools and the label; what of them is trained on is no
-    part of it, so that the same words never stand on both sides of a held-out split.
+    """Return a 64-bit hash, 0 to 2^64 - 1, of the texts or messages, the tools and the label. It does not
+    depend on what is trained on, so that the same content is never on both sides of a held-out split.
 
-    The same on every machine, for any order of the keys of messages, tools and arguments.
+    It is the same on every machine and for any order of the keys of messages, tools and arguments.
     """
     pieces = [f"label {row.label}"]
     for sample in row.samples:
@@ -33,4 +33,4 @@ def _piece(message: Message) -> str:
     content = message["content"]
     if len(message) == 2 and content is not None:
         return f"{message['role']}:{content}"
-    return _encode(message)  # begins with {, as no role does
+    return _encode(message)  # begins with {, unlike any role

@@ -1,7 +1,4 @@
-"""From a row to what it says, by the format of its file.
-
-Takes rows as JSON has them. Gives Rows. Raises BadRowError. Touches nothing.
-"""
+"""Convert a JSON-like row to a Row, by the format of its file."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from dsft.data.formats.values import Fields, is_empty
 from dsft.data.rows import BadRowError, Row, Text
 
 _MEDIA = ("images", "videos", "audios")
-"""What LLaMA-Factory, ms-swift and TRL call the columns that messages refer to."""
+"""Columns with media that messages refer to, as LLaMA-Factory, ms-swift and TRL name them."""
 
 
 def convert(row: Mapping[str, Any], found: Format) -> Row:
-    """Raises BadRowError where the row is not what its file's format says.
+    """Convert a row. Raises BadRowError if the row does not fit its file's format.
 
-    A preference pair gives both samples for task dpo, and for sft the chosen one alone.
+    A preference pair becomes both samples for task dpo, and only the chosen one for sft.
     """
     fields = Fields(row, found.columns)
     check_row(fields, found)

@@ -1,7 +1,4 @@
-"""Which format a file's rows have, from their keys and the kind of their values, and why.
-
-Takes the first rows of a file. Gives a Format. Raises BadRowError. Touches nothing.
-"""
+"""Detect the format of a file from the keys of its first rows and the types of their values."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _ASKED_FOR: Mapping[str, str] = {
     "preference": "trains on the chosen answers",
     "kto": "trains on the answers labelled true",
 }
-"""What sft does with these, where the spec names the format."""
+"""Formats that sft takes only if the spec names them -> what it then does."""
 _CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conversations", "chosen", "rejected"), ("sharegpt",)),
     (("messages", "rejected_response"), ("messages",)),
@@ -27,10 +24,10 @@ _CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prompt", "completion", "label"), ("prompt_completion",)),
     (("kto_tag",), ("messages", "sharegpt", "alpaca", "prompt_completion")),
 )
-"""Keys with which a row is not of these formats, whose keys it has."""
+"""(keys, formats): a row with all these keys is not of these formats, even though it has their keys."""
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
 _ANSWERS = ("completion", "response", "answer", "solution", "output")
-"""What files call them, in any case."""
+"""Names of questions and answers in files, in lower case."""
 _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("input", "preferred_output", "non_preferred_output"),
@@ -38,11 +35,11 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("content",), "columns: {text: content}"),
 )
-"""Keys that files have, and what to write for them."""
+"""(keys of a file, what to write in the spec for them)."""
 
 
 class Source(Protocol):
-    """What is read of a `data.train` or `data.eval` entry here."""
+    """The part of a `data.train` or `data.eval` entry that is read here."""
 
     @property
     def format(self) -> str | None: ...
@@ -52,8 +49,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`reason` says why the format was taken, `by` what decided it; columns are {ours: theirs}; of the task
-    depends what of a row is trained on."""
+    """The format of a file.
+
+    reason   a sentence on why the format was chosen
+    by       what decided it: the spec, or the first line that has it
+    columns  dsft's name -> the file's name
+    task     determines what of a row is trained on
+    """
 
     name: str
     reason: str
@@ -63,7 +65,8 @@ class Format:
 
 
 def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
-    """The format of a file by its first lines, checked against what the task takes. Raises BadRowError."""
+    """Return the format of a file from its first lines. Raises BadRowError if there is none, or if the task
+    does not take it."""
     _check_columns(source)
     if source.format is not None:
         found = _named(source.format, lines, source.columns, task)
@@ -78,7 +81,7 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
 
 
 def check_row(fields: Fields, found: Format) -> None:
-    """A row that lacks what its file's format needs."""
+    """Raise BadRowError if a row lacks keys that its file's format needs."""
     needs = NEEDS[found.name]
     row, columns = fields.row, fields.columns
     for keys in needs:
@@ -114,7 +117,7 @@ def _named(name: str, lines: Sequence[Line], columns: Mapping[str, str], task: s
 
 
 def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
-    """The format of the first row that has one; the other rows are held to it."""
+    """Return the format of the first row that has one; `check_row` holds the other rows to it."""
     rows = [(line.number, Fields(line.row, columns)) for line in lines if line.row is not None]
     for number, fields in rows:
         fits = _fitting(fields)
@@ -126,7 +129,8 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
 
 
 def _fitting(fields: Fields) -> list[str]:
-    """The formats whose keys the row has. Null ones, as tables have them, count only where no others fit."""
+    """Return the formats whose keys the row has. Keys that are null, as in tables, count only if no format
+    fits without them."""
     said = Fields({key: value for key, value in fields.row.items() if value is not None}, fields.columns)
     return _with_keys(said) or _with_keys(fields)
 
@@ -142,7 +146,7 @@ def _with_keys(fields: Fields) -> list[str]:
 
 
 def _is_labelled(fields: Fields) -> bool:
-    """A label that is true or false, which a class's number or name is not."""
+    """Return whether the row has a label for KTO, and not the number or name of a class."""
     if fields.has("kto_tag"):
         return True
     try:
@@ -153,7 +157,8 @@ def _is_labelled(fields: Fields) -> bool:
 
 
 def _one_of(fits: Sequence[str], task: str) -> str:
-    """Of the formats that a row fits the one that the task takes. Raises BadRowError where several are."""
+    """Return the format that the task takes among those that a row fits. Raises BadRowError if there are
+    several, or if the spec must name it."""
     taken = [name for name in fits if name in TASKS[task].formats] or fits[:1]
     if len(taken) > 1:
         written = " or ".join(f"format: {name}" + _trains_on(name, task) for name in taken)
@@ -182,7 +187,8 @@ def _why(name: str, fields: Fields) -> str:
 
 
 def _as_it_stands(name: str, fields: Fields) -> str:
-    """Told of strings, which a chat template would have been expected for."""
+    """Return the note that strings are used without a chat template, if the row has strings where a template
+    might be expected."""
     answer = "chosen" if name == "preference" else "completion"
     is_text = name in ("prompt_completion", "preference", "kto") and all(
         isinstance(fields.get(key), str) for key in ("prompt", answer)
@@ -203,7 +209,7 @@ def _no_format(fields: Fields) -> str:
 
 
 def _meant(row: Mapping[str, Any]) -> str:
-    """What to write for the keys that the row has; empty where nothing is known of them."""
+    """Return what the spec should say for the keys that the row has; "" if they are unknown."""
     for keys, write in _MEANT:
         if all(key in row for key in keys):
             return write
@@ -227,5 +233,5 @@ def _meant(row: Mapping[str, Any]) -> str:
 
 
 def _columns(names: Mapping[str, str]) -> str:
-    """As the spec has them, without those that need no other name."""
+    """Return renamed columns in the spec's notation, without those whose names are equal."""
     return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items() if ours != theirs)}}}"

@@ -1,7 +1,6 @@
-"""From a list of messages to a conversation, as OpenAI's files and ShareGPT's write them.
+"""Convert lists of messages, in OpenAI's or ShareGPT's notation, to conversations for chat templates.
 
-Takes the list as JSON has it. Gives messages as chat templates take them. Raises BadRowError. Touches
-nothing.
+All functions raise BadRowError.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SHAREGPT_ROLES = {
 _FLAGS = ("train", "weight", "loss")
 _KEPT = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of one thing; templates are given it under each."""
+"""Synonyms; `prepared` passes the value to templates under each of them."""
 _OF_ROLE = {
     "tool_calls": "assistant",
     "function_call": "assistant",
@@ -51,7 +50,7 @@ _OF_ROLE = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a message's keys and roles are named. roles: a file's name -> a template's."""
+    """The names of a message's keys and roles. roles: name in the file -> name in templates."""
 
     role_keys: tuple[str, ...]
     content_keys: tuple[str, ...]
@@ -64,11 +63,11 @@ class Dialect:
 
 OPENAI = Dialect(("role",), ("content",), _OPENAI_ROLES)
 SHAREGPT = Dialect(("from", "role"), ("value", "content"), _SHAREGPT_ROLES)
-"""Takes OpenAI's names as well."""
+"""Accepts OpenAI's names as well."""
 
 
 class Turn(NamedTuple):
-    """A message, where the row has it, and what the row says of training on it."""
+    """A message, its place in the row, and the row's flag for training on it (None: no flag)."""
 
     place: str
     message: Message
@@ -76,7 +75,7 @@ class Turn(NamedTuple):
 
 
 def turns(value: object, place: str, dialect: Dialect) -> list[Turn]:
-    """The messages of a list, or of the JSON of one. Raises BadRowError where it is empty."""
+    """Return the turns of a list of messages, or of the JSON of one. Raises BadRowError if it is empty."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = read_text(value, place)
     if not isinstance(value, list):
@@ -88,13 +87,13 @@ def turns(value: object, place: str, dialect: Dialect) -> list[Turn]:
 
 
 def turn(value: object, place: str, dialect: Dialect) -> Turn:
-    """One message."""
+    """Return the turn of one message."""
     role_key, content_key = dialect.role_keys[0], dialect.content_keys[0]
     if not isinstance(value, dict):
         raise BadRowError(
             f'"{place}" is {kind(value)}; it must be an object with {role_key} and {content_key}'
         )
-    if len(value) == 2:  # as most are
+    if len(value) == 2:  # a fast path for most messages
         named, content = value.get(role_key), value.get(content_key)
         role = dialect.roles.get(named) if isinstance(named, str) else None
         if role is not None and role != _CALL and is_text(content):
@@ -128,7 +127,8 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
 def conversation(
     talk: Sequence[Turn], tools: tuple[Mapping[str, Any], ...] = (), *, of: str = "messages"
 ) -> Conversation:
-    """`of`: what the row calls its messages. Raises BadRowError where nothing of them is trained on."""
+    """Return a conversation of turns. of: the row's name for its messages. Raises BadRowError if no turn is
+    trained on, or if a turn is at the wrong place."""
     _check_order(talk)
     messages = tuple([turn.message for turn in talk])
     flags = tuple([turn.trained for turn in talk])
@@ -153,7 +153,7 @@ def _missing(key: str, value: Mapping[str, Any], place: str, dialect: Dialect) -
 
 
 def _as_sharegpt(place: str) -> str:
-    """What to write for a list that a place stands in, which OpenAI's names were looked for in."""
+    """Return what the spec should say to read the list at `place` as ShareGPT messages."""
     return f"format: sharegpt, columns: {{conversations: {place.partition('[')[0]}}}"
 
 
@@ -169,7 +169,8 @@ def _role(value: object, place: str, dialect: Dialect) -> str:
 
 
 def _checked(value: Mapping[str, Any], role: str, place: str, dialect: Dialect) -> dict[str, Any]:
-    """What a message says, without keys that are null, or empty and unknown or of another role."""
+    """Return a message without keys that are null, and without empty keys that are unknown or belong to
+    another role. Raises BadRowError if such a key is not empty, or if a key is given twice."""
     said = {key: one for key, one in value.items() if one is not None}
     for key in [key for key in said if key not in dialect.known or _OF_ROLE.get(key, role) != role]:
         if not is_empty(said[key]):
@@ -194,7 +195,7 @@ def _public(dialect: Dialect) -> list[str]:
 
 
 def _content(value: object, place: str) -> str:
-    """A string, or the texts of a list of parts, one after the other."""
+    """Return a message's content: a string, or the concatenated texts of a list of parts."""
     if not isinstance(value, list):
         return string(value, place)
     return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
@@ -229,8 +230,8 @@ def _trained(said: Mapping[str, Any], place: str) -> bool | None:
 
 
 def _check_order(talk: Sequence[Turn]) -> None:
-    """What no template can mend: a late system message, a tool's result that nobody asked for."""
-    before: Message | None = None  # the last message that is not a tool's
+    """Raise BadRowError for a system message that is not the first, or a tool result without a call."""
+    before: Message | None = None  # the last message that is not a tool result
     for i, (place, message, _) in enumerate(talk):
         role = message["role"]
         if role == "tool":

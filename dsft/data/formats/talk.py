@@ -1,5 +1,7 @@
-"""What a row's columns say beside its messages: system, tools, an alpaca row's turns. Raises BadRowError.
-Touches nothing."""
+"""Read the columns of a row besides its messages: system, tools, and the turns of alpaca rows.
+
+All functions raise BadRowError.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dsft.data.rows import BadRowError
 
 
 def with_system(fields: Fields, talk: list[Turn]) -> list[Turn]:
-    """The turns with the column's system message before them, if the row has one."""
+    """Return the turns, preceded by the system column's message if the row has one."""
     system, place = fields.optional("system"), fields.name("system")
     if not system:
         return talk
@@ -28,7 +30,7 @@ def with_system(fields: Fields, talk: list[Turn]) -> list[Turn]:
 
 
 def row_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    """Of the column `tools`, or `functions`, as OpenAI named it before."""
+    """Return the tools of the column `tools`, or `functions`, OpenAI's older name."""
     value, older = fields.get("tools"), fields.get("functions")
     if value is None and older is None:
         return ()
@@ -42,7 +44,8 @@ def row_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
 
 
 def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:
-    """System, history, the instruction with its input after an empty line, and the answer if there is one."""
+    """Return the turns of an alpaca row: system, history, the instruction with its input after an empty line,
+    and the answer, if given."""
     question, more = fields.string("instruction"), fields.optional("input")
     if more:
         question = f"{question}\n\n{more}" if question else more
@@ -52,12 +55,12 @@ def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:
 
 
 def said_by(number: int, content: str, place: str) -> Turn:
-    """Turn `number` from 0 of user and assistant in turns."""
+    """Return turn `number`, from 0, where user and assistant alternate."""
     return Turn(place, {"role": "assistant" if number % 2 else "user", "content": content}, None)
 
 
 def _history(fields: Fields) -> list[str]:
-    """Questions and answers in turns, from a list of pairs."""
+    """Return alternating questions and answers from a list of [question, answer]."""
     history, name = fields.get("history"), fields.name("history")
     if history is None:
         return []

@@ -1,4 +1,4 @@
-"""A row's values and their checks. Takes values as JSON has them. Raises BadRowError. Touches nothing."""
+"""Check and convert the JSON values of a row. The functions raise BadRowError unless they say otherwise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError
 
-DEEPEST = 100  # levels of arguments and schemas; templates walk them by calling themselves
+DEEPEST = 100  # levels of arguments and schemas, which templates traverse recursively
 
 
 @dataclass(slots=True)
 class Fields:
-    """A row under our names. A column that `columns` takes from elsewhere never stands for itself."""
+    """A row, accessed by dsft's column names. columns: dsft's name -> the file's name; a renamed column is
+    never looked up under dsft's name."""
 
     row: Mapping[str, Any]
     columns: Mapping[str, str]
@@ -25,7 +26,7 @@ class Fields:
         return self.row.get(self.columns.get(key, key))
 
     def name(self, key: str) -> str:
-        """What the file calls it."""
+        """Return the file's name for a column."""
         return self.columns.get(key, key)
 
     def has(self, key: str) -> bool:
@@ -36,7 +37,7 @@ class Fields:
         return string(self.row.get(name), name)
 
     def optional(self, key: str) -> str:
-        """A string; empty where the row has none."""
+        """Return a string; "" if the row has none."""
         name = self.columns.get(key, key)
         value = self.row.get(name)
         return "" if value is None else string(value, name)
@@ -52,7 +53,7 @@ def string(value: object, place: str) -> str:
 
 
 def is_text(value: object) -> bool:
-    """A string that UTF-8 can write, which half of a surrogate pair is not."""
+    """Return whether a value is a string that UTF-8 can encode; half of a surrogate pair cannot be."""
     if not isinstance(value, str):
         return False
     if value.isascii():
@@ -65,7 +66,7 @@ def is_text(value: object) -> bool:
 
 
 def plain(value: object, place: str, depth: int = 0) -> Any:
-    """A value that JSON can say, whatever it is, of no more than DEEPEST levels."""
+    """Return a copy of a value, checked to be JSON of at most DEEPEST levels."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):
@@ -84,7 +85,7 @@ def plain(value: object, place: str, depth: int = 0) -> Any:
 
 
 def parsed(value: str) -> Any:
-    """What a JSON text says. Raises ValueError where it is none."""
+    """Return the value of a JSON text. Raises ValueError if it is not JSON."""
     try:
         return json.loads(value, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -104,14 +105,15 @@ def mapping(value: object, place: str, what: str) -> Mapping[str, Any]:
 
 
 def only(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
-    """Raises BadRowError for keys besides these that say something."""
+    """Raise BadRowError if a mapping has other keys than these with values that are not empty."""
     unknown = [key for key, one in value.items() if key not in keys and not is_empty(one)]
     if unknown:
         raise BadRowError(f'"{place}" has {listed(unknown)}; it may have {", ".join(keys)}')
 
 
 def one_of(keys: Sequence[str], said: Mapping[str, Any], place: str) -> str | None:
-    """The key of these names of one thing that stands in a message."""
+    """Return which of several synonymous keys a message has; None if it has none. Raises BadRowError if it
+    has more than one."""
     given = [key for key in keys if key in said]
     if len(given) > 1:
         raise BadRowError(f'"{place}" has {" and ".join(listed([key]) for key in given)}; give one of them')
@@ -119,7 +121,7 @@ def one_of(keys: Sequence[str], said: Mapping[str, Any], place: str) -> str | No
 
 
 def read_text(value: str, place: str) -> Any:
-    """What a JSON text says. Raises BadRowError where it is none."""
+    """Return the value of a JSON text. Raises BadRowError if it is not JSON."""
     try:
         return parsed(value)
     except ValueError as error:
@@ -127,7 +129,7 @@ def read_text(value: str, place: str) -> Any:
 
 
 def is_empty(value: object) -> bool:
-    """Says nothing, as the keys that other rows have: null, "", [], {}."""
+    """Return whether a value is null, "", [] or {}, as for a key that only other rows use."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 

@@ -1,4 +1,1 @@
-"""Tokenizers, read or trained: takes a name, a folder, or texts.
-
-May touch: tokenizers' folders, the hub through transformers, the data files that one is trained on.
-"""
+"""Tokenizers: load them from a folder or the hub, or train one on texts."""

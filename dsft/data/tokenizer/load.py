@@ -1,7 +1,6 @@
-"""Tokenizers: read from a folder or the hub, or built here from the 256 bytes.
+"""Load a tokenizer from a folder or the hub, or build one of the 256 bytes.
 
-Takes a name or a path. Gives a transformers tokenizer. Reads the folder, or the hub through transformers,
-which is imported when it is needed.
+transformers is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ TURN_START_TOKEN = "<|im_start|>"
 TURN_END_TOKEN = "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
 BYTE_LEVEL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
-"""Byte b is token b; the special tokens follow."""
+"""Size of the byte-level vocabulary: byte b is token b; the special tokens follow."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What became of model.add_tokens. first_id: of the first that is new; the others follow it."""
+    """The outcome of model.add_tokens. first_id: the id of the first new token; the others follow it."""
 
     new: tuple[str, ...]
     known: tuple[str, ...]
     first_id: int | None
 
     def __str__(self) -> str:
-        """Empty where nothing was to be added."""
+        """Return a message; "" if model.add_tokens is empty."""
         parts = [f"added {', '.join(self.new)}"] if self.new else []
         if self.known:
             verb = "is" if len(self.known) == 1 else "are"
@@ -46,20 +45,20 @@ class Added:
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer that a spec's `model` section means: named, the model's own, or the 256 bytes; with
-    model.add_tokens."""
+    """Return the tokenizer of a spec's `model` section, with model.add_tokens added: model.tokenizer, else
+    the model's own, else the byte-level one."""
     return open_tokenizer(model)[0]
 
 
 def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, Added]:
-    """As `tokenizer_of`, and which tokens were new to it."""
+    """Return the tokenizer as `tokenizer_of` does, and what became of model.add_tokens."""
     name = model.tokenizer or model.name_or_path
     tokenizer = byte_level_tokenizer() if name is None else load_tokenizer(name)
     return tokenizer, add_tokens(tokenizer, model.add_tokens)
 
 
 def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
-    """A sentence for each thing that a reader of the run should know of its tokenizer."""
+    """Yield messages about a run's tokenizer."""
     if str(added):
         yield f"model.add_tokens: {added}"
     if type(tokenizer).__name__ == "SentencePieceTokenizer":
@@ -70,7 +69,7 @@ def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Added:
-    """Each one that the tokenizer does not have becomes a special token, under the next id."""
+    """Add each token that the tokenizer does not have as a special token with the next id."""
     from tokenizers import AddedToken
 
     tokens = tuple(dict.fromkeys(tokens))
@@ -86,15 +85,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Add
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id, and one: some tokenizers leave ids out, so it may be more than they have tokens."""
+    """Return the largest id plus one. Some tokenizers skip ids, so this may exceed their number of tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, or of a hub id, as AutoTokenizer loads it; or that of a bare
-    sentencepiece model, a file or a folder with nothing else. Code that comes with it is never run.
+    """Load the tokenizer of a local folder or hub id as AutoTokenizer does, or that of a bare sentencepiece
+    model: a file, or a folder with nothing else. Code that comes with it is never run.
 
-    Raises MissingInputError where there is none, or none that can be read.
+    Raises MissingInputError if there is none, or none that can be read.
     """
     if (model := bare_model(name_or_path)) is not None:
         return load_sentencepiece(model)
@@ -107,17 +106,17 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except Exception as error:  # what the libraries below raise for a damaged file has no common class
+    except Exception as error:  # errors of the libraries for damaged files have no common class
         raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
 
 
 PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that takes `tokenizer.json` as it stands."""
+"""Names of the class that uses `tokenizer.json` unchanged."""
 
 NOT_PLAIN = (
     "hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2",
 )  # fmt: skip
-"""Types of models for which AutoTokenizer (5.23) takes another class, though the folder names a plain one."""
+"""Model types for which AutoTokenizer (5.23) uses another class even if the folder names a plain one."""
 
 OWN_CLASS = {
     "Qwen2Tokenizer": ("qwen2", "qwen3"),
@@ -126,12 +125,12 @@ OWN_CLASS = {
     "GemmaTokenizer": ("gemma", "gemma2"),
     "CohereTokenizer": ("cohere", "cohere2"),
 }
-"""Classes that AutoTokenizer takes where the folder names them, and the types of models that are theirs."""
+"""Classes that AutoTokenizer uses if the folder names them -> the model types that they belong to."""
 
 
 def _without_torch(folder: Path) -> str | None:
-    """The class that AutoTokenizer would choose for a folder, where its files alone tell; None where they do
-    not. AutoTokenizer itself imports torch and every model's config."""
+    """Return the class that AutoTokenizer would choose for a folder, if that follows from the folder's files
+    alone, else None. AutoTokenizer itself imports torch and every model's config."""
     try:
         told = json.loads((folder / "tokenizer_config.json").read_bytes())
         kind = _model_type(folder / "config.json")
@@ -153,8 +152,8 @@ def _without_torch(folder: Path) -> str | None:
 
 
 def _model_type(path: Path) -> str:
-    """Of a config.json; empty where there is none. Raises KeyError where it names none, or a name by which
-    AutoTokenizer chooses as well."""
+    """Return the model type of a config.json; "" if the file does not exist. Raises KeyError if it names no
+    type, or has a `model_name`, by which AutoTokenizer chooses as well."""
     if not path.exists():
         return ""
     config = json.loads(path.read_bytes())
@@ -184,7 +183,8 @@ def _no_tokenizer(name: str, error: Exception) -> str:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills short rows. It is never a target and stands after all that is, so any will do."""
+    """Return the token id for padding: the pad token, else eos, else 0. Padding is never a target and comes
+    after all targets, so any token will do."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -192,9 +192,9 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of 256 bytes and the special tokens, built without any file.
+    """Build a tokenizer of the 256 bytes and the special tokens, without any file.
 
-    Text -> ids -> text is the identity for every text. `save_pretrained` writes a Hugging Face folder.
+    Encoding and decoding returns every text unchanged. `save_pretrained` writes a Hugging Face folder.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -217,9 +217,9 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that stands for each byte in byte-level vocabularies, in the order of the bytes.
+    """Return the printable character that represents each byte in byte-level vocabularies, in byte order.
 
-    Printable bytes stand for themselves, the others for the letters from U+0100 on, as in GPT-2's encoder.
+    Printable bytes represent themselves, the others are characters from U+0100 on, as in GPT-2's encoder.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -1,12 +1,11 @@
-"""Tokenizers of a bare sentencepiece model: takes a `tokenizer.model`, gives a transformers tokenizer with
-the same ids as sentencepiece's own encode.
+"""Load a bare sentencepiece model (`tokenizer.model`) as a transformers tokenizer with the ids of
+sentencepiece's own encode.
 
-A BPE model that leaves text as it is is converted into a fast tokenizer. Of others sentencepiece itself cuts
-the text, and only what is exported for transformers is converted: of unigram models, since sentencepiece adds
-up scores in float32 and the tokenizers library in float64, so that of two cuts that are equally likely
-("--------") each takes another; of those that normalise, since the library does so grapheme by grapheme.
-Special tokens are those that the model names. What stands between two of them is encoded like a text of its
-own.
+A BPE model that does not normalize text is converted to a fast tokenizer. For all others, sentencepiece
+itself encodes, and only exports are converted, since a converted tokenizer may give other ids: for unigram
+models, sentencepiece adds up scores in float32 and the tokenizers library in float64, so that they resolve
+ties ("--------") differently; for models that normalize, the library does so grapheme by grapheme. Special
+tokens are those that the model names. The text between two special tokens is encoded like a separate text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "tokenizer.model"
 OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
-"""Beside these a `tokenizer.model` is not bare: transformers knows what to make of it."""
+"""With one of these files beside it, a `tokenizer.model` is not bare: transformers can load the folder."""
 
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType of sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # ModelProto.SentencePiece.Type
@@ -36,12 +35,13 @@ PROBES = (
     "\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469", "\u00a0\u3000x", "\u2581a", "<0x41>", "x <0x0A> y",
     "e\u0301 \u200b \ufeff \ufffd", "f(x):\n    return x ** 2  # ok\n",
 )  # fmt: skip
-"""Ligatures, full-width letters, scripts, emoji, odd spaces, what looks like sentencepiece's own signs."""
+"""Texts to compare tokenizers on: ligatures, full-width letters, scripts, emoji, unusual spaces, and text
+that looks like sentencepiece's own symbols."""
 
 
 def bare_model(name: str | Path) -> Path | None:
-    """The sentencepiece model that `name` is, or that lies in the folder `name` with nothing beside it that
-    says more; None where it is no such thing."""
+    """Return the path of the bare sentencepiece model that `name` is, or that is in the folder `name` without
+    any of OTHER_FILES; else None."""
     path = Path(name)
     if path.is_file() and path.suffix == ".model":
         return path
@@ -51,8 +51,8 @@ def bare_model(name: str | Path) -> Path | None:
 
 
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    """Raises MissingInputError for a file that is no sentencepiece model, and for a model of a kind that
-    cannot be exported."""
+    """Load a sentencepiece model. Raises MissingInputError for a file that is not one, and for a kind of
+    model that cannot be exported."""
     model = _read(path)
     reason = _not_built(model)
     if reason is not None:
@@ -69,7 +69,7 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 
 def as_fast(path: Path) -> PreTrainedTokenizerBase:
-    """The model converted, as transformers loads it everywhere."""
+    """Return the model converted to a fast tokenizer, which transformers can load anywhere."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_class: Any = PreTrainedTokenizerFast
@@ -101,10 +101,10 @@ def converted(model: Any) -> Tokenizer:
             )
         )
     splits: list[Any] = []
-    if symbols and _kind(model) == BPE:  # each is a segment of its own, and taken whole (ignore_merges)
+    if symbols and _kind(model) == BPE:  # each is a separate segment that is not split (ignore_merges)
         splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, symbols))), "isolated"))
     if model.trainer_spec.byte_fallback:
-        # "<0x41>" spelled out is no byte: where it is a whole segment, or anywhere
+        # "<0x41>" spelled out is not a byte token: as a whole segment (BPE), or anywhere (unigram)
         spelled = Regex(r"<(?=0x[0-9A-F]{2}>)" if _kind(model) == UNIGRAM else r"\A<(?=0x[0-9A-F]{2}>\z)")
         splits.append(pre_tokenizers.Split(spelled, "isolated"))
     backend.normalizer = normalizers.Sequence(_normalizers(model))
@@ -121,7 +121,8 @@ def converted(model: Any) -> Tokenizer:
 
 
 def _normalizers(model: Any) -> list[Any]:
-    """As sentencepiece's normalizer.cc: its table, spaces, the prefix, then the sign for a space."""
+    """Return normalizers in the order of sentencepiece's normalizer.cc: its table, extra spaces, the dummy
+    prefix, then the symbol for a space."""
     from tokenizers import Regex, normalizers
 
     rules, steps = model.normalizer_spec, list[Any]()
@@ -137,7 +138,8 @@ def _normalizers(model: Any) -> list[Any]:
 
 
 def _merges(pieces: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Each way to join two pieces into a third, the best third first; of one, that with the shortest left."""
+    """Yield each merge of two pieces into a third, by descending score of the third, then by the length of
+    the left piece."""
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     for joined in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(joined)):
@@ -146,8 +148,8 @@ def _merges(pieces: Sequence[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unigram_scores(pieces: Sequence[Any]) -> list[tuple[str, float]]:
-    """User-defined symbols win over what they are made of, as in unigram_model.cc; other pieces that are no
-    text have the lowest score."""
+    """Return (piece, score). User-defined symbols are preferred to their parts, as in unigram_model.cc; other
+    pieces that are no text have the lowest score."""
     scores = [piece.score for piece in pieces if piece.type == NORMAL]
     low, high = min(scores, default=0.0), max(scores, default=0.0)
 
@@ -165,7 +167,7 @@ def _special_tokens(model: Any) -> dict[str, str]:
 
 
 def _kept(path: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer that asks sentencepiece itself."""
+    """Return a tokenizer that calls sentencepiece."""
     from dsft.data.tokenizer.spm_tokenizer import SentencePieceTokenizer
 
     made: Any = SentencePieceTokenizer
@@ -174,7 +176,8 @@ def _kept(path: Path) -> PreTrainedTokenizerBase:
 
 
 def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
-    """What transformers loads in place of `tokenizer`, which asks the model at `path`."""
+    """Save `tokenizer`, which calls the sentencepiece model at `path`, as a converted one that transformers
+    can load, with its added tokens and chat template."""
     from tokenizers import AddedToken
 
     fast: Any = as_fast(path)
@@ -190,7 +193,8 @@ def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
 
 
 def _differing(path: Path, tokenizer: Any) -> str | None:
-    """A text that the converted tokenizer gives other ids than sentencepiece."""
+    """Return a text for which the converted tokenizer's ids differ from sentencepiece's; None if none is
+    found."""
     import sentencepiece
 
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -216,12 +220,12 @@ def _not_built(model: Any) -> str | None:
 
 
 def _escaped(symbol: str) -> str:
-    """For Oniguruma: every character by its number."""
+    """Return a symbol as an Oniguruma pattern, every character by its code point."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in symbol)
 
 
 def parse(data: bytes) -> Any:
-    """Return the ModelProto in a model file. Raises ValueError for what is no such model."""
+    """Return the ModelProto of a model file. Raises ValueError if it is not one."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 

@@ -1,6 +1,6 @@
-"""A transformers tokenizer that leaves encoding and decoding to sentencepiece.
+"""A transformers tokenizer that encodes and decodes with sentencepiece.
 
-Takes a `tokenizer.model`; saves what transformers loads without this class.
+It is saved as a converted tokenizer, which transformers loads without this class.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dsft.data.tokenizer.spm import save_converted
 
 
 class SentencePieceTokenizer(SentencePieceBackend):
-    """Ids and texts are sentencepiece's own, between special tokens that are spelled out. model_digest: among
-    `init_kwargs`, by which tokenizers are told apart."""
+    """A tokenizer whose ids and texts are sentencepiece's, between special tokens that are spelled out in the
+    text. model_digest: an entry of `init_kwargs`, which identify a tokenizer."""
 
     def __init__(self, vocab_file: str, **special_tokens: Any) -> None:
         digest = hashlib.sha256(Path(vocab_file).read_bytes()).hexdigest()
@@ -31,7 +31,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
         return text
 
     def save_pretrained(self, save_directory: Any, *_: Any, **__: Any) -> tuple[str, ...]:
-        """A folder with the converted tokenizer and the model file."""
+        """Save the converted tokenizer and the model file to a folder."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         save_converted(Path(str(self.vocab_file)), self, folder)

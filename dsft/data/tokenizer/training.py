@@ -1,8 +1,8 @@
-"""`dsft tokenizer train`: takes files of text, gives a Hugging Face folder with a tokenizer made for them.
+"""The command `dsft tokenizer train`: train a tokenizer on text files and write it as a Hugging Face folder.
 
-The files are read twice, line by line: once to count, to find every mistake and to draw the lines that are
-held out; once for what is learned from, which is a sample where they are larger than that. Before the folder
-is written the held-out lines and some hard texts go to ids and back, and all must come back as they were.
+The files are read twice, line by line: first to count lines, find every mistake and choose the held-out
+lines; then to train, on a sample if there is more text than that. Before the folder is written, the held-out
+lines and some hard texts are encoded and decoded, and all must come back unchanged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ KINDS: tuple[Kind, ...] = ("unigram", "bpe", "byte_bpe")
 UNKNOWN_TOKEN = "<unk>"
 SPACE = "\u2581"
 HELD_OUT = 1000
-"""Lines at most, and a twentieth of them, that are not learned from."""
+"""Maximum number of held-out lines; it is also limited to a twentieth of all lines."""
 LONGEST = 10_000
-"""Characters of a held-out line."""
+"""Maximum characters of a held-out line."""
 PIECE = 2000
-"""Characters of a longer line that are learned from at once; sentencepiece leaves long ones out."""
+"""Characters of the pieces that longer lines are split into, since sentencepiece skips long lines."""
 THREADS = 8
-"""The same on every machine: sentencepiece's sums depend on it."""
+"""Number of threads, the same on every machine because sentencepiece's sums depend on it."""
 FIRST = 100
-"""Rows that a file's format is found by."""
+"""Rows from which a file's format is detected."""
 SHOWN = 3
 
-# cl100k's (https://github.com/openai/tiktoken): words with the space before them, digits by threes, the rest.
+# cl100k's pattern (https://github.com/openai/tiktoken): words with the space before them, digits in groups of
+# three, the rest.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,13 +62,14 @@ HARD = (
     "\ufeff\u200b\ufffd\u0001", "<0x41> <unk> </s> [INST]", "if (x<=3) {\n\treturn x**2;  // ok\n}\n",
     "3.14159265, 1,000,000",
 )  # fmt: skip
-"""White space, line breaks, scripts and emoji that the files may not have, and what looks like a token."""
+"""Texts for the round trip that the files may not have: white space, line breaks, scripts, emoji, and text
+that looks like a token."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be made. special: tokens beside those of the chat template. sample_mb: of text to learn
-    from, in 10^6 bytes."""
+    """The tokenizer to train. special: special tokens besides those of the chat template; sample_mb: text to
+    train on, in 10^6 bytes."""
 
     files: Sequence[str]
     out: Path
@@ -85,7 +87,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the files hold. held_out: lines that are not learned from; limit: hashes below which they lie."""
+    """The counts of the files. held_out: the held-out lines; limit: the largest of their hashes, -1 if
+    none."""
 
     lines: int
     num_bytes: int
@@ -94,10 +97,11 @@ class Counted:
 
 
 def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
-    """Make the folder, and say how it went.
+    """Train a tokenizer, write its folder and report progress.
 
-    Raises LockedError where it is there, MissingInputError for files that are not, DataError for lines that
-    are no text or do not come back, SpecError for a size that this text does not give.
+    Raises LockedError if the folder exists, MissingInputError for missing files, DataError for lines that are
+    not text or do not come back from their ids, SpecError for a vocabulary size that this text does not
+    allow.
     """
     _check(wanted)
     files = [file for name in wanted.files for file in data_files(Source(path=name))]
@@ -129,7 +133,7 @@ def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
 
 
 def kind_named(name: str) -> Kind:
-    """Raises SpecError for a name that is none."""
+    """Return the kind of that name. Raises SpecError for an unknown name."""
     for kind in KINDS:
         if kind == name:
             return kind
@@ -156,7 +160,7 @@ def _wrong_size(wanted: Wanted, why: str) -> SpecError:
 
 
 def _aside(out: Path) -> Path:
-    """A new folder beside `out`. Raises StorageError where none can be made."""
+    """Create a temporary folder beside `out`. Raises StorageError if that fails."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return Path(mkdtemp(prefix=f"{out.name}.tmp-", dir=out.parent))
@@ -168,10 +172,11 @@ def _aside(out: Path) -> Path:
 
 
 def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None]) -> Counted:
-    """Raises DataError for lines that are no text, and where there is none at all."""
+    """Count the text and choose the held-out lines, those with the smallest hashes. Raises DataError for
+    lines that are not text, or if there is no text at all."""
     lines = num_bytes = mistakes = 0
     problems: list[Problem] = []
-    drawn: list[tuple[int, str]] = []  # a heap of the smallest hashes, negative
+    drawn: list[tuple[int, str]] = []  # a heap of the smallest hashes, negated
     told = time.monotonic()
     for note in (note for file in files for note in file_notes(file)):
         say(note)
@@ -205,7 +210,7 @@ def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None])
 
 
 def _lines(files: Sequence[DataFile]) -> Iterator[tuple[str, str, str | None]]:
-    """("file:line", text, why it is none) of each line that is not blank; what a row means is found as for
+    """Yield ("file:line", text, mistake) for each line that is not blank. Rows are converted as in
     training."""
     for file in files:
         before, found = 0, _format(file)
@@ -219,7 +224,7 @@ def _lines(files: Sequence[DataFile]) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _format(file: DataFile) -> Format | str:
-    """Of the file's rows by the first of them, or why they have none."""
+    """Return the format of a file, detected from its first rows, or the reason why there is none."""
     rows = (line for block in blocks(file) for line in read_block(block) if line.row is not None)
     first = list(islice(rows, FIRST))
     try:
@@ -229,7 +234,8 @@ def _format(file: DataFile) -> Format | str:
 
 
 def _text(line: Line, found: Format | str) -> tuple[str, str | None]:
-    """What the row says, all turns of a conversation; or why it says nothing."""
+    """Return the text of a row, (text, None), or the reason why it has none, ("", reason). A conversation's
+    turns are joined by line breaks."""
     if line.mistake is not None or line.row is None:
         return "", line.mistake
     if isinstance(found, str):
@@ -245,7 +251,7 @@ def _text(line: Line, found: Format | str) -> tuple[str, str | None]:
 
 
 def _learned(files: Sequence[DataFile], wanted: Wanted, counted: Counted, share: float) -> Iterator[str]:
-    """All lines but those held out, or an even sample of them, in pieces."""
+    """Yield all lines except the held-out ones, or a uniform sample of them, in pieces."""
     for _, text, _ in _lines(files):
         value = _hash(text)
         is_drawn = share == 1 or _hash(f"{wanted.seed}/{value}") < share * 2**64
@@ -254,7 +260,7 @@ def _learned(files: Sequence[DataFile], wanted: Wanted, counted: Counted, share:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Of at most PIECE characters each, cut before a space where there is one."""
+    """Split a text into pieces of at most PIECE characters, before a space if possible."""
     start = 0
     while len(text) - start > PIECE:
         cut = text.rfind(" ", start + 1, start + PIECE)
@@ -272,7 +278,7 @@ def _hash(text: str) -> int:
 
 
 def _sentencepiece(texts: Iterator[str], wanted: Wanted, folder: Path) -> PreTrainedTokenizerBase:
-    """The model also lies in the folder, as sentencepiece writes it."""
+    """Train a sentencepiece model and convert it. The model file is also written to the folder."""
     import sentencepiece
 
     model = BytesIO()
@@ -294,7 +300,7 @@ def _sentencepiece(texts: Iterator[str], wanted: Wanted, folder: Path) -> PreTra
 
 
 def _refused(wanted: Wanted, message: str) -> SpecError:
-    """sentencepiece's reason in one sentence."""
+    """Return the error for sentencepiece's message, in one sentence."""
     if found := re.search(r"too high .*<= (\d+)", message):
         return _wrong_size(wanted, f"more than this text gives; give {int(found[1]):,} or less, or more text")
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
@@ -333,7 +339,7 @@ def _byte_bpe(texts: Iterator[str], wanted: Wanted) -> PreTrainedTokenizerBase:
 
 
 def _wrapped(backend: Any, wanted: Wanted, **special: str) -> PreTrainedTokenizerBase:
-    """As transformers has it, with dsft's chat template."""
+    """Return a transformers tokenizer with dsft's chat template."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_class: Any = PreTrainedTokenizerFast
@@ -352,7 +358,8 @@ def _wrapped(backend: Any, wanted: Wanted, **special: str) -> PreTrainedTokenize
 
 
 def check(tokenizer: Any, held_out: Sequence[str], wanted: Wanted) -> Iterator[str]:
-    """A line on compression and one on the round trip. Raises DataError where a text does not come back."""
+    """Yield a line on compression and one on the round trip. Raises DataError if a text does not come back
+    from its ids unchanged."""
     texts = [*held_out, "\n".join(held_out), *HARD]
     if wanted.model == "byte_bpe":
         texts.append(SPACE)
