@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dsft.errors import DataError, Problem
 
 MAX_SHOWN = 20
-MAX_CHARACTERS = 500  # of a reason
+MAX_CHARACTERS = 500  # of a reason in a message
 
 Message = Mapping[str, Any]
 """A message as chat templates take it: {"role", "content"} and, where needed, the keys of tool calls and of

@@ -19,7 +19,7 @@ from dsft.preview.view import Wanted, as_mapping, view
 from dsft.report.console import shown
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
-PAGE_PROBLEMS, PROBLEMS = 100, 1000  # of each kind
+PAGE_PROBLEMS, PROBLEMS = 100, 1000  # rows of each kind
 
 
 @dataclass(frozen=True)

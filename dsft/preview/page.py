@@ -25,7 +25,7 @@ from dsft.preview.terminal import (
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
 from dsft.preview.view import ShownBatch, ShownRow, ShownWorst, View
 
-SHOWN_TOKENS = 4096  # of a row
+SHOWN_TOKENS = 4096  # tokens of a row that are shown
 _BEGIN = "<!doctype html>"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
@@ -152,7 +152,7 @@ def _refusal(view: View) -> list[str]:
 
 
 def _tokens(tokens: Sequence[Token], start: int = 0) -> str:
-    """Return tokens as HTML: <b> is trained on, <i> is not; class s: a special token; title: position and
+    """Return tokens as HTML: <b> is trained on, <i> is not; class s: special token; title: position and
     id."""
     return "".join(_token(position, token) for position, token in enumerate(tokens, start))
 

@@ -15,7 +15,7 @@ ended       BOOL (n,)   as in `Rendered`
 desirable   BOOL (n,)   as in `TokenRows`
 
 The metadata are one JSON text: a checksum of everything but the tokens, verified when the file is opened, the
-block's key and index, and the counts and line numbers of `Found`.
+block's key and index, and its `Found`.
 """
 
 from __future__ import annotations

@@ -91,8 +91,7 @@ def tokenize(
 def gather(
     block: Block, found: formats.Format, renderer: Renderer, rows: Collected, tell: Callable[[int], None]
 ) -> Found:
-    """Read, convert and render the block's lines: add the good rows to `rows`, return the counts of the
-    others."""
+    """Read, convert and render a block's lines. Good rows are added to `rows`; the others are returned."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
@@ -152,8 +151,7 @@ def _render(
     batch: Sequence[_Meant], renderer: Renderer, rows: Collected, spelled: list[int]
 ) -> list[tuple[int, str]]:
     """Render a batch: add its tokens to `rows`, and to `spelled` the lines whose content spells a token of
-    the template. Return (line, reason) of the rows that cannot be rendered; a pair is refused if either half
-    is."""
+    the template. Return (line, reason) of the rows that are refused; a pair is if either half is."""
     read = [(meant, meant.row) for meant in batch if meant.row is not None]
     rendered = iter(renderer.render([sample for _, row in read for sample in row.samples]))
     refused = []
@@ -262,8 +260,7 @@ class Makers:
 
 @contextmanager
 def _worker_settings() -> Iterator[None]:
-    """Set the environment and signal mask that workers inherit: single-threaded, and Ctrl-C left to the
-    parent."""
+    """Set what workers inherit: an environment for single-threaded work, and a signal mask without Ctrl-C."""
     before = {name: os.environ.get(name) for name in _WORKER_ENVIRONMENT}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     os.environ.update(_WORKER_ENVIRONMENT)

@@ -187,8 +187,7 @@ def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: 
 
 
 def _as_far_as(opened: Sequence[tuple[Job, Index]], max_rows: int | None) -> list[tuple[Job, Found]]:
-    """Return each block with what was found in it up to the last row kept, as far as line numbers are
-    stored."""
+    """Return what was found in each block up to the last row kept, as far as line numbers are stored."""
     found, left = [], max_rows
     for job, index in opened:
         one = index.found

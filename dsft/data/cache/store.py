@@ -72,8 +72,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the cache holds of a source. made: blocks tokenized now, in `seconds`; num_bytes: of all
-    blocks."""
+    """What the cache has of a source. made: blocks tokenized now, in `seconds`; num_bytes: of all blocks."""
 
     name: str
     rows: int
@@ -122,8 +121,8 @@ def tokenised(
 ) -> StoredRows:
     """Return the tokens of all rows of the source, or of the first `max_rows`, from the cache where possible.
 
-    Raises MissingInputError for a missing file, StorageError if the cache cannot be written, WorldError if a
-    worker is killed. Bad rows are listed in the account.
+    Raises MissingInputError for a missing file, DataError if a file changes while it is read, StorageError if
+    the cache cannot be written, WorldError if a worker is killed. Bad rows are listed in the account.
     """
     began = time.monotonic()
     read = [_look_at(file, source, task) for file in data_files(source)]

@@ -29,8 +29,7 @@ def prompt_completion(fields: Fields) -> Row:
 
 
 def preference(fields: Fields, task: str = "dpo") -> Row:
-    """Return the chosen and the rejected sample, which begin with the same prompt; for sft only the chosen
-    one."""
+    """Return the chosen and the rejected sample, which have the same prompt; for sft, only the chosen one."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
         fields = Fields(fields.row, {**fields.columns, **names})
@@ -110,8 +109,7 @@ def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
 
 
 def _question(value: object, name: str) -> list[Turn]:
-    """Return the turns of a prompt: a string, a list of messages, or an object with such a list (and
-    tools)."""
+    """Return the turns of a prompt: a string, a list of messages, or an object with messages (and tools)."""
     if isinstance(value, str):
         return [said_by(0, string(value, name), name)]
     if isinstance(value, dict) and "messages" in value:
@@ -238,7 +236,7 @@ def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
     """Return a pair of two strings that begin with their prompt: all words before the first that differs. A
     pair's loss does not depend on where in the common beginning the answers start; that of sft would."""
     texts = [fields.string(key) for key in _PAIR]
-    most = min(map(len, texts)) - 1  # one character at least is left to each
+    most = min(map(len, texts)) - 1  # leave at least one character to each
     common = commonprefix([text[: max(0, most)] for text in texts])
     prompt = common.rstrip()
     if prompt == common:  # it may end within a word

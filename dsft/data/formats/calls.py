@@ -25,8 +25,7 @@ def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def calls(said: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    """Return the calls of a message, from tool_calls or from function_call, OpenAI's older key for one
-    call."""
+    """Return the calls of a message, from tool_calls or function_call, OpenAI's older key for one call."""
     given = {key: said[key] for key in ("tool_calls", "function_call") if not is_empty(said.get(key))}
     if one_of(("tool_calls", "function_call"), given, place) is None:
         return []

@@ -15,7 +15,7 @@ from dsft.data.formats.values import is_empty, is_text, listed, mapping, one_of,
 from dsft.data.read.json_rows import kind
 from dsft.data.rows import BadRowError, Conversation, Message
 
-_CALL = "call"  # an assistant's message whose content is the JSON of its calls
+_CALL = "call"  # an assistant message whose content is the JSON of its calls
 _OPENAI_ROLES = {
     "system": "system",
     "developer": "system",
@@ -170,7 +170,7 @@ def _role(value: object, place: str, dialect: Dialect) -> str:
 
 def _checked(value: Mapping[str, Any], role: str, place: str, dialect: Dialect) -> dict[str, Any]:
     """Return a message without keys that are null, and without empty keys that are unknown or belong to
-    another role. Raises BadRowError if such a key is not empty, or if a key is given twice."""
+    another role. Raises BadRowError if such a key is not empty, or if synonymous keys are given."""
     said = {key: one for key, one in value.items() if one is not None}
     for key in [key for key in said if key not in dialect.known or _OF_ROLE.get(key, role) != role]:
         if not is_empty(said[key]):

@@ -23,7 +23,7 @@ def hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
 
     try:
         data = datasets.load_dataset(hub.id, hub.subset, split=hub.split, revision=hub.revision)
-    except Exception as error:  # of many libraries: no connection, no such id, split or subset, no rights
+    except Exception as error:  # of many libraries: no connection, unknown id, split or subset, no access
         raise MissingInputError(_refusal(name, error)) from error
     files = [Path(entry["filename"]) for entry in data.cache_files]
     if not files:

@@ -115,8 +115,7 @@ class Masks:
 
     @cached_property
     def _left_out(self) -> frozenset[str]:
-        """Roles whose turns the template silently leaves out. Tool turns are tried with and without a
-        call."""
+        """Roles whose turns the template silently leaves out. A tool's turn may need a call before it."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         called = {**answer, "tool_calls": [_CALL]}
         talks: dict[str, list[tuple[list[Message], list[Message]]]] = {
@@ -161,7 +160,7 @@ class Masks:
             try:
                 texts.add(self._tried(_readable(_Row(talk, (), self.template)).messages)[0])
             except BadRowError:
-                return False  # as above
+                return False  # as in `_joins_system`
         return len(texts) == 1
 
     def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
@@ -328,8 +327,7 @@ def _speaks_beside_calls(message: Message) -> bool:
 
 
 def _readable(row: _Row) -> _Row:
-    """Return the row with call arguments as the template takes them: mappings or, for some (DeepSeek's), JSON
-    text."""
+    """Return the row with call arguments as the template takes them: mappings, or JSON text (DeepSeek's)."""
     try:
         row.render(len(row.messages))
     except EndlessTemplateError:

@@ -251,11 +251,10 @@ class Reader:
         return _Positions(starts, stops[1:], among.tolist())
 
     def cut(self, text: str, end: int, ids: list[int], at: _Positions | None) -> int | None:
-        """Return how many of a row's tokens are those of text[:end]; None if the row does not begin with
-        them."""
+        """Return how many of a row's tokens are those of text[:end]; None if it does not begin with them."""
         start = first = 0
         if at is not None:
-            last = bisect_right(at.stops, end) - 1  # of the added tokens in text[:end]
+            last = bisect_right(at.stops, end) - 1  # the last added token in text[:end]
             if last >= 0:
                 start, first = at.starts[last], at.tokens[last]
         piece = text[start:end]
@@ -268,8 +267,7 @@ class Reader:
         return stop if ids[first:stop] == alone else None
 
     def _is_ended(self, row: Marked) -> bool:
-        """Return whether the last part that is trained on ends with a special token, and perhaps white
-        space."""
+        """Return whether the last part that is trained on ends with a special token (and white space)."""
         if row.trained and not row.parts:
             return False
         last = row.parts[-1] if row.trained else None

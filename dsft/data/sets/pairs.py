@@ -63,8 +63,7 @@ class PairPart:
 
     @cached_property
     def squares(self) -> NDArray[np.int64]:
-        """(m,) attention cost. With a shared prompt, the rejected answer attends to it without computing it
-        again."""
+        """(m,) attention cost. A shared prompt is computed once; the rejected answer only attends to it."""
         rows = (self.prompts[:, None] + self.answers).astype(np.int64)
         seeing = rows.copy()
         if self.shared:

@@ -80,7 +80,7 @@ class RowPart:
         elif self.headed is not None and self.headed[index]:
             read, body = self.rows.read(row), slice(begin, begin + length - 1)
             ids = np.concatenate([read.input_ids[:1], read.input_ids[body]])
-            trained = np.concatenate([[False], read.trained[body]])  # a best window begins with none trained
+            trained = np.concatenate([[False], read.trained[body]])  # a best window begins untrained
         else:
             found = _read(self.rows, row, begin, length)
             ids, trained = found.input_ids, found.trained
@@ -177,7 +177,7 @@ def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], siz
     begin = number * np.int32(size - 1)
     pieces = np.minimum(size, _small(lengths)[of_row] - begin)
     targets = pieces - 1
-    if (source.trained[rows] != lengths - 1).any():  # else all but the first token are targets
+    if (source.trained[rows] != lengths - 1).any():  # else every token but the first is a target
         stream = Stream(source, rows)
         starts = stream.firsts[of_row] + begin
         targets = _small(stream.between(starts, starts + pieces))

@@ -1,5 +1,5 @@
-"""Divide the rows of the sources into sets (training, evaluation, held out), and record why others are left
-out.
+"""Divide the rows of the sources into sets (training, evaluation, held out), and record why others are not
+in any.
 
 Each source of each set is a Selection of row numbers. Tokens are not read.
 """
@@ -103,8 +103,7 @@ class PairRows:
 
 
 def longest_rows(rows: TokenRows | PairRows) -> NDArray[np.int64]:
-    """Return the lengths (n,) that data.max_length is compared with: of each row, or of a pair's longer
-    row."""
+    """Return the lengths (n,) that data.max_length limits: of each row, or of each pair's longer row."""
     return rows.longest if isinstance(rows, PairRows) else rows.lengths
 
 
@@ -288,8 +287,7 @@ def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
 
 
 def also_in(content: Hashes, others: Sequence[Hashes]) -> NDArray[np.bool_]:
-    """Return a mask (n,) of the rows whose content is in `others`, which may be much larger than
-    `content`."""
+    """Return a mask (n,) of the rows whose content is in `others`, which may be much larger."""
     known = np.unique(content)
     found = [other[_is_one_of(other, known)] for other in others]
     return _is_one_of(content, np.unique(np.concatenate([*found, np.zeros(0, np.uint64)])))

@@ -1,5 +1,5 @@
-"""Assign the examples of a step to the micro-batches of its ranks: packed without padding, or in fixed
-numbers.
+"""Assign the examples of a step to the micro-batches of its ranks: packed by a token
+budget, or a fixed number to each.
 
 Pure functions of lengths, a token budget and the number of data-parallel ranks, without torch. The examples
 of a step are decided elsewhere, so packed and padded runs have the same steps.

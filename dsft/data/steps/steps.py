@@ -127,7 +127,7 @@ def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
 
 # --- the micro-batch that takes the most memory ----------------------------------------------------------
 
-LAID = 1_000_000  # up to so many examples of a run, all steps are packed to find the largest pack: seconds
+LAID = 1_000_000  # examples of a run up to which all steps are packed to find the largest pack: seconds
 
 
 def longest_micro_batch(

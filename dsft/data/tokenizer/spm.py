@@ -193,8 +193,7 @@ def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
 
 
 def _differing(path: Path, tokenizer: Any) -> str | None:
-    """Return a text for which the converted tokenizer's ids differ from sentencepiece's; None if none is
-    found."""
+    """Return a text for which the converted tokenizer's ids differ from sentencepiece's, if one is found."""
     import sentencepiece
 
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))

@@ -87,8 +87,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Counted:
-    """The counts of the files. held_out: the held-out lines; limit: the largest of their hashes, -1 if
-    none."""
+    """The counts of the files. held_out: the held-out lines; limit: the largest of their hashes, or -1."""
 
     lines: int
     num_bytes: int
