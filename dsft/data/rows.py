@@ -29,8 +29,7 @@ class EndlessTemplateError(BadRowError):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line or record of a file. number: from 1 within its block. A blank line has neither row nor
-    mistake."""
+    """A line or record of a file. number: from 1 within its block. A blank line has no row and no mistake."""
 
     number: int
     row: Mapping[str, Any] | None = None
@@ -137,8 +136,8 @@ class TokenRows(Protocol):
         """Return, for ascending rows (k,), the number of spans of each, (k,), and all spans concatenated."""
 
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the first token of each of the ascending rows (k,), none of them empty; checksums are not
-        verified."""
+        """Return the first token of each of the rows (k,), which are ascending and not empty. Checksums are
+        not verified."""
 
     def read(self, row: int) -> Rendered: ...
     def read_part(self, row: int, start: int, stop: int) -> Rendered:

@@ -152,8 +152,7 @@ def _refusal(view: View) -> list[str]:
 
 
 def _tokens(tokens: Sequence[Token], start: int = 0) -> str:
-    """Return tokens as HTML: <b> is trained on, <i> is not; class s: special token; title: position and
-    id."""
+    """Return tokens as HTML: <b> is trained on, <i> is not; class s: special; title: position and id."""
     return "".join(_token(position, token) for position, token in enumerate(tokens, start))
 
 

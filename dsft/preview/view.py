@@ -57,8 +57,8 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """The first micro-batch of rank 0 in step 1. packed: all examples are in one row; width: its positions
-    per row."""
+    """The first micro-batch of rank 0 in step 1. packed: all examples are in one row; width:
+    positions of each row."""
 
     packed: bool
     rows: tuple[ShownRow, ...]

@@ -290,8 +290,7 @@ def _start(parent: int, recipe: bytes, told: Any) -> None:
 
 
 def _make(number: int, job: Job) -> int:
-    """Write the file of block `number` and return its number of rows. Report progress to the parent every
-    _TELL_SECONDS."""
+    """Write the file of block `number` and return its number of rows. Report progress to the parent."""
     renderer, dtype, queue = _worker
     last = 0.0
 

@@ -132,8 +132,8 @@ def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
 
 
 def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
-    """Split `messages` or `conversations` into the prompt and the last turn, which must be the
-    assistant's."""
+    """Split `messages` or `conversations` into the prompt and the answer: the last turn, which must
+    be an assistant's."""
     is_sharegpt = fields.get("messages") is None and fields.has("conversations")
     key, dialect = ("conversations", SHAREGPT) if is_sharegpt else ("messages", OPENAI)
     talk = with_system(fields, turns(fields.get(key), fields.name(key), dialect))

@@ -19,8 +19,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy `tensor` to pinned memory of the host. Return a function that waits for the copy and
-    returns it."""
+    """Start to copy `tensor` to pinned memory of the host. Return a function that waits for the
+    copy and then returns it."""
     if tensor.device.type != "cuda":
         return lambda: tensor
     copy = tensor.to("cpu", non_blocking=True)

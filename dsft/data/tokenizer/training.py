@@ -209,8 +209,8 @@ def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None])
 
 
 def _lines(files: Sequence[DataFile]) -> Iterator[tuple[str, str, str | None]]:
-    """Yield ("file:line", text, mistake) for each line that is not blank. Rows are converted as in
-    training."""
+    """Yield ("file:line", text, mistake) for each line that is not blank. Rows are converted as
+    in training."""
     for file in files:
         before, found = 0, _format(file)
         for block in blocks(file):
