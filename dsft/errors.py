@@ -1,19 +1,19 @@
-"""What can go wrong, as the user meets it. Each class carries the exit code of the process.
+"""The exceptions that dsft raises for a user, each with its exit code.
 
 DsftError                 70  an internal fault
-├── SpecError              2  the spec, an override or the command line
+├── SpecError              2  a mistake in the spec, an override or the command line
 ├── DataError             65  rows that cannot be trained on
-├── MissingInputError     66  a file, folder or model that is not there
-├── WorldError            69  processes, hosts or devices other than promised
-├── LockedError           73  the run's folder is used by another job, or holds another run
+├── MissingInputError     66  a file, folder or model that does not exist
+├── WorldError            69  processes, hosts or devices that differ from what the spec says
+├── LockedError           73  the run's folder is in use by another job, or belongs to another run
 ├── OutOfMemoryError      71  a micro-batch that does not fit into memory
-├── BuildError            72  an operation of DeepSpeed's that cannot be compiled
-├── StorageError          74  a disk that is full, cannot be written, or gives back other bytes
-├── StoppedError          75  asked to stop: saved, and the same command goes on
-├── CheckpointError       76  a checkpoint that is torn, altered or of another run
-└── NonFiniteError        78  gradients that stay infinite or not a number
+├── BuildError            72  a DeepSpeed operation that cannot be compiled
+├── StorageError          74  a disk that is full, not writable, or returns other bytes than were written
+├── StoppedError          75  stopped on request after saving; the same command resumes the run
+├── CheckpointError       76  a checkpoint that is incomplete, altered or of another run
+└── NonFiniteError        78  gradients that remain infinite or NaN
 
-Messages are one sentence: the value and where it stands, the rule, the way out.
+A message is one sentence: the value and its place, the rule, and what to do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _OBEYED_OR_COLOUR = re.compile(f"{_COLOUR}|{_CONTROL}")
 
 
 def plain(text: str, *, colours: bool = False) -> str:
-    """Return the text with every character that a terminal obeys instead of showing it written as an escape,
-    such as \\x1b: control characters but line breaks and tabs, and marks of the writing direction. Whatever
-    came from a file passes through here before it is printed. colours: leave sequences that set a colour."""
+    """Return the text with terminal control characters (all but line breaks and tabs) and marks of the
+    writing direction written as escapes, such as \\x1b. Text that comes from a file passes through here
+    before it is printed. colours: leave escape sequences that set a color."""
     if colours:
         return _OBEYED_OR_COLOUR.sub(
             lambda found: found[0] if len(found[0]) > 1 else _escaped(found[0]), text
@@ -44,19 +44,19 @@ def _escaped(character: str) -> str:
 
 
 class DsftError(Exception):
-    """The root: whoever catches it prints the message alone, without a traceback."""
+    """Base class of all errors of dsft. The message is printed without a traceback."""
 
     exit_code = 70
-    of_one_rank = False  # True: only the rank that raises it can tell it
+    of_one_rank = False  # True: raised on one rank only, which prints the message itself
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake, where it stands.
+    """One mistake and its place.
 
-    `where` is a dotted path of the spec (`train.micro_batch_size`) or `file:line` of a data file;
-    `line` the line in the spec's file, None where it comes from the command line or a default;
-    `message` says value, rule and way out in one sentence.
+    where    dotted path in the spec (`train.micro_batch_size`), or `file:line` of a data file
+    message  one sentence: the value, the rule, and what to do
+    line     line in the spec's file; None if the value comes from the command line or is a default
     """
 
     where: str
@@ -69,7 +69,7 @@ class Problem:
 
 
 class ProblemsError(DsftError):
-    """Several mistakes, told together."""
+    """Several mistakes, reported together."""
 
     def __init__(self, title: str, problems: Sequence[Problem]) -> None:
         self.title = title
@@ -77,7 +77,7 @@ class ProblemsError(DsftError):
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ProblemsError], tuple[str, tuple[Problem, ...]]]:
-        return type(self), (self.title, self.problems)  # rank 0 sends its errors to the others
+        return type(self), (self.title, self.problems)  # rank 0 sends its errors to the others, pickled
 
 
 class SpecError(ProblemsError):
@@ -97,7 +97,7 @@ class WorldError(DsftError):
 
 
 class OutOfMemoryError(DsftError):
-    """Raised by the rank whose memory is full, and told by it, since the others wait for it."""
+    """Raised and printed by the rank whose memory is full; the other ranks wait for it in a collective."""
 
     exit_code = 71
     of_one_rank = True
@@ -122,7 +122,8 @@ class DamagedDataError(StorageError):
 
 
 class StoppedError(DsftError):
-    """No fault: it was asked for by a signal, a time limit or the launcher's end. Raised on every rank."""
+    """A stop that was requested by a signal, a time limit or the end of the launcher; not a fault. Raised on
+    every rank."""
 
     exit_code = 75
 

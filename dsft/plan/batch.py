@@ -1,6 +1,6 @@
-"""The one place of the batch arithmetic: global = micro × accumulation × data-parallel ranks.
+"""Compute the batch sizes of a run: global = micro × accumulation × data-parallel ranks.
 
-Takes a spec's `train` and `data` sections and the number of data-parallel ranks, gives the sizes; pure.
+No other module does this arithmetic.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dsft.spec.task import TASKS
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes in examples (conversations, pairs, or rows in pretraining).
+    """Batch sizes in examples (conversations, pairs, or rows in pretraining).
 
     global_batch_size = micro_batch_size × accumulation_steps × data_parallel
 
-    Where tokens_per_micro_batch is given, the examples are packed into micro-batches of at most so many
-    tokens, and a step has as many micro-batches as that takes.
+    If tokens_per_micro_batch is set, the examples are packed into micro-batches of at most that number of
+    tokens, and the number of micro-batches per step follows from the packing.
     """
 
     global_batch_size: int
@@ -41,9 +41,8 @@ class BatchSizes:
 
 
 def batch_sizes(train: Train, data_parallel: int, data: Data | None = None, task: str = "sft") -> BatchSizes:
-    """The third of the three sizes from the other two; SpecError with the whole equation where none fits.
-
-    data and task: with the budget of packed micro-batches."""
+    """Compute the missing one of the three batch sizes from the other two. Raise SpecError, with the whole
+    equation, if no integer solves it. data, task: give the token budget of packed micro-batches, if any."""
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if total is None and micro is not None and steps is not None:
         total = micro * steps * data_parallel
@@ -89,7 +88,8 @@ def _ways_out(train: Train, total: int, unit: int, data_parallel: int) -> str:
 
 
 def nearest_divisors(whole: int, wanted: int) -> list[int]:
-    """The divisors of `whole` next to `wanted`, one below and one above where there are."""
+    """Return the divisors of `whole` closest to `wanted`: the largest one at or below it and the smallest one
+    at or above it, if they exist."""
     divisors = [n for n in range(1, whole + 1) if whole % n == 0]
     below = [n for n in divisors if n <= wanted]
     above = [n for n in divisors if n >= wanted]

@@ -1,4 +1,4 @@
-"""A spec's plan: what will run, as one value. Takes a spec, asks for its model's census; no printing here."""
+"""Build the plan of a spec: layout, batch sizes, memory and traffic of the run, in one value."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ THIS_HOST = "localhost"
 
 @dataclass(frozen=True)
 class Plan:
-    """hosts: host -> ranks in their order. assumed: the spec has no cluster and no size was asked for, so the
-    number of processes is the smallest that works. memory: with what the reference takes beside the policy;
-    reference: what it takes itself."""
+    """The plan of a run.
+
+    hosts      host -> number of ranks, in rank order
+    assumed    True if the spec has no cluster and no world size was given; the world size is then the
+               smallest that works
+    memory     memory of the policy, including a reference that runs beside it
+    reference  memory of the reference alone
+    """
 
     spec: Spec
     hosts: Mapping[str, int]
@@ -44,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive ranks on one host and one stage; all ranges are inclusive."""
+    """Consecutive ranks of one pipeline stage on one host. All ranges are inclusive."""
 
     host: str
     stage: int
@@ -54,7 +59,8 @@ class Block:
 
 
 def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = None) -> Plan:
-    """SpecError where sizes do not fit, or where `world_size` is not the cluster's."""
+    """Build the plan of a spec. Raise SpecError if the sizes do not fit together, or if `world_size` differs
+    from the cluster's number of processes. cache: folder of cached censuses."""
     hosts = _hosts(spec, world_size)
     places = layout(spec.parallel, sum(hosts.values()))
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
@@ -72,14 +78,14 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
 
 
 def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census:
-    """The policy's own, where the reference is its start."""
+    """Return the census of the reference: the policy's own if the reference is the policy's initial model."""
     if not has_engine(spec) or dpo_of(spec).reference_model is None:
         return counted
     return census(reference_model(spec), cache)
 
 
 def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:
-    """All ranks, as few blocks as the hosts and stages allow."""
+    """Divide all ranks into blocks, one for each stage on each host."""
     found = []
     first = 0
     for host, slots in hosts.items():

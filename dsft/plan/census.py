@@ -1,8 +1,7 @@
-"""What a model consists of: each parameter's name, shape and place, from the model's own class, never a
-formula.
+"""Take the census of a model: name, shape and layer of each parameter, read from the model's own class.
 
 A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported
-here. Answers are cached in a folder under a digest of the model section, the files it names, the versions of
+here. Censuses are cached under a digest of the model section, the config files it names, the versions of
 transformers and peft, and VERSION.
 """
 
@@ -28,14 +27,15 @@ if TYPE_CHECKING:  # it takes a census
     from dsft.plan.cut import Cut
 
 VERSION = 1
-"""Raise it when the same model section, files and library versions give another answer: other parameters,
-names, layers or reasons, or another form of the JSON. tests/unit/plan/test_census_version.py compares."""
+"""Version of cached censuses. Increase it when the same model section, files and library versions give
+another census (parameters, names, layers, reasons) or another JSON format. Checked by
+tests/unit/plan/test_census_version.py."""
 TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Elements(NamedTuple):
-    """Of a model: all, and those that are trained."""
+    """Number of elements of a model: all of them, and the trained ones."""
 
     whole: int
     trained: int
@@ -43,9 +43,14 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One distinct tensor. layer: its number, None outside the layers; embedding: of tokens, at the input;
-    aliases: further names of a tied one; trained: False where it is frozen; before: used before the layers,
-    as embeddings are, and learned positions."""
+    """One distinct parameter tensor.
+
+    layer      number of its layer, None outside the layers
+    embedding  whether it is the input embedding of tokens
+    aliases    further names of a tied tensor
+    trained    False if it is frozen
+    before     whether it is used before the layers, as embeddings and learned positions are
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +67,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Census:
-    """uncuttable: why its layers cannot be cut into pipeline stages, None where they can."""
+    """The parameters of a model. uncuttable: why its layers cannot be cut into pipeline stages, None if they
+    can; max_positions: longest sequence in tokens, None if the config sets no limit."""
 
     architecture: str
     num_layers: int
@@ -72,17 +78,17 @@ class Census:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
+        """Number of elements of all parameters; tied ones count once."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def trained(self) -> int:
-        """Elements of what is trained, adapters among them."""
+        """Number of trained elements, including adapters."""
         return sum(parameter.numel for parameter in self.parameters if parameter.trained)
 
     def stage(self, stage: int, cut: Cut) -> tuple[Parameter, ...]:
-        """The parameters of one pipeline stage: embeddings on the first, final norm and head on the last. An
-        embedding that is the head too is on both."""
+        """Return the parameters of one pipeline stage. Embeddings are on the first stage, final norm and head
+        on the last; an embedding that is tied to the head is on both."""
         layers, is_last = cut.layers(stage), stage == cut.stages - 1
 
         def is_on(parameter: Parameter) -> bool:
@@ -96,10 +102,10 @@ class Census:
 
 
 def census(model: Model, cache: Path | None = None) -> Census:
-    """The census of a spec's model.
+    """Return the census of a spec's model, from the cache if it is there.
 
-    SpecError for a config with unknown keys; MissingInputError where a config or tokenizer cannot be read.
-    `cache`: folder of earlier answers, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
+    Raise SpecError for a config with unknown keys, MissingInputError if a config or tokenizer cannot be read.
+    cache: folder of cached censuses, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
     """
     place = _place(model, cache)
     found = _kept(place)
@@ -107,13 +113,13 @@ def census(model: Model, cache: Path | None = None) -> Census:
         return found
     answer = _ask(model)
     result = census_from(answer)
-    if not _is_hub_id(model):  # what a hub id stands for may change
+    if not _is_hub_id(model):  # the model behind a hub id may change
         cache_json(place, answer)
     return result
 
 
 def known_census(model: Model, cache: Path | None = None) -> Census | None:
-    """An earlier answer; None where the model was not counted yet."""
+    """Return the cached census; None if there is none."""
     return _kept(_place(model, cache))
 
 
@@ -129,8 +135,8 @@ def _kept(place: Path) -> Census | None:
 
 
 def known_elements(model: Model) -> Elements | None:
-    """What the section and its files tell of the model's size; None for a hub id, whose files another machine
-    may not have, and for a folder that is not here."""
+    """Return the model's number of elements if the section and local files give it; None for a hub id, whose
+    files another machine may not have, and for a folder that does not exist here."""
     if _is_hub_id(model):
         return None
     counted = census(model)
@@ -161,7 +167,7 @@ def _ask(model: Model) -> dict[str, Any]:
 
 
 def census_from(answer: Mapping[str, Any]) -> Census:
-    """From what `dsft.model.census.take_census` gives."""
+    """Build a census from the JSON answer of `dsft.model.census.take_census`."""
     return Census(
         answer["architecture"],
         answer["num_layers"],
@@ -190,7 +196,8 @@ def _digest(model: Model) -> str:
 
 
 def _files(model: Model) -> list[Path]:
-    """The configs below the folders that the model section names, which the census depends on."""
+    """Return the config and tokenizer files in the folders of the model section that the census depends
+    on."""
     named = [Path(name) for name in (model.name_or_path, model.tokenizer) if name]
     folders = [path for path in named if path.is_dir()]
     names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json")

@@ -1,7 +1,7 @@
-"""All layouts of a run on its hosts: which fit, in which order to try them, and why the others do not. Takes
-a plan, gives its alternatives; pure.
+"""Compare all layouts of a run on its hosts: which fit, in which order to try them, and why the others do
+not.
 
-Each is held against the rules of `dsft validate`, so that none is offered that it refuses.
+Each layout is checked with the rules of `dsft validate`, so none is offered that validation would refuse.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dsft.spec.schema import Offload, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
-AS_FAST = 1.05  # times the fastest micro-batch's seconds; of those within it the one of least memory is taken
+AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest are equal; the least memory decides
 
-ROOMY = 0.95  # of a bound: what is left is a GPU's driver's, of fragments, and the plan's own error
+ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, fragmentation and the plan's error
 
 KEYS = (
     "parallel.zero_stage",
@@ -50,12 +50,13 @@ KEYS = (
     "train.micro_batch_size",
     "train.accumulation_steps",
 )
-"""What a layout may set other than the spec does."""
+"""Keys of the spec that a layout may override."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """reference: of preference pairs, None where the loss has none."""
+    """One combination of the keys that define a layout. reference: value of dpo.reference, None if the loss
+    has no reference."""
 
     zero_stage: int
     pipeline_stages: int
@@ -70,7 +71,8 @@ class Choice:
 
     @property
     def order(self) -> int:
-        """The field's: plain data parallelism, ZeRO 1, 2 and 3, then offload, then a pipeline."""
+        """Position in the usual order of trying layouts: plain data parallelism, ZeRO 1, 2 and 3, offload,
+        pipeline, pipeline with offload."""
         if self.pipeline_stages == 1:
             return 4 if self.offloads else self.zero_stage
         return 6 if self.offloads else 5
@@ -78,7 +80,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Need:
-    """What a layout needs somewhere, held against a bound. where: a GPU of a stage, or a host; in bytes."""
+    """Memory in bytes that a layout needs in one place, and the limit there. where: a GPU of a stage, or a
+    host."""
 
     where: str
     needs: int
@@ -87,8 +90,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Size:
-    """A layout at one micro-batch size; over: what does not fit, the worst first; full: of the bound that it
-    comes nearest to the share, 0 where none is known."""
+    """A layout at one micro-batch size. over: the needs that exceed their limit, the worst first; full: the
+    highest ratio of need to limit, 0 if no limit is known."""
 
     batch: BatchSizes
     memory: Memory
@@ -99,7 +102,7 @@ class Size:
 
     @property
     def is_tight(self) -> bool:
-        """Nearer to a bound than the plan's figures are sure."""
+        """Whether it is closer to a limit than the plan's figures are accurate."""
         return self.full > ROOMY
 
     @property
@@ -109,9 +112,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Candidate:
-    """refused: why it is none at all; else sizes has every micro-batch size that fits and the first that does
-    not, at ZeRO 3 also the one of a single micro-batch a step. overrides: what to type behind the spec, of
-    the best size; warnings: `dsft validate`'s."""
+    """A layout and its evaluation.
+
+    refused    reasons why the layout is invalid; if there are none, sizes is not empty
+    sizes      every micro-batch size that fits and the first that does not; at ZeRO 3 also the size with one
+               micro-batch per step
+    overrides  what to type behind the spec to get the layout with its best size
+    warnings   those of `dsft validate`
+    """
 
     choice: Choice
     refused: tuple[Finding, ...]
@@ -121,8 +129,8 @@ class Candidate:
 
     @property
     def best(self) -> Size | None:
-        """Of the micro-batch sizes that fit, with room where some do, the fastest; of those about as fast the
-        one of least memory."""
+        """The fastest micro-batch size that fits, preferably one that is not tight; among those about as fast
+        (AS_FAST) the one with the least memory."""
         within = [size for size in self.sizes if not size.over]
         fitting = [size for size in within if not size.is_tight] or within
         if not fitting:
@@ -132,7 +140,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, about; without end where nothing fits."""
+        """Estimated seconds per step; infinite if nothing fits."""
         return self.best.cost.seconds if self.best else math.inf
 
     @property
@@ -142,7 +150,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of a GPU and of a host; None: not known, and nothing is held against it."""
+    """Memory in bytes of a GPU and of a host; None if unknown, which skips the check."""
 
     device: int | None
     host: int | None
@@ -150,7 +158,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """fitting: the advice first; others: those too large, the least over first, then the refused."""
+    """All layouts by verdict. fitting: in the order to try them, the advice first; too_large: the one closest
+    to fitting first."""
 
     limits: Limits
     fitting: tuple[Candidate, ...]
@@ -159,10 +168,10 @@ class Comparison:
 
 
 def compare(plan: Plan) -> Comparison:
-    """Every layout that keeps the plan's global_batch_size on its hosts."""
+    """Evaluate every layout that keeps the plan's global_batch_size on its hosts."""
     limits = _limits(plan.spec)
 
-    @cache  # they depend on nothing else, and take long
+    @cache  # slow, and a cut depends on nothing but the number of stages
     def cut(stages: int) -> Cut:
         return cut_of(_parallel(plan.spec, {"pipeline_stages": stages}), plan.census)
 
@@ -188,7 +197,8 @@ def _bytes(gib: float | None) -> int | None:
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """All, without a thought of what goes together; of stages that do not divide the ranks one."""
+    """Yield all combinations, valid or not; for each number of stages that does not divide the ranks only
+    one."""
     spec, ranks = plan.spec, plan.layout.world_size
     references = _references(spec)
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
@@ -201,7 +211,7 @@ def _choices(plan: Plan) -> Iterator[Choice]:
 
 
 def _references(spec: Spec) -> tuple[str | None, ...]:
-    """The spec's own first."""
+    """Return the values of dpo.reference to try, the spec's own first."""
     if not needs_reference(spec):
         return (None,)
     ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
@@ -226,7 +236,7 @@ def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], 
     for micro in micros:
         sizes.append(_size(plan, _with_batch(_with_cut(spec, counts), whole, micro), places, limits))
         if sizes[-1].over:
-            if micro != micros[-1] and choice.zero_stage == 3:  # whose gradients may stay bf16 in the last
+            if micro != micros[-1] and choice.zero_stage == 3:  # one micro-batch: gradients may stay bf16
                 sizes.append(_size(plan, _with_batch(spec, whole, micros[-1]), places, limits))
             break
     found_one = Candidate(choice, (), tuple(sizes), (), warnings(spec))
@@ -257,14 +267,15 @@ def _with_choice(spec: Spec, choice: Choice) -> Spec:
 
 
 def _parallel(spec: Spec, changes: Mapping[str, Any]) -> Parallel:
-    """A cut that is listed is one of so many stages."""
+    """Return the spec's `parallel` section with these changes. A listed pipeline_cut is reset if the number
+    of stages changes, since the list fits one number of stages only."""
     if changes["pipeline_stages"] != spec.parallel.pipeline_stages:
         changes = {**changes, "pipeline_cut": Parallel.model_fields["pipeline_cut"].default}
     return spec.parallel.model_copy(update=changes)
 
 
 def _with_cut(spec: Spec, counts: tuple[int, ...]) -> Spec:
-    """A cut that need not be made anew for each size."""
+    """Fix the cut in the spec, so that it is not computed again for each micro-batch size."""
     if len(counts) == 1:
         return spec
     parallel = spec.parallel.model_copy(update={"pipeline_cut": counts})
@@ -277,8 +288,9 @@ def _with_batch(spec: Spec, whole: int, micro: int) -> Spec:
 
 
 def _micro_batches(plan: Plan, share: int) -> list[int]:
-    """Sizes that divide a rank's share of the global batch, the smallest first. Where packed micro-batches
-    have a budget of tokens their number of examples says nothing: then one that divides the spec's, too."""
+    """Return the micro-batch sizes that divide a rank's share of the global batch, the smallest first. If
+    packed micro-batches have a token budget, the number of examples has no influence: then only the greatest
+    common divisor of the share and the spec's own size."""
     if plan.spec.data.packing and plan.spec.data.max_tokens_per_micro_batch is not None:
         return [math.gcd(share, plan.batch.micro_batch_size)]
     return [n for n in range(1, share + 1) if share % n == 0]
@@ -296,8 +308,8 @@ def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
 
 
 def _needs(taken: Memory, reference: Reference | None, limits: Limits) -> list[Need]:
-    """Held against the bounds that are known: training, and a pass of the reference before it; the nearest to
-    its bound, or the worst, first."""
+    """Return the memory needs of training, and of a reference pass before it, for which a limit is known;
+    sorted by the ratio of need to limit, the highest first."""
     found = [Need(f"a GPU of stage {rank.stage}", rank.gpu, limits.device or 0) for rank in taken.stages]
     found += _hosts(taken.hosts, "", limits)
     if reference is not None and reference.hosts is not None:
@@ -314,7 +326,8 @@ def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Need]:
 
 
 def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:
-    """key=value of what differs from the plan's spec; of the batch only what must."""
+    """Return key=value for each key that differs from the plan's spec. The batch keys are included only if
+    the spec gives other batch sizes."""
     if _same_batch(plan.spec, batch):
         spec = spec.model_copy(update={"train": plan.spec.train})
     else:
@@ -322,7 +335,7 @@ def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:
     pairs = [(key, value_at(plan.spec, key), value_at(spec, key)) for key in KEYS]
     changed = {key for key, own, value in pairs if value != own}
     if "parallel.pipeline_stages" in changed and "zero_stage" not in plan.spec.parallel.model_fields_set:
-        changed.add("parallel.zero_stage")  # whose default depends on it
+        changed.add("parallel.zero_stage")  # its default depends on pipeline_stages
     return tuple(f"{key}={_written(value)}" for key, _, value in pairs if key in changed)
 
 
