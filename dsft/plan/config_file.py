@@ -1,8 +1,8 @@
-"""A DeepSpeed JSON of the user's own (`--deepspeed_config FILE`) laid over a spec. Reads that one file.
+"""Merge the user's own DeepSpeed JSON (`--deepspeed_config FILE`) with a spec.
 
-The file decides how (ZeRO, offload, aio, precision, communication, profiling), the spec what (batch sizes,
-accumulation, clipping, optimizer, schedule). What the file says of the latter is compared and told, never
-used.
+The file decides how to train (ZeRO, offload, aio, precision, communication, profiling), the spec what to
+train (batch sizes, accumulation, clipping, optimizer, schedule). Values in the file for the latter are not
+used; each that differs from the spec is reported.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dsft.spec.wording import worded
 from dsft.system.json_file import read_json
 
 LARGEST = 2**20
-"""Bytes of a file; those in use have a few thousand."""
+"""Maximum size of a file in bytes; usual files have a few thousand."""
 
 SPEC_DECIDES = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline "
     "checkpoint zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
-"""Keys whose value in the file is compared with the spec's and not used."""
+"""Keys whose value in the file is only compared with the spec's, not used."""
 
 WITHOUT_EFFECT = {
     "tensorboard": "dsft writes metrics.jsonl and W&B",
@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     "vocabulary_size": "the tokenizer has it",
     "use_data_before_expert_parallelism": "there are no experts to place",
 }
-"""Keys that DeepSpeed reads and dsft leaves out, with what counts instead."""
+"""Keys that DeepSpeed reads and dsft leaves out -> what decides instead."""
 
 FIXED: Mapping[str, Any] = {
     "fp16.enabled": False,
@@ -62,14 +62,19 @@ FIXED: Mapping[str, Any] = {
     "zero_optimization.legacy_stage1": False,
     "zero_optimization.elastic_checkpoint": False,
 }
-"""Keys on whose value the loss or the gradient norm depends, with the only one that dsft computes rightly
-with."""
+"""Keys that change the loss or the gradient norm -> the only value with which dsft computes them
+correctly."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The spec with the file's stage, offload and precision; the configuration for DeepSpeed; lines to
-    print; the keys of zero_optimization that the file decides."""
+    """A spec merged with a DeepSpeed JSON.
+
+    spec     the spec with the file's ZeRO stage, offload and precision
+    config   the configuration for DeepSpeed
+    notes    lines to print
+    decided  keys of zero_optimization that the file sets
+    """
 
     spec: Spec
     config: dict[str, Any]
@@ -78,8 +83,9 @@ class Merged:
 
 
 def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
-    """Lay the file over the spec. MissingInputError where there is no file; SpecError for keys and values
-    that cannot be used and, with `strict`, for each that the spec overrules."""
+    """Merge the file with the spec. Raise MissingInputError if there is no file, SpecError for keys and
+    values that cannot be used and, with `strict`, for each that the spec overrules. batch: None if the spec
+    has no cluster."""
     file = read_config_file(path)
     name = path.name
     if "bfloat16" in file:  # DeepSpeed's other name for it
@@ -101,7 +107,7 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The JSON object in the file, without keys that stand twice."""
+    """Read the JSON object in the file. Raise SpecError for duplicate keys."""
     try:
         values = read_json(path, LARGEST, object_pairs_hook=_no_duplicates)
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -149,7 +155,7 @@ def _unknown(sentence: str) -> Problem:
 
 
 def _lookup(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted key; None where it or a section above it is absent or null."""
+    """Return the value at a dotted key; None if it or a section above it is absent or null."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -174,7 +180,8 @@ def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
 
 
 def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
-    """The spec with what the file decides, and a line for each value that it changes."""
+    """Return the spec with the values that the file decides, and a line to print for each value that this
+    changes."""
     found: dict[str, Any] = {}
     if "zero_optimization" in file:
         found["parallel.zero_stage"] = _lookup(file, "zero_optimization.stage")
@@ -196,7 +203,7 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         place = values
         for section in sections:
             place = place[section]
-        silent = value is None and key != "nvme_path"  # the file says nothing; a path goes with its device
+        silent = value is None and key != "nvme_path"  # absent in the file; a path belongs to its device
         silent = silent or (
             where == "train.reduce_dtype" and (value, place[key]) == ("fp32", None)
         )  # the default
@@ -208,8 +215,8 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
 
 
 def validated(values: Mapping[str, Any]) -> Spec:
-    """A spec from changed values, held against the schema and every rule again; SpecError with all
-    problems."""
+    """Build a spec from changed values. Check it against the schema and all rules again; raise SpecError with
+    all problems."""
     try:
         spec = Spec.model_validate(values)
         findings = [(f.path, f.message) for f in (*combinations(spec), *refused(spec))]
@@ -222,7 +229,7 @@ def validated(values: Mapping[str, Any]) -> Spec:
 
 
 def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key, and the rest of the sentence, for each value of the file that is not used."""
+    """Yield (key, rest of the sentence) for each value of the file that is not used."""
     for key in SPEC_DECIDES:
         yield from _differing(key, file.get(key), base.get(key), spec)
     if spec.train.precision == "fp16":  # the loss scale is dsft's own (engine/gradients.py)
@@ -239,7 +246,7 @@ def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> 
 
 def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[str, str]]:
     if key == "gradient_clipping":
-        ours = spec.train.max_grad_norm  # what happens, also where dsft clips instead of DeepSpeed
+        ours = spec.train.max_grad_norm  # the effective value, even if dsft clips instead of DeepSpeed
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from _differing(f"{key}.{name}", below, _lookup(ours or {}, name), spec)
@@ -275,8 +282,8 @@ def _laid_over(
     left_out: Collection[str],
     problems: list[Problem],
 ) -> dict[str, Any]:
-    """`base` with the file's values but for the dotted keys in `left_out`; an "auto" takes the value of
-    `base`, or is a problem where that has none."""
+    """Return `base` updated with the file's values, except for the dotted keys in `left_out`. "auto" takes
+    the value of `base`; if `base` has none, a problem is appended to `problems`."""
     result = dict(base)
     for key, value in file.items():
         name = f"{prefix}{key}"

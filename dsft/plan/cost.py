@@ -1,8 +1,10 @@
-"""About how long an optimizer step takes, by which layouts of one run are ranked against each other. Takes a
-census, a spec and what travels; pure arithmetic on assumed speeds, no forecast.
+"""Estimate the seconds of an optimizer step, to rank the layouts of a run. The speeds are assumptions, so
+this is not a forecast.
 
-seconds = computing × imbalance ÷ (1 - bubble) + Σ traffic ÷ link + the optimizer's pass over the host's
-memory, as if nothing ran beside anything else. Imbalance: of the largest stage's work to the mean.
+seconds = computing × imbalance ÷ (1 - bubble) + Σ traffic ÷ link speed + the optimizer's pass over host
+memory
+
+No overlap is assumed. Imbalance: ratio of the largest stage's work to the mean.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.schema import Spec
 
 REACHED = 0.4
-"""Of a device's peak, in matrix products: what well-tuned training reaches on GPUs."""
+"""Share of a device's peak that matrix products reach in well-tuned training on GPUs."""
 
 HALF_TOKENS = 512
-"""Of a micro-batch that computes at half of what is reached: products of so few rows wait for the weights."""
+"""Tokens of a micro-batch that computes at half of that speed: with so few rows, matrix products are limited
+by reading the weights."""
 
 GPU_TFLOPS, CPU_TFLOPS = 312.0, 0.1
-"""Peak of a device of which neither name nor spec tell it: an A100's in bf16, a few cores'."""
+"""Peak of a device if neither its name nor the spec gives it: that of an A100 in bf16, and of a few cores."""
 
 GPU_LINKS: Mapping[Link, float] = {
     "within a host": 300e9,
@@ -35,7 +38,8 @@ GPU_LINKS: Mapping[Link, float] = {
     "host memory": 40e9,
     "disk": 5e9,
 }
-"""Bytes a second of a rank: NVLink, a network card of 400 Gb/s for each GPU, PCIe 5; a disk is all ranks'."""
+"""Bytes per second of a rank: NVLink, one network card of 400 Gb/s per GPU, PCIe 5; the disk is shared by all
+ranks of a host."""
 
 CPU_LINKS: Mapping[Link, float] = {
     "within a host": 5e9,
@@ -43,26 +47,26 @@ CPU_LINKS: Mapping[Link, float] = {
     "host memory": 10e9,
     "disk": 2e9,
 }
-"""Shared memory, 10 Gb/s Ethernet, a disk; the last two are all ranks'. Nothing travels to the host's memory,
-which is the device's."""
+"""Bytes per second of a rank: shared memory, 10 Gb/s Ethernet, a disk; Ethernet and disk are shared by all
+ranks of a host. Nothing is copied to host memory, since that is the device's own memory."""
 
 ADAM_BYTES = 28
-"""Read and written per element by an AdamW update: weight, gradient and moments read, all but the gradient
-written, 4 bytes each."""
+"""Bytes per element that an AdamW update reads and writes: it reads weight, gradient and two moments and
+writes all but the gradient, 4 bytes each."""
 
 HOST_MEMORY = 200e9
-"""Bytes a second of a host's memory, which all its ranks share."""
+"""Bytes per second of a host's memory, shared by all its ranks."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step.
+    """Seconds of a step, by cause.
 
-    computing  forward and backward of the policy, the forward of a reference; recomputed: of it, what
-               gradient checkpointing computes again
-    idle       of a pipeline: its bubble, and waiting for its largest stage
-    travelling over all links
-    updating   of an optimizer on the host
+    computing   forward and backward of the policy, and forward of a reference
+    recomputed  the part of computing that gradient checkpointing computes again
+    idle        pipeline bubble, and waiting for the largest stage
+    travelling  traffic over all links
+    updating    update by an optimizer on the host
     """
 
     computing: float
@@ -79,7 +83,7 @@ class Cost:
 def cost(
     census: Census, spec: Spec, batch: BatchSizes, flows: Sequence[Flow], hosts: Mapping[str, int]
 ) -> Cost:
-    """hosts: host -> ranks."""
+    """Estimate the cost of a step. hosts: host -> number of ranks."""
     model, recomputed = _flops(census, spec)
     speed = _speed(spec, batch) * sum(hosts.values())
     tokens = batch.global_batch_size * spec.longest_example
@@ -96,12 +100,12 @@ def cost(
 
 
 def _flops(census: Census, spec: Spec) -> tuple[float, float]:
-    """Of a token: what the model and its reference need, and what is computed again."""
+    """Return FLOPs per token: of the model and its reference, and of recomputation."""
     length, width = spec.data.max_length, hidden_size(census)
     needed = work(census, width)
     whole = sum(p.numel for p in census.parameters if not p.embedding or p.aliases)
     layers = sum(p.numel for p in census.parameters if p.layer is not None)
-    attention = needed.per_square * length / 3  # the forward's
+    attention = needed.per_square * length / 3  # of the forward pass
     again = 2 * layers + attention if spec.model.gradient_checkpointing else 0
     return (
         needed.per_token + needed.per_square * length + _passes(spec) * (2 * whole + attention),
@@ -110,7 +114,8 @@ def _flops(census: Census, spec: Spec) -> tuple[float, float]:
 
 
 def _imbalance(census: Census, spec: Spec) -> float:
-    """By the elements that multiply a token: those of layers, and the head."""
+    """Return the ratio of the largest stage's work to the mean; work is counted as the elements that multiply
+    a token, those of the layers and the head."""
     cut = cut_of(spec.parallel, census)
     work = [0] * cut.stages
     for stage in range(cut.stages):
@@ -124,7 +129,8 @@ def _imbalance(census: Census, spec: Spec) -> float:
 
 
 def _passes(spec: Spec) -> float:
-    """Forward passes of a reference for each of the policy: a precomputed one sees each pair once a run."""
+    """Return the reference's forward passes per forward pass of the policy. A precomputed reference scores
+    each pair once per run."""
     if not needs_reference(spec):
         return 0
     if dpo_of(spec).reference == "precomputed":
@@ -133,8 +139,8 @@ def _passes(spec: Spec) -> float:
 
 
 def assumed(spec: Spec) -> dict[str, Any]:
-    """What the seconds rest on: a rank's peak in 10^12 operations a second, the share of it that is reached,
-    each link's bytes a second."""
+    """Return the assumptions of the estimate: a rank's peak in 10^12 FLOP/s, the share of it that is reached,
+    and bytes per second of each link."""
     return {
         "tflops": _tflops(spec),
         "reached": REACHED,
@@ -149,13 +155,13 @@ def _tflops(spec: Spec) -> float:
 
 
 def _speed(spec: Spec, batch: BatchSizes) -> float:
-    """FLOPs a second of one rank, by the tokens of a micro-batch."""
+    """Return FLOPs per second of one rank, which depend on the tokens of a micro-batch."""
     tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
     return _tflops(spec) * 1e12 * REACHED * tokens / (tokens + HALF_TOKENS)
 
 
 def _link_speed(link: Link, spec: Spec, hosts: Mapping[str, int]) -> float:
-    """Bytes a second of one rank."""
+    """Return bytes per second of one rank."""
     on_cpu = runs_on_cpu(spec)
     speed = (CPU_LINKS if on_cpu else GPU_LINKS)[link]
     shared = link == "disk" or (on_cpu and link == "between hosts")

@@ -1,5 +1,4 @@
-"""Which layers each pipeline stage owns. Takes a spec's `parallel` section and a model's census, gives a
-frozen cut; pure."""
+"""Cut a model's layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from dsft.spec.schema import Parallel
 
 @dataclass(frozen=True)
 class Cut:
-    """counts: the number of layers of each stage, one after the other, none of them 0."""
+    """The layers of each pipeline stage. counts: number of layers per stage, in order, each at least 1."""
 
     counts: tuple[int, ...]
 
@@ -28,14 +27,14 @@ class Cut:
         return sum(self.counts)
 
     def layers(self, stage: int) -> range:
-        """The layers that one stage owns, counted from 0."""
+        """Return the numbers of the layers of one stage, counted from 0."""
         start = sum(self.counts[:stage])
         return range(start, start + self.counts[stage])
 
 
 def cut_of(parallel: Parallel, census: Census) -> Cut:
-    """The layers of each stage, as `parallel.pipeline_cut` says: a list as it stands, else balanced by the
-    number of parameters. SpecError where the model cannot be cut so."""
+    """Return the cut that `parallel.pipeline_cut` asks for: the list in the spec, or stages balanced by
+    number of parameters. Raise SpecError if the model cannot be cut like that."""
     if parallel.pipeline_stages == 1:
         return Cut((census.num_layers,))
     problem = _problem(parallel, census)
@@ -53,8 +52,9 @@ def cut_of(parallel: Parallel, census: Census) -> Cut:
 
 
 def balanced(layers: Sequence[float], stages: int, before: float = 0.0, after: float = 0.0) -> Cut:
-    """Consecutive layers of the given costs into stages, so that the largest stage is least, and of such cuts
-    the one of the least sum of squares. before, after: what the first and the last stage have besides.
+    """Divide consecutive layers of the given costs into stages such that the largest stage is as small as
+    possible; among such cuts, take the one with the least sum of squares. before, after: extra cost of the
+    first and of the last stage.
 
     The linear partition problem (Skiena, The Algorithm Design Manual, section 10.7), O(layers² × stages).
     """
@@ -77,8 +77,8 @@ Join = Callable[[float, int, int], float]
 
 
 def _least(num_layers: int, stages: int, join: Join) -> tuple[float, Cut]:
-    """Of all cuts the first of least value; join: (value of the stages before, start, stop) -> with this
-    one."""
+    """Return the first cut of least value, and the value. join: (value of the earlier stages, start, stop of
+    this stage) -> value including this stage."""
     impossible: tuple[float, tuple[int, ...]] = (math.inf, ())
     best = [(0.0, ()), *[impossible] * num_layers]
     for stage in range(stages):

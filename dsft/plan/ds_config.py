@@ -1,9 +1,8 @@
-"""Every key of the DeepSpeed JSON, with its value and the reason for it. Takes a spec and its batch sizes;
-pure.
+"""Derive the DeepSpeed JSON from a spec: every key, its value and the reason for the value.
 
 No value is "auto", none depends on the machine, and none that matters is left to DeepSpeed's default. There
-is no optimizer and no scheduler section: the engine builds the one, and the learning rate is a function of
-the step. File and line of what DeepSpeed does are those of version 0.19.8.
+is no optimizer and no scheduler section: the engine builds the optimizer, and the learning rate is a function
+of the step. Citations of DeepSpeed give file and line of version 0.19.8.
 """
 
 from __future__ import annotations
@@ -18,27 +17,29 @@ from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parame
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
-"""Steps between DeepSpeed's own progress lines: more than any run has. An integer, since `null` is divided
-by."""
+"""Steps between DeepSpeed's own progress lines: more than any run has. Not `null`, since DeepSpeed divides by
+it."""
 
 LARGEST_BUCKET = 50_000_000
-"""Elements per reduction, gather and prefetch: 200 MB in fp32, large enough that latency does not count."""
+"""Maximum elements per reduction, gather and prefetch: 200 MB in fp32, large enough that latency is
+negligible."""
 
 SMALLEST_BUCKET = 1_000_000
-"""4 MB in fp32; of a model that has fewer elements, all."""
+"""Minimum elements per bucket, 4 MB in fp32; a model with fewer elements fits into one bucket."""
 
 PERSIST_BELOW = 10_000
-"""Elements under which ZeRO 3 keeps a parameter whole on each rank: norms and biases, no matrix worth
+"""ZeRO 3 keeps parameters with fewer elements whole on each rank: norms and biases, no matrix worth
 sharding."""
 
 LIVE = 1_000_000_000
-"""Elements gathered at once, and the distance within which a gathered one is kept for its next use."""
+"""Maximum elements gathered at once (`stage3_max_live_parameters`), and the distance in elements within which
+a gathered parameter is kept for its next use (`stage3_max_reuse_distance`)."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of the JSON by its dotted name, its value, and why it has this value; `value` ABSENT: not
-    written."""
+    """One key of the JSON: dotted name, value, and the reason for the value. value is ABSENT if the key is
+    not written."""
 
     key: str
     value: Any
@@ -49,15 +50,15 @@ Row = tuple[str, Any, str]
 """An entry's key, value and reason."""
 
 ABSENT = object()
-"""The value of an entry that says why a key is not written."""
+"""Value of an entry whose key is not written; its reason says why."""
 
 
 def bucket_size(elements: int | None) -> int:
-    """Elements of a bucket, where a model has so many that travel; None: not known.
+    """Return the bucket size for a model with this number of communicated elements; None: not known.
 
-    A quarter of the model, so that most of the communication runs beside the backward, within bounds. Even,
-    since DeepSpeed wants that. Small buckets for small models took back 40 % of what ZeRO 2 costs there
-    (8 million parameters, 2e6 against DeepSpeed's 5e8 elements).
+    A quarter of the model, within bounds, so that most of the communication overlaps the backward. Even,
+    since DeepSpeed requires that. Small buckets for a small model saved 40 % of ZeRO 2's overhead (8 million
+    parameters, 2e6 elements against DeepSpeed's 5e8).
     """
     if elements is None:
         return LARGEST_BUCKET
@@ -66,7 +67,7 @@ def bucket_size(elements: int | None) -> int:
 
 
 def sized(config: Mapping[str, Any], elements: Elements, kept: Collection[str] = ()) -> dict[str, Any]:
-    """`config` with the bucket sizes of such a model, but for the keys in `kept`."""
+    """Return `config` with the bucket sizes for a model of this size, except for the keys in `kept`."""
     sizes = dict(bucket_sizes(elements))
     if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
         del sizes["stage3_prefetch_bucket_size"]
@@ -78,15 +79,19 @@ def sized(config: Mapping[str, Any], elements: Elements, kept: Collection[str] =
 
 
 def bucket_sizes(elements: Elements | None) -> Iterator[tuple[str, int]]:
-    """Gradients and their updates travel for what is trained, gathered parameters for all."""
+    """Yield each bucket's key and size. Gradients and updated parameters are communicated for trained
+    parameters only, gathered parameters for all."""
     yield "reduce_bucket_size", bucket_size(elements and elements.trained)
     yield "allgather_bucket_size", bucket_size(elements and elements.trained)
     yield "stage3_prefetch_bucket_size", bucket_size(elements and elements.whole)
 
 
 def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = None) -> tuple[Entry, ...]:
-    """All keys in the order of the file. `batch` None: a spec without a cluster, whose world is found at
-    start; `elements`: of the model, None where they are not known before it is built."""
+    """Return all keys in the order of the file.
+
+    batch     None for a spec without a cluster, whose world size is known only at the start
+    elements  size of the model, None if it is unknown until the model is built
+    """
     rows = (
         *_batch(spec, batch),
         *_clipping(spec),
@@ -104,12 +109,12 @@ def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = No
 def deepspeed_config(
     spec: Spec, batch: BatchSizes | None, elements: Elements | None = None
 ) -> dict[str, Any]:
-    """The nested mapping that `deepspeed.initialize` takes."""
+    """Return the nested mapping for `deepspeed.initialize`; arguments as in `entries`."""
     return nested(entries(spec, batch, elements))
 
 
 def nested(found: Iterable[Entry]) -> dict[str, Any]:
-    """Entries by their sections, without those that are not written."""
+    """Nest the entries by their sections, without those that are not written."""
     config: dict[str, Any] = {}
     for entry in found:
         if entry.value is not ABSENT:
@@ -160,7 +165,8 @@ def _clipping(spec: Spec) -> Iterator[Row]:
 
 
 def accumulates(spec: Spec, batch: BatchSizes) -> bool:
-    """Whether a rank's step may have several micro-batches, by accumulation_steps or a packed budget."""
+    """Return whether a rank's step may have several micro-batches, due to accumulation_steps or the token
+    budget of packed micro-batches."""
     budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
     return batch.accumulation_steps > 1 or (
         budget is not None and budget < batch.micro_batch_size * spec.longest_example
@@ -168,9 +174,12 @@ def accumulates(spec: Spec, batch: BatchSizes) -> bool:
 
 
 def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
-    """Whether ZeRO 3 keeps bf16 gradients as they are, in place of an fp32 copy. That is so where the copy
-    would hold the same values: a step has one micro-batch, and ranks are one or add up in bf16. Not at ZeRO
-    2, whose update widens all gradients at once, nor where the optimizer is offloaded."""
+    """Return whether ZeRO 3 keeps gradients in bf16 instead of an fp32 copy.
+
+    It does if the copy would have the same values: one micro-batch per step, and either one rank or a
+    reduction in bf16. It does not at ZeRO 2, whose update converts all gradients to fp32 at once, or if the
+    optimizer is offloaded.
+    """
     return (
         not accumulates(spec, batch)
         and spec.train.precision == "bf16"
@@ -340,11 +349,11 @@ AT_THEIR_USE = {
     ),
     "stage3_max_reuse_distance": (0, "a buffer is given back after each use"),
 }
-"""Of parameters on a disk: how they are gathered."""
+"""Values and reasons of the gathering keys for parameters on a disk: key -> (value, reason)."""
 
 
 def gathering(elements: Elements | None) -> Iterator[Row]:
-    """How ZeRO 3 brings parameters together for their use; without the section's name."""
+    """Yield the keys that control how ZeRO 3 gathers parameters, without the section's name."""
     size = dict(bucket_sizes(elements))["stage3_prefetch_bucket_size"]
     yield "stage3_prefetch_bucket_size", size, "elements gathered ahead of their use"
     yield (
@@ -386,8 +395,8 @@ def _offload_parameters(spec: Spec) -> Iterator[Row]:
 
 
 def _offloaded(key: str, offload: Offload, held: str) -> Iterator[Row]:
-    """pin_memory: a run leaves it out where the hosts have no room for it (job/resolve.py), in its own file
-    alone."""
+    """Yield the keys of one offload section. A run omits pin_memory from its own deepspeed.json if the hosts
+    lack the memory for it (job/resolve.py); generated files always have it."""
     yield "device", offload.device, held
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"
@@ -425,7 +434,7 @@ def _pipeline(spec: Spec) -> Iterator[Row]:
 
 
 def silence() -> Iterator[Row]:
-    """DeepSpeed reports nothing by itself."""
+    """Yield the keys that switch off DeepSpeed's own reports."""
     yield (
         "steps_per_print",
         NEVER,

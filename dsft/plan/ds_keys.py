@@ -1,9 +1,8 @@
-"""Every key that DeepSpeed reads from its JSON, as a closed list. Takes a configuration, gives what is wrong;
-pure.
+"""Find unknown keys in a DeepSpeed JSON, by a closed list of all keys that DeepSpeed reads.
 
-DeepSpeed 0.19.8 accepts unknown keys without a word at the top level and in the sections that it reads with
-`.get()`, so a typo trains something else. The list is compared with the installed DeepSpeed in
-tests/unit/plan/test_ds_keys.py.
+DeepSpeed 0.19.8 silently accepts unknown keys at the top level and in the sections that it reads with
+`.get()`, so a typo changes what is trained. tests/unit/plan/test_ds_keys.py compares the list with the
+installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Section = Mapping[str, "Section | None"]
-"""Key -> the keys below it, or None where the value is not looked into."""
+"""Key -> the keys below it, or None if the value is not checked."""
 
 
 def _leaves(names: str) -> dict[str, None]:
@@ -118,11 +117,13 @@ REMOVED: Mapping[str, str] = {
         "deprecated; use stage3_gather_16bit_weights_on_model_save"
     ),
 }
-"""Dotted key -> what became of it. DeepSpeed stops on most of them, late; here they are refused by name."""
+"""Dotted key that DeepSpeed removed or renamed -> what to write instead. DeepSpeed itself fails on most of
+them, but late."""
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """One sentence for each key that DeepSpeed does not read, no longer has, or wants as a section."""
+    """Return one sentence for each key that DeepSpeed does not read, has removed, or expects to be a
+    section."""
     return list(_unknown(config, KEYS, ""))
 
 

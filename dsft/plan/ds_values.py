@@ -1,9 +1,9 @@
-"""Which values the keys of a DeepSpeed JSON may have. Takes a configuration, gives what is wrong; pure.
+"""Find invalid values in a DeepSpeed JSON.
 
-DeepSpeed 0.19.8 checks some values with a pydantic model, whose traceback every rank prints after it has
-started, and others not at all. The table has every key that `--deepspeed_config` passes on; the bounds are
-those of DeepSpeed's models, and of its code where a model has none. Compared with the installed DeepSpeed in
-tests/unit/plan/test_ds_values.py.
+DeepSpeed 0.19.8 checks some values with a pydantic model, which prints a traceback on every rank after the
+start, and others not at all. The table has every key that `--deepspeed_config` passes on; its bounds are
+those of DeepSpeed's models, or of its code if a model has none. tests/unit/plan/test_ds_values.py compares it
+with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """words: what a value must be, after "must be"."""
+    """A condition on a value. words: the condition, to follow "must be"; holds: the check."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
-    """Also within a float's range: integers may have thousands of digits."""
+    """Return whether the value is a number in the range of a float; integers may have thousands of digits."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 
 
 def _whole(least: int) -> Rule:
-    """Also written as a float: JSON files in use have 5e8."""
+    """Return a rule for whole numbers from `least` on. Floats such as 5e8 pass, since JSON files use them."""
 
     def holds(value: Any) -> bool:
         return _is_number(value) and value == int(value) and least <= value <= sys.maxsize
@@ -37,7 +37,7 @@ def _whole(least: int) -> Rule:
 
 
 def _one_of(*values: Any) -> Rule:
-    """Of the same type too: 1.0 and true are not 1."""
+    """Return a rule for these values, compared with their type: 1.0 and true are not 1."""
     words = f"{', '.join(map(json.dumps, values[:-1]))} or {json.dumps(values[-1])}"
     return Rule(words, lambda value: any(type(value) is type(one) and value == one for one in values))
 
@@ -122,11 +122,12 @@ RULES: Mapping[str, Rule] = {
     for names, rule in rules.items()
     for name in names.split()
 }
-"""By dotted key. communication_data_type becomes train.reduce_dtype, and is checked as that."""
+"""Dotted key -> rule. communication_data_type is missing: it becomes train.reduce_dtype and is checked
+there."""
 
 
 def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key and clause for each value that DeepSpeed cannot use. null and "auto" are not looked at."""
+    """Yield (key, clause) for each value that DeepSpeed cannot use. null and "auto" are not checked."""
     for key, rule in RULES.items():
         value: Any = config
         for part in key.split("."):
