@@ -395,8 +395,8 @@ def _offload_parameters(spec: Spec) -> Iterator[Row]:
 
 
 def _offloaded(key: str, offload: Offload, held: str) -> Iterator[Row]:
-    """Yield the keys of one offload section. A run omits pin_memory from its own deepspeed.json if the hosts
-    lack the memory for it (job/resolve.py); generated files always have it."""
+    """Yield the keys of one offload section. If the hosts lack the memory for it, a run sets pin_memory to
+    false in its own deepspeed.json (job/resolve.py); generated files have true."""
     yield "device", offload.device, held
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"

@@ -1,7 +1,7 @@
-"""The files that follow from a spec: DeepSpeed JSON, hostfile, launch scripts: the command `dsft generate`.
+"""Write the files that follow from a spec (DeepSpeed JSON, hostfile, launch scripts): `dsft generate`.
 
-The texts depend on the spec, on the model's config in a folder that it names, and on its path from the output
-folder only, so they are the same on every machine.
+The texts depend only on the spec, on the model's config if the spec names a local folder, and on the spec's
+path relative to the output folder, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, check: bool) -> bool:
-    """Write the files below `out` and name them, or with `check` print what differs. False where something
-    does."""
+    """Write the files below `out` and print their names; with `check`, print the differences instead. Return
+    False if there are any."""
     spec = load(spec_path, overrides, check_files=False)
     texts = files(spec, spec_path, out, overrides)
     if check:
@@ -52,9 +52,10 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
 
 
 def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Path below `out` -> text. Launch scripts have the overrides too: they train what the others say.
+    """Return the texts: path below `out` -> text. Launch scripts include the overrides, so they train what
+    the other files describe.
 
-    SpecError where the cluster's size does not fit the batch or the pipeline.
+    Raise SpecError if the cluster's size does not fit the batch or the pipeline.
     """
     train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
     config = deepspeed_config(spec, promised_batch(spec), _known(spec))
@@ -87,12 +88,12 @@ def json_text(config: Mapping[str, Any]) -> str:
 
 
 def write(texts: Mapping[str, str], out: Path) -> None:
-    """Write each text below `out`; scripts become executable. StorageError where that fails."""
+    """Write each text below `out`; make scripts executable. Raise StorageError if that fails."""
     for name, text in texts.items():
         path = out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", "surrogateescape"))  # an argument may be any bytes
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))  # arguments may have any bytes
             if path.suffix == ".sh":
                 path.chmod(0o755)
         except OSError as error:
@@ -102,7 +103,7 @@ def write(texts: Mapping[str, str], out: Path) -> None:
 
 
 def drift(texts: Mapping[str, str], out: Path) -> str:
-    """A unified diff from what stands below `out` to the texts; empty where nothing differs."""
+    """Return a unified diff from the files below `out` to the texts; empty if nothing differs."""
     parts: list[str] = []
     for name, text in texts.items():
         path = out / name

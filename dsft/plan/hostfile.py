@@ -1,7 +1,6 @@
-"""The hostfile that `deepspeed --hostfile` reads: `host slots=n`, one per line. Text in, hosts out, and back;
-pure. `of_words` makes one of `node[01-16]:8`.
+"""Parse and render the hostfile that `deepspeed --hostfile` reads: `host slots=n`, one per line.
 
-Stricter than DeepSpeed, which ignores what follows `slots=n` and takes any word for a host.
+Stricter than DeepSpeed, which ignores the rest of a line after `slots=n` and accepts any word as a host.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def parse(text: str, where: str) -> dict[str, int]:
-    """Host -> slots (processes), in the order of the ranks. `where` names the file in messages.
+    """Parse a hostfile: host -> slots (processes), in rank order. `where` names the file in messages.
 
-    SpecError with every line that is not `host slots=n`, names no host, repeats one, or gives no slots.
+    Raise SpecError for all lines that are not `host slots=n`, have no valid host, repeat a host, or give 0
+    slots.
     """
     hosts: dict[str, int] = {}
     problems = []
@@ -44,14 +44,16 @@ def parse(text: str, where: str) -> dict[str, int]:
 
 
 def render(hosts: Mapping[str, int]) -> str:
-    """The file's text; ranks follow its order."""
+    """Return the hostfile's text; its order is the order of the ranks."""
     return "".join(f"{host} slots={slots}\n" for host, slots in hosts.items())
 
 
 def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
-    """Host -> slots of `node[01-16]:8` and the like; with slots, of names alone, which get so many each.
+    """Expand words such as `node[01-16]:8` to host -> slots. If `slots` is given, the words are names without
+    a number, and each host gets `slots`.
 
-    SpecError with every word that is not of that form, names no host or a host again, or gives no slots.
+    Raise SpecError for all words that are not of that form, have an invalid or repeated host, or give 0
+    slots.
     """
     hosts: dict[str, int] = {}
     problems = []
@@ -71,7 +73,7 @@ def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
 
 
 def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
-    """ValueError with the reason."""
+    """Expand one word to (hosts, slots per host). Raise ValueError with the reason if it is invalid."""
     names, colon, number = word.rpartition(":")
     if slots is not None:
         if colon and ":" not in names and number.isdecimal():

@@ -1,7 +1,6 @@
-"""The command that starts a run under the `deepspeed` launcher, and the script that holds it. Text only;
-pure.
+"""Write the command and the script that start a run with the `deepspeed` launcher.
 
-What the launcher does with hosts, ssh and variables: deepspeed/launcher/runner.py and multinode_runner.py,
+How the launcher treats hosts, ssh and variables: deepspeed/launcher/runner.py and multinode_runner.py,
 0.19.8.
 """
 
@@ -15,16 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsft.spec.schema import Cluster
 
-PORT = 29500  # deepspeed's and torchrun's own default
+PORT = 29500  # default of deepspeed and torchrun
 
 _FREE_PORT = '$(python3 -c "import socket; s = socket.create_server((str(), 0)); print(s.getsockname()[1])")'
-"""In bash: another one for each run, as several may share this machine."""
+"""Bash expression for a free port, since several runs may share this machine."""
 
 THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def environment(cluster: Cluster | None) -> dict[str, str]:
-    """Variables of every process: the spec's `cluster.env`, after those that name `cluster.interface`."""
+    """Return the environment variables of every process: those that select `cluster.interface`, then
+    `cluster.env`, which overrides them."""
     if cluster is None:
         return {}
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if cluster.interface else ()
@@ -32,13 +32,13 @@ def environment(cluster: Cluster | None) -> dict[str, str]:
 
 
 def needs_ssh(cluster: Cluster | None) -> bool:
-    """Whether processes are started through pdsh and ssh: on several hosts, or one that is not this
+    """Return whether processes are started through pdsh and ssh: on several hosts, or on one that is not this
     machine."""
     return cluster is not None and (len(cluster.hosts) > 1 or not set(cluster.hosts) <= THIS_MACHINE)
 
 
 def deepspeed_argv(cluster: Cluster | None, hostfile: str, train: str, spec: str) -> list[str]:
-    """The launcher's argument vector, without the overrides at its end."""
+    """Return the launcher's argument vector, without overrides."""
     if cluster is None:
         return ["deepspeed", train, spec]
     options = ["--hostfile", hostfile]
@@ -52,8 +52,8 @@ def deepspeed_argv(cluster: Cluster | None, hostfile: str, train: str, spec: str
 def deepspeed_script(
     cluster: Cluster | None, name: str, train: str, spec: str, overrides: Sequence[str] = ()
 ) -> str:
-    """`scripts/launch/NAME.deepspeed.sh`. `train` and `spec` are paths from the root, where it runs;
-    `overrides` those that the other files were made with."""
+    """Return the text of `scripts/launch/NAME.deepspeed.sh`. train, spec: paths relative to the root, where
+    the script runs; overrides: those that the other files were generated with."""
     variables = environment(cluster)
     lines = [
         "#!/usr/bin/env bash",
@@ -72,12 +72,14 @@ def deepspeed_script(
 
 
 def environment_file(name: str) -> str:
-    """Path, from the root, of the variables that DeepSpeed exports on every host."""
+    """Return the path, relative to the root, of the file of variables that DeepSpeed exports on every
+    host."""
     return str(PurePosixPath("scripts/launch") / f"{name}.env")
 
 
 def environment_text(cluster: Cluster | None) -> str | None:
-    """Its text, or None where no such file is needed. No comment: DeepSpeed wants `=` in every line."""
+    """Return the text of that file, or None if it is not needed. It has no comment, since DeepSpeed requires
+    `=` in every line."""
     variables = environment(cluster)
     if not variables or not needs_ssh(cluster):
         return None
@@ -85,8 +87,8 @@ def environment_text(cluster: Cluster | None) -> str | None:
 
 
 def made_by(spec: str, overrides: Sequence[str]) -> str:
-    """The command that wrote a file, for a comment in it: on one line, since a line break in an override
-    would end the comment."""
+    """Return the command that generated a file, for a comment in that file. It is on one line, since a line
+    break in an override would end the comment."""
     return " ".join(shlex.join(["dsft", "generate", spec, *overrides]).splitlines())
 
 

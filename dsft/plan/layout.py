@@ -1,5 +1,5 @@
-"""Which rank holds which pipeline stage and which share of the data, and how many ranks some hosts have.
-Takes a spec's `parallel` section and a number of processes, or hosts and slots; pure."""
+"""Assign pipeline stages and shares of the data to ranks, and compute the possible world sizes of some
+hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dsft.spec.schema import Parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks as DeepSpeed's PipeDataParallelTopology numbers them: rank = stage × shards + shard_rank.
+    """The layout of ranks, numbered as by DeepSpeed's PipeDataParallelTopology: rank = stage × shards +
+    shard_rank.
 
-    world_size       processes
-    pipeline_stages  consecutive slices of the model, 1 without a pipeline
-    data_parallel    parts into which the rows of a step are divided, world_size ÷ pipeline_stages
+    world_size       number of ranks
+    pipeline_stages  number of consecutive parts of the model, 1 without a pipeline
+    data_parallel    number of parts into which the rows of a step are divided, world_size ÷ pipeline_stages
     """
 
     world_size: int
@@ -26,24 +27,25 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """How many ranks a stage has: ZeRO divides its state over them, and DeepSpeed averages its gradients
-        over them. Each of them reads other rows, so they are as many as `data_parallel`."""
+        """Number of ranks of a stage. ZeRO shards the stage's state over them and DeepSpeed averages its
+        gradients over them. Each reads different rows, so the number equals `data_parallel`."""
         return self.world_size // self.pipeline_stages
 
     def stage(self, rank: int) -> int:
         return rank // self.shards
 
     def shard_rank(self, rank: int) -> int:
-        """Which share of its stage's state the rank owns, of `shards`."""
+        """Return the number of the share of its stage's state that the rank owns, from 0 to `shards` - 1."""
         return rank % self.shards
 
     def data_rank(self, rank: int) -> int:
-        """Which part of a step's rows the rank reads, of `data_parallel`."""
+        """Return the number of the part of a step's rows that the rank reads, from 0 to `data_parallel` -
+        1."""
         return self.shard_rank(rank)
 
 
 def layout(parallel: Parallel, world_size: int) -> Layout:
-    """The layout of `world_size` processes; SpecError where the stages do not divide them."""
+    """Return the layout of `world_size` ranks. Raise SpecError if the number of stages does not divide it."""
     stages = parallel.pipeline_stages
     if world_size % stages:
         raise SpecError(
@@ -62,9 +64,10 @@ def _not_divided(stages: int, world_size: int) -> str:
 
 
 def worlds(hosts: Mapping[str, int], fewest: int) -> dict[int, frozenset[int]]:
-    """Number of hosts (`fewest` to all) -> the numbers of processes that so many of them have."""
+    """Return, for each number of hosts from `fewest` to all, the world sizes that this many of them can
+    have."""
     sums: list[set[int]] = [{0}, *(set[int]() for _ in hosts)]
-    if len(set(hosts.values())) == 1:  # the usual case, at any number of hosts
+    if len(set(hosts.values())) == 1:  # the usual case, fast for any number of hosts
         slots = next(iter(hosts.values()))
         return {count: frozenset({count * slots}) for count in range(fewest, len(hosts) + 1)}
     for slots in hosts.values():

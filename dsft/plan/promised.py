@@ -1,7 +1,7 @@
-"""What a spec's cluster promises. Takes a spec, or its file; gives the batch sizes on its hosts.
+"""Check a spec against its cluster, and compute the batch sizes on its hosts.
 
-`load` is `dsft.spec.load.load_spec` that also holds the batch equation and the pipeline against the cluster,
-so that they are told with all other mistakes of the spec.
+`load` is `dsft.spec.load.load_spec` with these checks added, so that they are reported with all other
+mistakes of the spec.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ _HOSTS = ("cluster.min_hosts", "cluster.hosts")
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
-    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read."""
+    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be
+    read."""
     return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
 
 
 def promised_batch(spec: Spec) -> BatchSizes | None:
-    """The batch sizes on the spec's cluster; None where it has none, and the world is found at start."""
+    """Return the batch sizes on the spec's cluster; None if it has no cluster, since the world size is then
+    known only at the start."""
     places = _promised_layout(spec)
     return batch_sizes(spec.train, places.data_parallel, spec.data, spec.task) if places else None
 
 
 def cluster_findings(spec: Spec) -> Iterator[Finding]:
-    """What does not fit the number of processes that the cluster has, or may have."""
+    """Yield findings for values that do not fit the world size of the cluster, or of a cluster reduced to
+    cluster.min_hosts."""
     found = tuple(_whole_cluster(spec))
     yield from found or _fewer_hosts(spec)
 
@@ -45,7 +48,7 @@ def _whole_cluster(spec: Spec) -> Iterator[Finding]:
         return
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = [size for size in sizes if getattr(spec.train, size) is not None]
-    if places is None or len(given) < 2:  # fewer are told of without a cluster, too
+    if places is None or len(given) < 2:  # reported elsewhere, also without a cluster
         return
     try:
         batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
@@ -55,7 +58,7 @@ def _whole_cluster(spec: Spec) -> Iterator[Finding]:
 
 
 def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
-    """cluster.min_hosts: the same steps must be possible with every number of hosts that it allows."""
+    """Check that the steps are the same with every number of hosts that cluster.min_hosts allows."""
     cluster = spec.cluster
     if cluster is None or cluster.min_hosts is None:
         return

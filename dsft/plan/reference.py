@@ -1,6 +1,6 @@
-"""What the reference of a preference run is, and how it is laid out: takes a spec, pure.
+"""Derive the reference model of a preference run and its layout from the spec.
 
-The reference is a model of its own to everything that reads weights: a `model` section in which nothing is
+Code that reads weights treats the reference as a separate model: a `model` section in which nothing is
 trained.
 """
 
@@ -16,8 +16,8 @@ from dsft.spec.schema import Dpo, Lora, Model, Parallel, Spec
 
 
 def reference_model(spec: Spec) -> Model:
-    """The section of the frozen model: dpo.reference_model, or the policy's own start, which with
-    model.lora.path has that adapter. It reads the policy's tokens, and has its attention."""
+    """Return the `model` section of the reference: dpo.reference_model, or the policy's initial model,
+    including the adapter in model.lora.path. Tokenizer and attention are the policy's."""
     policy, other = spec.model, dpo_of(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,
@@ -37,22 +37,24 @@ def reference_model(spec: Spec) -> Model:
 
 
 def needs_reference(spec: Spec) -> bool:
-    """Whether the loss has one."""
+    """Return whether the loss needs a reference."""
     return spec.task_kind.preference and dpo_of(spec).loss_type not in REFERENCE_FREE
 
 
 def has_engine(spec: Spec) -> bool:
-    """Whether the reference has an engine of its own, before training or beside it."""
+    """Return whether the reference has its own engine, before training (precomputed) or during it (live)."""
     return needs_reference(spec) and dpo_of(spec).reference != "adapter"
 
 
 def in_stages(spec: Spec) -> bool:
-    """Whether it is cut into the policy's pipeline stages, where DeepSpeed has no part in it."""
+    """Return whether the reference is cut into the policy's pipeline stages; it then runs without
+    DeepSpeed."""
     return spec.parallel.pipeline_stages > 1 and dpo_of(spec).reference_zero_stage is None
 
 
 def reference_stage(spec: Spec) -> int:
-    """The ZeRO stage of the frozen model, 0 or 3: what stages 1 and 2 divide, it does not have."""
+    """Return the reference's ZeRO stage, 0 or 3. Stages 1 and 2 shard optimizer states and gradients, which a
+    frozen model does not have."""
     asked = dpo_of(spec).reference_zero_stage
     if asked is not None:
         return asked
@@ -60,14 +62,15 @@ def reference_stage(spec: Spec) -> int:
 
 
 def reference_layout(spec: Spec, world_size: int) -> Layout:
-    """The frozen model's own: by default in the policy's pipeline stages; whole or sharded over all ranks
-    where the spec says which. SpecError where the stages do not divide the ranks."""
+    """Return the layout of the reference: by default in the policy's pipeline stages; if the spec sets
+    dpo.reference_zero_stage, whole or sharded over all ranks. Raise SpecError if the number of stages does
+    not divide the number of ranks."""
     return layout(reference_parallel(spec), world_size)
 
 
 def reference_parallel(spec: Spec) -> Parallel:
-    """How it is divided. Another model than the policy has its own layers, which are then balanced by their
-    parameters."""
+    """Return the `parallel` section of the reference. A model other than the policy has other layers, so a
+    listed pipeline_cut is replaced by balancing."""
     stages = spec.parallel.pipeline_stages if dpo_of(spec).reference_zero_stage is None else 1
     listed = stages > 1 and not isinstance(spec.parallel.pipeline_cut, str)
     as_policy = listed and dpo_of(spec).reference_model is None
@@ -76,7 +79,7 @@ def reference_parallel(spec: Spec) -> Parallel:
 
 
 def reference_line(spec: Spec) -> str:
-    """Which reference a run has, how it is laid out, and why so."""
+    """Return a line for the user: which reference a run has, its layout, and the reason."""
     dpo = dpo_of(spec)
     if dpo.reference == "adapter":
         return f"reference: {_which(spec)}, by the policy's own engine (dpo.reference adapter)"
@@ -84,15 +87,16 @@ def reference_line(spec: Spec) -> str:
 
 
 def reference_facts(spec: Spec, *, unchanged: bool | None) -> dict[str, Any] | None:
-    """For an export's card, without folders of this machine; None where the loss has no reference. unchanged:
-    whether it was found to be what it was at the start, None where that was not looked at."""
+    """Return facts for the model card of an export, without folders of this machine; None if the loss has no
+    reference. unchanged: whether the reference was verified to be unchanged since the start, None if not
+    checked."""
     if not needs_reference(spec):
         return None
     return {"which": f"{_which(spec)} ({dpo_of(spec).reference})", "unchanged": unchanged}
 
 
 def check_precomputed(spec: Spec, command: str) -> None:
-    """Raises SpecError where there is no reference to score ahead of training, as `command` does."""
+    """Raise SpecError if the spec has no reference that `command` can score before training."""
     dpo = dpo_of(spec)
     if not spec.task_kind.preference:
         where, why = "task", f"task {spec.task} has no reference; start dsft/train.py, or set dpo"
@@ -109,7 +113,7 @@ def check_precomputed(spec: Spec, command: str) -> None:
 
 
 def dpo_of(spec: Spec) -> Dpo:
-    """The section, or its defaults."""
+    """Return the `dpo` section, or its defaults if the spec has none."""
     return spec.dpo or Dpo()
 
 

@@ -1,9 +1,8 @@
-"""The DeepSpeed JSON of a frozen reference, each key with its reason. Takes a spec and the reference's size;
-pure.
+"""Derive the DeepSpeed JSON of a frozen reference: every key, its value and the reason for the value.
 
-No value is "auto", none depends on the machine. There is no optimizer: with ZeRO 3 DeepSpeed then gathers and
-releases parameters and does nothing else (engine.py:687
-_configure_zero_optimizer), and ZeRO 1 and 2 it refuses (engine.py:2659 DummyOptim).
+No value is "auto", none depends on the machine. There is no optimizer: DeepSpeed then only gathers and
+releases parameters at ZeRO 3 (engine.py:687 _configure_zero_optimizer), and refuses ZeRO 1 and 2
+(engine.py:2659 DummyOptim).
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dsft.spec.schema import Spec
 
 
 def reference_config(spec: Spec, elements: Elements | None = None) -> dict[str, Any]:
-    """The nested mapping that `deepspeed.initialize` takes for the reference. `elements`: of the reference,
-    None where they are not known."""
+    """Return the nested mapping for `deepspeed.initialize` of the reference. elements: size of the reference,
+    None if unknown."""
     return nested(reference_entries(spec, elements))
 
 
 def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[Entry, ...]:
-    """All keys in the order of the file."""
+    """Return all keys in the order of the file."""
     rows = (*_batch(), *_precision(spec), *_zero(spec, elements), *silence())
     return tuple(Entry(*row) for row in rows)
 

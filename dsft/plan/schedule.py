@@ -1,6 +1,6 @@
-"""The learning rate as a pure function of the applied step, and how many steps a run has. Plain numbers.
+"""Compute the learning rate as a function of the applied step, and the number of steps of a run.
 
-The values are those of `transformers.get_scheduler`, so a run matches one made with the Trainer.
+The values equal those of `transformers.get_scheduler`, so a run matches one with the Trainer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dsft.spec.schema import DecayType, Optim, Schedule, Train
 
 
 def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
-    """The rate of the step that follows `step` applied ones (0 for the first) of `total_steps`."""
+    """Return the learning rate of the step after `step` applied steps (0 for the first step of the run)."""
     kind = optim.lr_scheduler_type
     warmup = 0 if kind == "constant" else warmup_steps(optim, total_steps)
     floor = optim.min_lr_ratio or 0.0
@@ -25,7 +25,7 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
 
 
 def batch_scale(optim: Optim, global_batch_size: int) -> float:
-    """What `learning_rate` is multiplied by: 1 unless scale_with_batch says otherwise.
+    """Return the factor on `learning_rate` that scale_with_batch gives; 1 if it is none.
 
     linear: Goyal et al. 2017 (SGD); sqrt: Malladi et al. 2022 (Adam).
     """
@@ -37,7 +37,7 @@ def batch_scale(optim: Optim, global_batch_size: int) -> float:
 
 
 def scaling_equation(optim: Optim, global_batch_size: int) -> str | None:
-    """The arithmetic of `batch_scale` in a line; None where nothing is scaled."""
+    """Return the arithmetic of `batch_scale` as a line; None if nothing is scaled."""
     if optim.scale_with_batch == "none":
         return None
     root = "√" if optim.scale_with_batch == "sqrt" else ""
@@ -49,33 +49,34 @@ def scaling_equation(optim: Optim, global_batch_size: int) -> str | None:
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
-    """`warmup_steps` where given, else `warmup_ratio` of the run, rounded up as the Trainer does."""
+    """Return `warmup_steps` if given, else `warmup_ratio` of the run, rounded up as the Trainer does."""
     if optim.warmup_steps is not None:
         return optim.warmup_steps
     return math.ceil(total_steps * (optim.warmup_ratio or 0.0))
 
 
 def decay_steps(optim: Optim, total_steps: int) -> int:
-    """Of wsd: `decay_steps` where given, else `decay_ratio` of the run, rounded up."""
+    """Return the decay steps of wsd: `decay_steps` if given, else `decay_ratio` of the run, rounded up."""
     if optim.decay_steps is not None:
         return optim.decay_steps
     return math.ceil(total_steps * (optim.decay_ratio or 0.0))
 
 
 def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
-    """Steps that show each example once; the last one is filled with empty rows."""
+    """Return the steps per epoch; the last one is padded with empty rows."""
     return math.ceil(num_examples / global_batch_size)
 
 
 def total_steps(train: Train, num_examples: int, global_batch_size: int) -> int:
-    """`max_steps` where given, else `num_train_epochs` (may be a fraction) of the data, rounded up."""
+    """Return the steps of a run: `max_steps` if given, else `num_train_epochs` (may be a fraction) of the
+    data, rounded up, at least 1."""
     if train.max_steps is not None:
         return train.max_steps
     return max(1, math.ceil(train.num_train_epochs * steps_per_epoch(num_examples, global_batch_size)))
 
 
 def _between(floor: float, factor: float) -> float:
-    """`factor` from 0 to 1 as a value from `floor` to 1."""
+    """Map `factor` from the range 0 to 1 to the range `floor` to 1."""
     return factor * (1 - floor) + floor
 
 
@@ -99,7 +100,8 @@ def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
 
 
 def _wsd(optim: Optim, step: int, total: int) -> float:
-    """After the warm-up: the peak, and in the last `decay_steps` down to the floor."""
+    """Return wsd's factor on the peak after the warm-up: 1, then falling to the floor in the last
+    `decay_steps`."""
     decay, floor = decay_steps(optim, total), optim.min_lr_ratio or 0.0
     if step < total - decay:
         return 1.0

@@ -1,5 +1,4 @@
-"""A plan as people and programs read it: the command `dsft plan`. Takes a plan, gives text or a mapping for
-JSON."""
+"""Print a plan as text or JSON: the command `dsft plan`."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ SHOWN_BLOCKS = 16
 def print_plan(
     spec_path: Path, overrides: Sequence[str], *, as_json: bool, explain: bool, world_size: int | None
 ) -> None:
-    """Plan the spec and print it. The data is not looked at, it may be on another machine."""
+    """Plan the spec and print the plan. The data files are not checked, since they may be on another
+    machine."""
     plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
     if as_json:
         print(json.dumps(as_mapping(plan), indent=2))
@@ -52,13 +52,13 @@ def print_plan(
 
 
 def as_text(plan: Plan, *, explain: bool, terminal: bool, width: int | None = None) -> str:
-    """The whole plan; with `explain` every DeepSpeed key, its value and the reason. Colours on a terminal
-    only."""
+    """Render the whole plan; with `explain` also every DeepSpeed key, its value and the reason. Colors only
+    for a terminal."""
     return rendered(_parts(plan, explain), terminal=terminal, width=width)
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:
-    """The same for programs: sizes in bytes and elements, ranges inclusive."""
+    """Return the plan as a mapping for JSON: sizes in bytes and elements, ranges inclusive."""
     spec = plan.spec
     return {
         "name": spec.name,
@@ -95,7 +95,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
 
 
 def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
-    """None where the loss has no reference; deepspeed: None where DeepSpeed has no engine of its own."""
+    """Return the reference's part of the mapping; None if the loss has no reference. Its entry "deepspeed" is
+    None if the reference has no DeepSpeed engine of its own."""
     reference = plan.reference
     if reference is None:
         return None
@@ -112,7 +113,8 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
 
 
 def _reference_keys(plan: Plan) -> tuple[Entry, ...]:
-    """None of them where the policy's engine scores, or a pipeline, which DeepSpeed has no part in."""
+    """Return the DeepSpeed keys of the reference; none if the policy's engine scores, or a pipeline, which
+    runs without DeepSpeed."""
     if not has_engine(plan.spec) or in_stages(plan.spec):
         return ()
     counted = plan.reference_census
@@ -170,7 +172,8 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
 
 
 def _attention(spec: Spec) -> Iterator[str]:
-    """Of packed rows, where the spec names the device; a run tries it and says what it is."""
+    """Yield the line on attention of packed rows, if the spec names the device. A run tests what is available
+    and reports it."""
     accelerator = spec.accelerator
     if accelerator is None or not spec.data.packing or spec.model.attention != "auto":
         return
@@ -184,7 +187,8 @@ def _attention(spec: Spec) -> Iterator[str]:
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    """A line for each of optim.groups, with what it is the first to fit."""
+    """Yield a line for each of optim.groups, with the parameters that it matches and no earlier group
+    does."""
     optim = plan.spec.optim
     for index, group in enumerate(optim.groups):
         found = [p for p in plan.census.parameters if p.trained and group_of(p.name, optim) == index]
@@ -197,7 +201,8 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 
 def _known_batch(plan: Plan) -> BatchSizes | None:
-    """None where the world is found at start, and the JSON leaves out what follows from it."""
+    """Return the batch sizes; None if the world size is known only at the start, so that the JSON leaves out
+    what depends on it."""
     return None if plan.assumed else plan.batch
 
 
@@ -274,7 +279,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _swapped(plan: Plan) -> dict[str, int]:
-    """Host -> bytes on its disk, of all its ranks; empty where nothing is swapped."""
+    """Return host -> bytes that all its ranks swap to its disk; empty if nothing is swapped."""
     if not swap_keys(plan.spec):
         return {}
     rank = swapped(plan.census, plan.spec, plan.layout.data_parallel)
@@ -282,7 +287,8 @@ def _swapped(plan: Plan) -> dict[str, int]:
 
 
 def _fits(plan: Plan) -> Iterator[str]:
-    """Where the spec says what the hosts have; what does not fit is among the warnings."""
+    """Yield a line if the spec gives the hosts' memory and the run fits. If it does not fit, there is a
+    warning instead."""
     given = plan.spec.cluster.host_memory_gib if plan.spec.cluster else None
     if given is not None and needed(max(plan.memory.hosts.values())) <= given * GIB:
         yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib), with a tenth to spare."
@@ -298,7 +304,7 @@ def _bubble(plan: Plan) -> str:
 
 
 def _traffic(plan: Plan) -> RenderableType:
-    """What the busiest rank sends, reads and writes in a step."""
+    """Return the table of what the busiest rank sends, reads and writes in a step."""
     if not plan.traffic:
         return Text("Nothing travels between ranks.")
     table = figures("a rank's traffic, at most", "times a step", "bytes each", "bytes a step")
@@ -311,7 +317,8 @@ def _traffic(plan: Plan) -> RenderableType:
 
 
 def _less_traffic(plan: Plan) -> Iterator[str]:
-    """What sends less, where ZeRO 2 or 3 sends bf16 training's gradients between hosts in fp32."""
+    """Yield a hint how to reduce traffic if ZeRO 2 or 3 sends gradients between hosts after each micro-batch
+    in bf16 training."""
     train, crossing = plan.spec.train, [flow for flow in plan.traffic if flow.link == "between hosts"]
     gradients = next((flow for flow in crossing if flow.what == "gradients"), None)
     if gradients is not None and plan.spec.parallel.zero_stage >= 2 and train.precision == "bf16":
@@ -322,7 +329,8 @@ def _less_traffic(plan: Plan) -> Iterator[str]:
 
 
 def _reference(plan: Plan, reference: Reference) -> Iterator[str]:
-    """Which it is, and what it takes; beside the policy its weights are in the table above."""
+    """Yield lines on the reference: which it is and its memory. Beside the policy its weights are also in the
+    memory table."""
     line = reference_line(plan.spec).removeprefix("reference: ")
     yield f"{line[0].upper()}{line[1:]}."
     if reference.hosts is not None:
@@ -350,7 +358,7 @@ def _of_reference(rank: ReferenceMemory) -> str:
 
 
 def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    """One row per host, or one for all where they are alike."""
+    """Return (label, size) for each host, or one row if all sizes are equal."""
     if len(set(sizes.values())) == 1:
         label = "each host" if len(sizes) > 1 else f"host {next(iter(sizes))}"
         return [(label, size_text(next(iter(sizes.values()))))]

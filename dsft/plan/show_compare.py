@@ -1,5 +1,4 @@
-"""The layouts of a run side by side: the command `dsft plan --compare`. Takes a comparison, gives text or a
-mapping for JSON."""
+"""Print the comparison of a run's layouts as text or JSON: the command `dsft plan --compare`."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble
 from dsft.spec.document import Finding, dotted
 
-_VALUES = re.compile(r"\d+|'[^']*'")  # of one rule, whose other words stay
+_VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
 
-SHOWN = 24  # layouts of a table; --json has all
+SHOWN = 24  # layouts per table; --json has all
 
 
 def print_comparison(
     spec_path: Path, overrides: Sequence[str], *, as_json: bool, world_size: int | None
 ) -> None:
-    """Compare the layouts of the spec's hosts, and print them."""
+    """Compare the layouts on the spec's hosts and print the comparison."""
     plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
     found = compare(plan)
     if as_json:
@@ -43,8 +42,8 @@ def print_comparison(
 
 
 def as_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
-    """Sizes in bytes, times in seconds; candidates in the order of the advice, with every micro-batch size
-    that was looked at."""
+    """Return the comparison as a mapping for JSON: sizes in bytes, times in seconds; candidates in the order
+    to try them, with every micro-batch size that was evaluated."""
     verdicts = (("fits", found.fitting), ("too large", found.too_large), ("refused", found.refused))
     return {
         "name": plan.spec.name,
@@ -86,7 +85,7 @@ def _size_mapping(size: Size, choice: Choice) -> dict[str, Any]:
 
 
 def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
-    """What is printed, from the top."""
+    """Yield the parts of the output in order."""
     limits = found.limits
     gpu, host = (_limit(limit) for limit in (limits.device, limits.host))
     where = f"{_count(plan.layout.world_size, 'rank')} of {_count(len(plan.hosts), 'host')}"
@@ -162,7 +161,8 @@ def _has_disk(plan: Plan) -> bool:
 
 
 def _faster(first: Candidate, fitting: Sequence[Candidate]) -> Iterator[str]:
-    """What the estimate would have taken, where it is not the order's first."""
+    """Yield lines on the layout that is fastest by the estimate, if it takes less than 0.9 of the time of the
+    advised one."""
     fastest = min(fitting, key=lambda one: one.seconds)
     share = fastest.seconds / first.seconds
     if share < 0.9:
@@ -176,7 +176,7 @@ def _typed(candidate: Candidate) -> str:
 
 
 def label(choice: Choice) -> str:
-    """The layout in words."""
+    """Return the layout in words."""
     zero = "plain data parallel" if choice.zero_stage == 0 else f"ZeRO {choice.zero_stage}"
     words = [zero if choice.pipeline_stages == 1 else f"{choice.pipeline_stages} stages, {zero}"]
     where = {"cpu": "host", "nvme": "NVMe"}
@@ -236,7 +236,8 @@ def _over(over: Need) -> str:
 
 
 def _refused(found: Comparison) -> Table:
-    """A row for each rule, with the layouts that it refuses before any other does."""
+    """Return a table with a row for each rule: the number of layouts whose first refusal it is, what they
+    have in common, and the reason."""
     groups: dict[tuple[Any, ...], list[Candidate]] = {}
     for one in found.refused:
         first = one.refused[0]
@@ -251,7 +252,8 @@ def _refused(found: Comparison) -> Table:
 
 
 def _common(group: Sequence[Candidate], whole: Sequence[Candidate]) -> str:
-    """What sets these layouts apart: of each key the values that they have, where these are not all."""
+    """Return what distinguishes these layouts from the others: for each key their values, unless they have
+    all values that occur."""
     words = []
     for field in dataclasses.fields(Choice):
         here, all_of_them = (

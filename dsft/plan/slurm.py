@@ -1,7 +1,7 @@
-"""The script that `sbatch` takes: requests what a spec's cluster says, starts one task a rank, and comes back
-to the queue where the run was stopped ahead of its time. Takes a cluster, gives text; pure.
+"""Write the script for `sbatch`: it requests the spec's cluster, starts one task per rank, and requeues the
+job if the run was stopped before its time limit.
 
-What the options mean: https://slurm.schedmd.com/sbatch.html and srun.html, 22.05.
+Options: https://slurm.schedmd.com/sbatch.html and srun.html, 22.05.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dsft.plan.launch import THIS_MACHINE, environment, made_by
 from dsft.spec.schema import Cluster
 
-AHEAD = 300  # seconds before the limit at which Slurm asks the ranks to save; a fifth of a short limit
-STOPPED = 75  # the exit code of a run that has saved and stopped on request (dsft/errors.py)
+AHEAD = 300  # seconds before the limit at which Slurm asks the ranks to save; at most a fifth of it
+STOPPED = 75  # exit code of a run that saved and stopped on request (dsft/errors.py)
 
 
 def slurm_script(
     cluster: Cluster, name: str, train: str, spec: str, overrides: Sequence[str] = ()
 ) -> str | None:
-    """`scripts/launch/NAME.slurm.sh`, None where the hosts have unequal slots, which `--ntasks-per-node`
-    cannot say. `train` and `spec` are paths from the root, where it is submitted; `overrides` those that the
-    other files were made with."""
+    """Return the text of `scripts/launch/NAME.slurm.sh`; None if the hosts have unequal slots, which
+    `--ntasks-per-node` cannot express. train, spec: paths relative to the root, where the script is
+    submitted; overrides: those that the other files were generated with."""
     if len(set(cluster.hosts.values())) > 1:
         return None
     words = shlex.join([spec, *overrides])
@@ -57,7 +57,7 @@ def slurm_script(
 
 
 def requests(cluster: Cluster, name: str) -> Sequence[str]:
-    """What the job asks Slurm for, as options of sbatch without their dashes."""
+    """Return the requests of the job, as options of sbatch without the leading dashes."""
     slots = next(iter(cluster.hosts.values()))
     found = [f"job-name={name}", f"nodes={len(cluster.hosts)}", f"ntasks-per-node={slots}"]
     if cluster.accelerator is None or cluster.accelerator.name.lower() != "cpu":
@@ -76,5 +76,5 @@ def _wishes(cluster: Cluster) -> Sequence[str]:
 
 
 def clock(seconds: int) -> str:
-    """`hours:minutes:seconds`, which Slurm rounds up to minutes."""
+    """Format seconds as `hours:minutes:seconds`, which Slurm rounds up to minutes."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

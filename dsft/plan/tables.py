@@ -1,4 +1,4 @@
-"""Pieces of what the plan prints: headings, tables, sizes in bytes. Takes words and numbers, gives text."""
+"""Format the output of `dsft plan`: headings, tables, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.text import Text
 
 from dsft.errors import plain
 
-PLAIN_WIDTH = 160  # characters, where the output is no terminal
+PLAIN_WIDTH = 160  # characters, if the output is not a terminal
 
 
 def printed(parts: Iterable[RenderableType]) -> str:
-    """As wide, and in the colours, that standard output has."""
+    """Render for standard output, with its width and colors."""
     terminal = sys.stdout.isatty()
     return rendered(parts, terminal=terminal, width=Console().width if terminal else None)
 
 
 def rendered(parts: Iterable[RenderableType], *, terminal: bool, width: int | None = None) -> str:
-    """Lines without blanks at their ends; colours on a terminal only."""
+    """Render as text without trailing blanks; with colors only for a terminal."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
     for part in parts:
@@ -37,7 +37,7 @@ def heading(words: str) -> Text:
 
 
 def figures(*columns: str) -> Table:
-    """Words in the first column, numbers in the others."""
+    """Return an empty table with words in the first column and numbers in the others."""
     made = Table(box=box.SIMPLE, pad_edge=False)
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right")
@@ -45,7 +45,7 @@ def figures(*columns: str) -> Table:
 
 
 def size_text(count: int) -> str:
-    """Bytes in the unit that leaves one to four digits before the point."""
+    """Format a number of bytes in the unit (B to TiB) that leaves one to four digits before the point."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,7 +1,7 @@
-"""The script that starts a host's part of a run under torchrun: the same file on every host, which finds its
-place among the spec's hosts by itself. Takes a cluster, gives text; pure.
+"""Write the script that starts the ranks of one host with torchrun.
 
-What torchrun does with these options: torch/distributed/run.py, 2.13.
+Every host runs the same file, which finds the host's position among the spec's hosts. Options of torchrun:
+torch/distributed/run.py, 2.13.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dsft.spec.schema import Cluster
 
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""torchrun's option: without it SIGUSR1 is not passed on to the ranks, but kills torchrun."""
+"""Option of torchrun. Without it SIGUSR1 is not passed on to the ranks but kills torchrun."""
 
-RESTARTS = 3  # of an elastic run, each after a host that went or came
+RESTARTS = 3  # of an elastic run; each time a host leaves or joins counts
 
 _OWN_PLACE = """\
 own_place() { # of this host among the hosts: by its name, else by its addresses
@@ -57,8 +57,8 @@ fi
 
 
 def torchrun_script(cluster: Cluster, name: str, train: str, spec: str, overrides: Sequence[str] = ()) -> str:
-    """`scripts/launch/NAME.torchrun.sh`. `train` and `spec` are paths from the root, where it runs;
-    `overrides` those that the other files were made with."""
+    """Return the text of `scripts/launch/NAME.torchrun.sh`. train, spec: paths relative to the root, where
+    the script runs; overrides: those that the other files were generated with."""
     alone = len(cluster.hosts) == 1 and set(cluster.hosts) <= THIS_MACHINE
     lines = [
         "#!/usr/bin/env bash",
