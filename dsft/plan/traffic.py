@@ -1,9 +1,9 @@
-"""What a rank sends and reads in an optimizer step, how often, and over which link. Takes a census, a spec, a
-layout and its hosts; pure arithmetic.
+"""Compute the traffic of an optimizer step: what the busiest rank sends and reads, how often, over which
+link.
 
 Collectives are counted as on a ring of n ranks, each of which sends (n-1)/n of the bytes in an all-gather or
 a reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-algorithms"). What DeepSpeed 0.19.8 calls, and when, was counted on two ranks.
+algorithms"). Which collectives DeepSpeed 0.19.8 calls, and when, was counted on two ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from dsft.plan.reference import dpo_of, needs_reference, reference_stage
 from dsft.spec.schema import Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]
-"""Between GPUs of a host, through the network, between a GPU and its host's memory, to a host's disk."""
+"""In order: between GPUs of a host, through the network, between a GPU and its host's memory, to a host's
+disk."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What the busiest rank sends, or reads and writes, over one link: `bytes_each` bytes, `times` a step."""
+    """Traffic of the busiest rank over one link: `bytes_each` bytes, `times` per step, sent, or read and
+    written."""
 
     what: str
     link: Link
@@ -42,16 +44,16 @@ class Flow:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of a step in which a stage has nothing to do: (stages-1) ÷ (micro_batches + stages-1), where all
-    stages take equally long (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Return the share of a step in which a pipeline stage is idle: (stages-1) ÷ (micro_batches + stages-1),
+    if all stages take equally long (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def traffic(
     census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], tokens: int | None = None
 ) -> tuple[Flow, ...]:
-    """Of each kind and link the busiest rank's, where there is anything. hosts: host -> ranks,
-    in their order; tokens: of a micro-batch, by default the most that the spec allows."""
+    """Return the non-empty flows of the busiest rank, one per kind and link. hosts: host -> number of ranks,
+    in rank order; tokens: number in a micro-batch, by default the most that the spec allows."""
     cut = cut_of(spec.parallel, census)
     most = tokens or most_tokens(spec, layout)
     on = [host for host, slots in hosts.items() for _ in range(slots)]
@@ -66,13 +68,16 @@ def traffic(
 
 @dataclass(frozen=True)
 class _Step:
-    """A stage's part in a step.
+    """One pipeline stage in a step.
 
-    trained    elements of the stage that are trained
-    sharded    those that ZeRO 3 gathers for each use; what is small is whole on every rank
-    tied       of a trained embedding that is the head too, on the first stage and the last
-    layers     in the stage; hidden: the width between them
-    on         the host of each rank
+    trained        trained elements of the stage
+    sharded        elements that ZeRO 3 gathers for each use; small parameters are whole on every rank
+    tied           elements of a trained embedding that is tied to the head, on the first and the last stage
+    layers         number of layers in the stage
+    hidden         hidden size
+    micro_batches  micro-batches per step
+    tokens         tokens per micro-batch
+    on             host of each rank
     """
 
     spec: Spec
@@ -89,24 +94,27 @@ class _Step:
 
     @property
     def share(self) -> int:
-        """Trained elements that one rank updates."""
+        """Number of trained elements that one rank updates."""
         return -(-self.trained // self.layout.data_parallel)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a micro-batch between two layers."""
+        """Bytes of a micro-batch's hidden states between two layers."""
         return self.tokens * self.hidden * weight_bytes(self.spec)
 
     def ranks(self, stage: int) -> range:
-        """Of one stage."""
+        """Return the ranks of one stage."""
         return range(stage * self.layout.data_parallel, (stage + 1) * self.layout.data_parallel)
 
     def ring(
         self, what: str, times: int, elements: int, width: int, others: Sequence[int] = ()
     ) -> Iterator[Flow]:
-        """While the stage's ranks, and others, all gather, or reduce and scatter, elements of `width` bytes:
-        of the ranks on a host, each of which sends to the next one, one sends to another host, and they take
-        turns where a host has a network card for each."""
+        """Yield the flows of a ring all-gather or reduce-scatter among the stage's ranks and `others`.
+
+        elements: number in total; width: bytes of each. Each rank sends to the next one, so one rank per host
+        sends to another host; the traffic between hosts is divided by the ranks of a host, which take turns,
+        since each GPU has its network card.
+        """
         together = (*self.ranks(self.stage), *others)
         on_hosts = Counter(self.on[rank] for rank in together).values()
         sent = elements * width * (len(together) - 1) // len(together)
@@ -121,7 +129,7 @@ def _flows(step: _Step) -> Iterator[Flow]:
     yield from _parameters(step)
     yield from _reference(step)
     yield from _pipeline(step)
-    if not runs_on_cpu(step.spec):  # whose memory the host's is
+    if not runs_on_cpu(step.spec):  # on a CPU, host memory is the device's memory
         yield from _to_host(step)
     yield from _to_disk(step)
 
@@ -147,9 +155,12 @@ def _step(
 
 
 def _gradients(step: _Step) -> Iterator[Flow]:
-    """All-reduced whole below ZeRO 3 (stage_1_and_2.py:1695 use_multi_rank_bucket_allreduce), at ZeRO 2
-    after each micro-batch (engine.py:3085 zero_optimization_partition_gradients), below once a step; reduced
-    and scattered at ZeRO 3 (stage3.py:1931 reduce_scatter_coalesced) after each micro-batch."""
+    """Yield the reduction of gradients.
+
+    ZeRO 0 and 1: one all-reduce per step (stage_1_and_2.py:1695 use_multi_rank_bucket_allreduce). ZeRO 2: the
+    same after each micro-batch (engine.py:3085 zero_optimization_partition_gradients). ZeRO 3: a
+    reduce-scatter after each micro-batch (stage3.py:1931 reduce_scatter_coalesced).
+    """
     zero = step.spec.parallel.zero_stage
     elements = step.trained * (1 if zero == 3 else 2)
     width = 2 if step.spec.train.reduce_dtype == "bf16" else FP32
@@ -157,7 +168,8 @@ def _gradients(step: _Step) -> Iterator[Flow]:
 
 
 def _parameters(step: _Step) -> Iterator[Flow]:
-    """ZeRO 1 and 2 gather what was updated, once; ZeRO 3 gathers for each forward and backward."""
+    """Yield the gathering of parameters: of the updated ones once per step at ZeRO 1 and 2, for each forward
+    and backward at ZeRO 3."""
     zero = step.spec.parallel.zero_stage
     width = weight_bytes(step.spec)
     if zero in (1, 2):
@@ -167,17 +179,17 @@ def _parameters(step: _Step) -> Iterator[Flow]:
 
 
 def _gathered(step: _Step) -> int:
-    """Elements, per micro-batch: twice, but for the last, which stay between forward and backward where fewer
-    than `stage3_max_reuse_distance` are used between (partitioned_param_coordinator.py:634
-    __params_to_release), recomputed ones
-    counted again."""
+    """Return the elements that ZeRO 3 gathers per micro-batch: each parameter twice, except for the last
+    ones, which stay between forward and backward if fewer than `stage3_max_reuse_distance` elements are used
+    in between (partitioned_param_coordinator.py:634 __params_to_release). With gradient checkpointing,
+    recomputation is one more use."""
     uses_between = 3 if step.spec.model.gradient_checkpointing else 2
     return 2 * step.sharded - min(step.sharded, LIVE // uses_between)
 
 
 def _reference(step: _Step) -> Iterator[Flow]:
-    """A live one that is sharded is gathered for each micro-batch; it has the policy's size, as far as is
-    known here."""
+    """Yield the gathering of a sharded live reference, for each micro-batch. The policy's size stands in for
+    the reference's, which is unknown here."""
     spec = step.spec
     if not needs_reference(spec) or dpo_of(spec).reference == "precomputed":
         return
@@ -188,8 +200,9 @@ def _reference(step: _Step) -> Iterator[Flow]:
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
-    """Hidden states to the next stage, their gradient to the one before; and the gradient of an embedding
-    that is the head too, all-reduced over all ranks of the first stage and the last (engine/pipeline.py)."""
+    """Yield the traffic between stages: hidden states to the next stage, their gradient to the previous one,
+    and the gradient of a tied embedding, all-reduced over all ranks of the first and the last stage
+    (engine/pipeline.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
         yield Flow("hidden states", _neighbours(step, step.stage + 1), times, step.hidden_bytes)
@@ -200,7 +213,7 @@ def _pipeline(step: _Step) -> Iterator[Flow]:
 
 
 def _neighbours(step: _Step, other: int) -> Link:
-    """The slowest link to the ranks of another stage that hold the same data."""
+    """Return the slowest link to the ranks of another stage that process the same rows."""
     pairs = zip(step.ranks(step.stage), step.ranks(other), strict=True)
     apart = any(step.on[one] != step.on[another] for one, another in pairs)
     return "between hosts" if apart else "within a host"
@@ -211,7 +224,7 @@ def hidden_size(census: Census) -> int:
 
 
 def _to_host(step: _Step) -> Iterator[Flow]:
-    """To and from what is kept in the host's memory, and what passes through it on its way to a disk."""
+    """Yield the traffic to and from host memory, including what passes through it to a disk."""
     parallel, model = step.spec.parallel, step.spec.model
     width = weight_bytes(step.spec)
     if parallel.offload_optimizer.device != "none":
@@ -229,7 +242,7 @@ def _to_host(step: _Step) -> Iterator[Flow]:
 def _to_disk(step: _Step) -> Iterator[Flow]:
     parallel = step.spec.parallel
     if parallel.offload_optimizer.device == "nvme":
-        # fp32 weights, moments and gradients, written and read (stage3.py,
+        # fp32 weights, moments and gradients, read and written (stage3.py,
         # _optimizer_states_and_gradient_swap_in)
         states = step.share * (2 * FP32 + moment_bytes(step.spec))
         yield Flow("optimizer states", "disk", 1, 2 * states)
@@ -239,13 +252,14 @@ def _to_disk(step: _Step) -> Iterator[Flow]:
 
 
 def _read(step: _Step) -> int:
-    """Bytes of its own share that a rank reads for a micro-batch."""
+    """Return the bytes of its own share that a rank reads for a micro-batch."""
     return -(-_gathered(step) // step.layout.data_parallel) * weight_bytes(step.spec)
 
 
 def _added_gradients(step: _Step) -> Iterator[Flow]:
-    """At ZeRO 2 and 3 each micro-batch's are added to the earlier ones on the GPU, which come back for it
-    (stage_1_and_2.py:1809 async_accumulate_grad_in_cpu_via_gpu, stage3.py:2023 grad_buffer)."""
+    """Yield the accumulation of offloaded gradients at ZeRO 2 and 3: for each micro-batch, the earlier
+    gradients are copied back to the GPU and added there (stage_1_and_2.py:1809
+    async_accumulate_grad_in_cpu_via_gpu, stage3.py:2023 grad_buffer)."""
     zero, times = step.spec.parallel.zero_stage, step.micro_batches
     if zero == 3 or (zero == 2 and times > 1):
         width = weight_bytes(step.spec) if zero == 2 else FP32

@@ -1,4 +1,4 @@
-"""Memory of a run, byte by byte, as one version of DeepSpeed allocates it."""
+"""Compute the memory of a run, allocation by allocation, as one version of DeepSpeed makes them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 WRITTEN_FOR = "0.19.8"
-"""The version of DeepSpeed whose files and lines are cited (scripts/citations)."""
+"""Version of DeepSpeed whose files and lines are cited (scripts/citations)."""
 
 
 def other_version() -> Iterator[str]:
-    """A sentence where another version of DeepSpeed is installed."""
+    """Yield a warning if another version of DeepSpeed is installed."""
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:

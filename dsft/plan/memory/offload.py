@@ -1,8 +1,8 @@
-"""States and parameters in host memory and on disks (offload to CPU and NVMe): takes a census, a spec and a
-layout, gives bytes on the disk, page-locked bytes, and the keys of DeepSpeed's JSON. Pure.
+"""Compute what offload to CPU and NVMe takes: bytes on the disk, pinned memory, and the keys of the DeepSpeed
+JSON.
 
-A GPU copies from and to locked pages without a stop in between, but they can never leave the memory, and the
-host has them no more for anything else, so a run may lock at most half of it.
+A GPU copies from and to pinned memory without interruption, but pinned pages cannot be swapped out or used
+for anything else, so a run may pin at most half of a host's memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dsft.plan.memory.sizes import FP32, GIB, moment_bytes, weight_bytes
 from dsft.spec.schema import Spec
 
 SUB_GROUP = 100_000_000
-"""Elements that ZeRO 3 updates at a time: bounds the fp32 gradients that live at once to 400 MB."""
+"""Elements that ZeRO 3 updates at a time. Limits the fp32 gradients in memory at once to 400 MB."""
 
 STATE_BUFFERS = 4
-"""A sub-group's value, two moments and gradient are in memory at a time."""
+"""Swap buffers of the optimizer: value, two moments and gradient of one sub-group."""
 
 PARAMETER_BUFFERS = 5
-"""Parameters read at a time, from their reading until they are released after their use; a module of the
-architectures that dsft knows has at most three that are large."""
+"""Swap buffers for parameters; each is in use from reading a parameter until its release after use. Modules
+of the supported architectures have at most three large parameters."""
 
 PARAMETER_BUFFER = 100_000_000
-"""Elements of one of them, where the model is not known."""
+"""Elements of such a buffer if the model is not known."""
 
 AIO: Mapping[str, Any] = {
     "block_size": 1_048_576,
@@ -50,23 +50,24 @@ AIO_REASONS = {
 
 
 def swap_keys(spec: Spec) -> list[str]:
-    """The keys of the spec whose device is nvme."""
+    """Return the offload keys of the spec whose device is nvme."""
     return [key for key in KEYS if getattr(spec.parallel, key).device == "nvme"]
 
 
 KEYS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
-"""Of `parallel`, and what DeepSpeed calls them."""
+"""Key of `parallel` -> section of DeepSpeed's zero_optimization."""
 
 
 def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:
-    """Fixed in generated files; a run measures its disks and writes its own into its deepspeed.json."""
+    """Yield the keys of section aio: fixed values for generated files. A run measures its disks and writes
+    the best values into its own deepspeed.json."""
     if swap_keys(spec):
         for key, value in AIO.items():
             yield f"aio.{key}", value, f"{AIO_REASONS[key]}; the run measures its disks and takes the fastest"
 
 
 def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
-    """Of offload_optimizer, without the section's name."""
+    """Yield the NVMe keys of offload_optimizer, without the section's name."""
     reason = "value, two moments and gradient of the sub-group that is being updated"
     yield "buffer_count", STATE_BUFFERS, reason
     yield "pipeline_read", False, "a sub-group is read when it is updated: no second set of buffers"
@@ -74,7 +75,7 @@ def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
 
 
 def parameter_rows() -> Iterator[tuple[str, Any, str]]:
-    """Of offload_param, without the section's name."""
+    """Yield the NVMe keys of offload_param, without the section's name."""
     yield "buffer_count", PARAMETER_BUFFERS, "parameters that are in host memory at a time"
     reason = "elements of a buffer; the run takes the largest parameter's part"
     yield "buffer_size", PARAMETER_BUFFER, reason
@@ -83,11 +84,11 @@ def parameter_rows() -> Iterator[tuple[str, Any, str]]:
 
 @dataclass(frozen=True)
 class Swapped:
-    """Bytes of one rank, at most: what is below 1 MiB stays in memory.
+    """Maximum bytes that one rank swaps; tensors below 1 MiB stay in memory.
 
-    states      on the disk: fp32 values, moments and gradients of what is trained
-    parameters  on the disk: in the type of forward and backward
-    locked      buffers in host memory, locked
+    states      on the disk: fp32 values, moments and gradients of the trained parameters
+    parameters  on the disk: parameters in the type of forward and backward
+    locked      pinned buffers in host memory
     """
 
     states: int
@@ -100,8 +101,8 @@ class Swapped:
 
 
 def swapped(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) -> Swapped:
-    """What one of `ranks` ranks that share the model swaps to its disk; sub_group: elements updated at a
-    time."""
+    """Return what each of the `ranks` ranks among which the model is sharded swaps to its disk. sub_group:
+    elements updated at a time."""
     keys, moments, weight = swap_keys(spec), moment_bytes(spec), weight_bytes(spec)
     trained = [parameter.numel for parameter in census.parameters if parameter.trained]
     share = sum(-(-numel // ranks) for numel in trained)
@@ -119,30 +120,31 @@ def swapped(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) 
 
 
 def largest_part(census: Census, ranks: int) -> int:
-    """Elements of the largest parameter on one rank."""
+    """Return the number of elements of the largest parameter's shard on one rank."""
     return max(-(-parameter.numel // ranks) for parameter in census.parameters)
 
 
 SHARE = 0.5
-"""Of a host's memory, that all of its ranks may lock together."""
+"""Share of a host's memory that all of its ranks together may pin."""
 
 SECTIONS = ("offload_optimizer", "offload_param")
-"""Of DeepSpeed's zero_optimization."""
+"""The offload sections in DeepSpeed's zero_optimization."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""The variable that torch's allocators read, from 2.9 on. PYTORCH_CUDA_ALLOC_CONF is its older name, which
-counts where both are set (c10/cuda/CUDAAllocatorConfig.h)."""
+"""Environment variable that configures torch's allocators, from torch 2.9 on. The older name
+PYTORCH_CUDA_ALLOC_CONF has precedence if both are set (c10/cuda/CUDAAllocatorConfig.h)."""
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cut) -> int:
-    """By one rank of a stage, were pin_memory true wherever it is cpu.
+    """Return the bytes that one rank of a stage pins if pin_memory is true in every section with device cpu.
 
     ZeRO 1 and 2: fp32 weights, their gradient, and the updated weights on their way back
     (stage_1_and_2.py:565 pin_memory, stage_1_and_2.py:940 pin_memory, stage_1_and_2.py:572 temp_pinned); in
-    fp32 also what accumulates (stage_1_and_2.py:1825 pin_memory). ZeRO 3: the gradient as it accumulates
-    (stage3.py:795 pin_memory) and as the optimizer reads it (stage3.py:1340 pin_memory); weights that are
-    kept there, those that are trained whatever pin_memory says (stage3.py:906 pin_memory).
+    fp32 also the accumulated gradients (stage_1_and_2.py:1825 pin_memory). ZeRO 3: the gradient as it
+    accumulates (stage3.py:795 pin_memory) and as the optimizer reads it (stage3.py:1340 pin_memory);
+    offloaded weights, of which DeepSpeed pins the trained ones even if pin_memory is false (stage3.py:906
+    pin_memory).
     """
     ranks, zero, weight = layout.data_parallel, spec.parallel.zero_stage, weight_bytes(spec)
     own = census.stage(stage, cut)
@@ -157,13 +159,14 @@ def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cu
 
 
 def allocator(spec: Spec, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """What to add to the environment of a rank before torch is imported, unless the user has set it or torch
-    is a build for another device than CUDA's.
+    """Return the environment variables for torch's allocators, to set before a rank imports torch. Empty if
+    the user has set them or torch is a build for a device other than CUDA.
 
-    expandable_segments: the memory of a GPU is taken in pages that grow with a segment, so that micro-batches
-    of other lengths reuse what earlier ones have freed (docs/performance.md). pinned_max_round_threshold_mb,
-    where a run offloads: large tensors are page-locked as they are. Else torch locks the next power of two of
-    bytes, up to twice as many (torch, ATen/core/CachingHostAllocator.h); from 2.13 on it can be told not to.
+    expandable_segments: GPU memory is taken in pages by which a segment grows, so that micro-batches of other
+    lengths reuse what earlier ones have freed (docs/performance.md). pinned_max_round_threshold_mb, if the
+    run offloads: large tensors are pinned at their own size. Otherwise torch rounds up to the next power of
+    two of bytes, up to twice the size (torch, ATen/core/CachingHostAllocator.h); the option exists from torch
+    2.13 on.
     """
     version, _, build = torch_version.partition("+")
     if {ALLOCATOR, OLDER} & environ.keys() or build.startswith(("cpu", "rocm", "xpu")):
@@ -177,8 +180,8 @@ def allocator(spec: Spec, environ: Mapping[str, str], torch_version: str) -> dic
 
 
 def has_room(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:
-    """Whether all hosts have room to lock what their ranks would, and the words for it. ranks: of each its
-    host, the bytes that it would lock, and the host's memory."""
+    """Return whether no host would pin more than SHARE of its memory, and the words that say so. ranks: for
+    each rank its host, the bytes that it would pin, and the host's memory in bytes."""
     locked: dict[str, int] = {}
     memory: dict[str, int] = {}
     for host, mine, whole in ranks:
@@ -192,7 +195,7 @@ def has_room(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:
 
 
 def with_pinning(config: Mapping[str, Any], pinned: Mapping[str, bool]) -> dict[str, Any]:
-    """`config` with this value of pin_memory in these of its SECTIONS."""
+    """Return `config` with pin_memory set. pinned: one of SECTIONS -> value."""
     zero = config["zero_optimization"]
     sections = {key: zero[key] | {"pin_memory": value} for key, value in pinned.items()}
     return {**config, "zero_optimization": {**zero, **sections}}

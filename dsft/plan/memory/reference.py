@@ -1,5 +1,6 @@
-"""Bytes that a run's reference takes: beside the policy, or in a pass of its own before it. Takes the plan of
-the policy's memory and the reference's census; pure arithmetic, and as much an estimate as that.
+"""Compute the memory of a run's reference: beside the policy, or in its own pass before training.
+
+As accurate as the policy's memory plan, on which it builds.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from dsft.spec.schema import Spec
 
 @dataclass(frozen=True)
 class ReferenceMemory:
-    """Of an engine of its own, on one rank of a stage; on its GPU, but the last, in its host's memory.
+    """Memory in bytes of a reference with its own engine, on one rank of a stage; on the GPU, except
+    offloaded.
 
-    parameters  there between their uses
-    gathered    at ZeRO 3, at most so many at once
-    activations of the largest layer: a forward pass keeps no more
-    logits      that are there at once, at most
-    offloaded   parameters on the CPU
-    beside      as of a RankMemory
-    retained    as of a RankMemory; nothing is freed before the end
+    parameters   parameters between their uses
+    gathered     gathered parameters at ZeRO 3, at most
+    activations  activations of the largest layer; a forward pass keeps no more
+    logits       logits in memory at once, at most
+    offloaded    parameters in host memory
+    beside       as in RankMemory
+    retained     as in RankMemory; nothing is freed before the end
     """
 
     stage: int
@@ -58,8 +60,12 @@ class ReferenceMemory:
 
 @dataclass(frozen=True)
 class Reference:
-    """stages: one rank of each, empty where the policy's own engine scores; hosts: host -> bytes of a pass of
-    its own, None where it stands beside the policy, whose figures then have it."""
+    """Memory of the reference.
+
+    stages  one rank of each stage; empty if the policy's own engine scores
+    hosts   host -> bytes during the reference's own pass; None if the reference runs beside the policy, whose
+            memory then includes it
+    """
 
     stages: tuple[ReferenceMemory, ...]
     hosts: Mapping[str, int] | None
@@ -73,9 +79,11 @@ def with_reference(
     hosts: Mapping[str, int],
     tokens: int | None = None,
 ) -> tuple[Memory, Reference | None]:
-    """The policy's memory with what stays beside it, and the reference's own; None where the loss has none.
+    """Return the policy's memory with that of the reference beside it added, and the reference's own memory,
+    None if the loss has no reference.
 
-    census: of the reference, or the policy's where it is the policy's start; tokens: as in `memory`.
+    census: that of the reference, or the policy's if the reference is its initial model; tokens: as in
+    `memory`.
     """
     if not needs_reference(spec):
         return sizes, None
@@ -91,7 +99,7 @@ def with_reference(
 
 
 def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceMemory, ...]:
-    """As of a policy that has nothing to train."""
+    """Return the memory of one rank of each stage, computed as for a policy without trained parameters."""
     places = reference_layout(spec, layout.world_size)
     own = spec.model_copy(update={"model": reference_model(spec), "parallel": reference_parallel(spec)})
     parameters = tuple(replace(p, trained=False) for p in census.parameters if _is_its(p, own))
@@ -112,12 +120,13 @@ def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceMemory:
 
 
 def _is_its(parameter: Parameter, own: Spec) -> bool:
-    """A policy's new adapter is none of the reference's."""
+    """Return whether a parameter belongs to the reference; the policy's new adapter does not."""
     return own.model.lora is not None or not _is_adapters(parameter)
 
 
 def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int:
-    """Of an adapter that training continues, and of what is trained beside one: `refer_to_start`."""
+    """Return the bytes of the copies of initial values that `refer_to_start` keeps: of a continued adapter,
+    and of modules trained beside an adapter; at ZeRO 3 of everything trained."""
     sharded, lora = spec.parallel.zero_stage == 3, spec.model.lora
     by_copy = sharded or (lora is not None and lora.path is not None)
     trained = [p for p in census.stage(rank.stage, cut_of(spec.parallel, census)) if p.trained]

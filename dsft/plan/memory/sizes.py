@@ -1,5 +1,6 @@
-"""Sizes that more than one module counts in: units, bytes of an element, and those of the output layer's
-logits, by which dsft/model/head.py cuts them into chunks and the plan counts them. Pure.
+"""Units, bytes per element, and sizes of the output layer's logits.
+
+dsft/model/head.py divides the logits into chunks by these sizes, and the plan counts their memory by them.
 """
 
 from __future__ import annotations
@@ -9,29 +10,30 @@ from dsft.spec.schema import Spec
 GIB = 2**30  # bytes
 FP32 = 4  # bytes of an element
 
-BYTES_PER_LOGIT = 8  # the product, its float32 copy and what is made of it, for weights of 2 or 4 bytes
+BYTES_PER_LOGIT = 8  # the product, its float32 copy and derived values, for weights of 2 or 4 bytes
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""What the logits of one chunk may take. Every chunk reads and writes the whole float32 gradient of the
-weight, so a chunk must have many rows to be worth it: 512 of a vocabulary of 65,536 on a CPU, and on a GPU,
-which computes more for each byte that it moves, 1,024 of 131,072."""
-SCORED_PARTS = 4  # of a chunk: where no gradient of the weight is added up, fewer rows at once are as fast
-PLAIN_BYTES = 1 << 24  # below this, what is saved is not worth computing anything twice
-PLAIN_BYTES_PER_LOGIT = 12  # of logits made whole: they, log-probabilities and their gradient, in float32
+"""Device -> maximum bytes of the logits of one chunk. Every chunk reads and writes the whole float32 gradient
+of the weight, so it needs many rows to be efficient: 512 with a vocabulary of 65,536 on a CPU, and 1,024 with
+131,072 on a GPU, which computes more per byte that it moves."""
+SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
+PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
+PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
 
 
 def chunk_limit(device: str) -> int:
-    """Bytes of a chunk. device: "cpu" or "cuda"; another kind counts as the latter."""
+    """Return the maximum bytes of a chunk. device: "cpu" or "cuda"; others count as "cuda"."""
     return CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
 
 
 def in_chunks(logits: int, chunk: int) -> bool:
-    """Whether so many logits are too many to be made at once, where a chunk may take so many bytes."""
+    """Return whether this number of logits must be computed in chunks. chunk: maximum bytes of a chunk."""
     return logits * BYTES_PER_LOGIT > min(PLAIN_BYTES, chunk)
 
 
 def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
-    """Of how many rows the gradient by the logits, `row_bytes` each, is kept from the forward for a backward
-    that cannot be known there: as many as a chunk may take."""
+    """Return the number of rows whose gradient with respect to the logits is stored in the forward, for a
+    backward that the forward cannot know: as many as fit into a chunk. row_bytes: bytes of one row's
+    gradient; chunk: maximum bytes of a chunk."""
     return min(rows, chunk // row_bytes)
 
 
