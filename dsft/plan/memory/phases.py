@@ -1,8 +1,7 @@
-"""Which tensors a rank keeps at once, in each phase of a run that can have the peak of memory. Takes a rank's
-part of the model and how it is trained, gives bytes; pure arithmetic.
+"""Count the tensors that one rank has in memory in each phase of a run that can have the peak memory.
 
-What is there in which phase is read off DeepSpeed's sources, file, line and symbol beside it
-(scripts/citations), and compared with measured peaks by benchmarks/memory.py.
+The contents of each phase follow DeepSpeed's sources, cited by file, line and symbol (scripts/citations);
+benchmarks/memory.py compares the result with measured peaks.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.sizes import FP32
 
 MALLOC_KEEPS = 32 << 20
-"""Bytes. glibc takes larger blocks from the kernel and gives them back at once; smaller ones come from its
-heap and stay with the process when they are freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""Bytes. glibc takes larger blocks from the kernel and returns them as soon as they are freed; smaller blocks
+come from its heap and stay with the process when freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
-ROUNDED = 64 << 20  # bytes of a page-locked tensor, up to which torch rounds them
+ROUNDED = 64 << 20  # torch rounds pinned tensors up to this many bytes to a power of two
 REDUCED_AT_ONCE = 500_000_000
 """Elements that ZeRO 0 and BF16_Optimizer reduce in one piece (engine.py:3073 allreduce_gradients)."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Bytes in blocks of at most MALLOC_KEEPS, and in larger ones."""
+    """Bytes of tensors: of those with at most MALLOC_KEEPS bytes, and of larger ones."""
 
     small: int = 0
     large: int = 0
@@ -43,22 +42,22 @@ NONE = Tensors()
 
 
 def one(size: int) -> Tensors:
-    """One tensor of so many bytes."""
+    """Return one tensor of `size` bytes."""
     return Tensors(size, 0) if size <= MALLOC_KEEPS else Tensors(0, size)
 
 
 def each(elements: Iterable[int], width: int) -> Tensors:
-    """A tensor for each number of elements, of `width` bytes each."""
+    """Return one tensor for each number of elements, with `width` bytes per element."""
     return sum((one(numel * width) for numel in elements), NONE)
 
 
 Row = Literal["parameters", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"]
 Phase = Mapping[Row, Tensors]
-"""What is on the device, and in `offloaded` what is in the memory of its host."""
+"""Tensors of one phase by kind; `offloaded` is in host memory, all others are on the device."""
 
 
 def merged(*phases: Phase) -> dict[Row, Tensors]:
-    """All of them at once."""
+    """Add up phases: the tensors of all of them are in memory at once."""
     found: dict[Row, Tensors] = {}
     for phase in phases:
         for row, tensors in phase.items():
@@ -72,13 +71,23 @@ def total(phase: Phase) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """trained, frozen: elements of each parameter of this rank's stage; ranks: data-parallel ones;
-    weight, reduced, moment, gradient: bytes of an element of the weights, of what is summed over the
-    ranks, of the optimizer's states, and of the gradients that ZeRO 3 keeps; bucket, gathered: elements
-    of the reduction's and the gathering's buckets; optimizer, parameters: where they are kept; groups: of
-    the optimizer; accumulates: steps have several micro-batches; pinned: what is offloaded is page-
-    locked; locked: bytes of the buffers through which a rank swaps; forward,
-    backward: activations and head at the peak of each."""
+    """The part of a model that one rank trains, and how.
+
+    trained, frozen        number of elements of each parameter of the rank's stage
+    zero                   ZeRO stage
+    ranks                  data-parallel ranks
+    weight                 bytes per element of the weights
+    reduced                bytes per element in the reduction over ranks
+    moment                 bytes per element of the optimizer states
+    gradient               bytes per element of the gradients that ZeRO 3 keeps
+    bucket, gathered       elements of the reduction bucket and of the gathering bucket
+    optimizer, parameters  devices of offload_optimizer and offload_parameters
+    groups                 parameter groups of the optimizer
+    accumulates            whether steps have several micro-batches
+    pinned                 whether offloaded tensors are pinned
+    locked                 bytes of the pinned buffers through which the rank swaps
+    forward, backward      activations and head at the peak of each
+    """
 
     trained: tuple[int, ...]
     frozen: tuple[int, ...]
@@ -108,7 +117,7 @@ class Part:
 
     @property
     def share(self) -> int:
-        """Of what is trained; at ZeRO 3 each parameter is cut by itself."""
+        """Number of trained elements per rank; at ZeRO 3 each parameter is sharded separately."""
         if self.zero == 3:
             return sum(self.shares(self.trained))
         return -(-self.elements // self.ranks)
@@ -125,20 +134,21 @@ class Part:
         return [-(-numel // self.ranks) for numel in elements]
 
     def in_host(self, elements: int, width: int) -> Tensors:
-        """Page-locked memory comes in powers of two (torch, CachingHostAllocator.h), where a run does not
-        tell torch otherwise (`dsft.plan.memory.offload.allocator`)."""
+        """Return a tensor in host memory. torch rounds pinned tensors up to a power of two of bytes
+        (torch, CachingHostAllocator.h) unless configured otherwise (`dsft.plan.memory.offload.allocator`)."""
         size = elements * width
         is_rounded = self.pinned and 0 < size <= ROUNDED
         return one(1 << (size - 1).bit_length() if is_rounded else size)
 
     def gathering(self, elements: int) -> Tensors:
-        """gloo collects what it gathers in a copy of its own (ProcessGroupGloo, all_gather_into_tensor)."""
+        """Return gloo's own copy of the elements that it gathers (ProcessGroupGloo, all_gather_into_tensor);
+        nothing on a GPU."""
         return one(elements * self.weight) if self.on_cpu and self.ranks > 1 else NONE
 
 
 def phases(part: Part) -> dict[str, Phase]:
-    """By name: between (steps), load and its flattening, backward and what follows it. Without anything to
-    train, between, load, and ZeRO 3's forward."""
+    """Return the phases by name: between (steps), load, flattening (part of loading), forward, backward and
+    the phases of the update. Without trained parameters: between, load, and at ZeRO 3 forward."""
     if not part.trained:
         kept: Phase = {"parameters": weights(part)}
         return {"between": kept, "load": kept} | (
@@ -154,7 +164,7 @@ def phases(part: Part) -> dict[str, Phase]:
 
 
 def weights(part: Part) -> Tensors:
-    """As they are kept between their uses."""
+    """Return the weights as they are stored between their uses."""
     if part.zero < 3:
         flat = each(part.trained, part.weight) if part.zero == 0 else one(part.elements * part.weight)
         return flat + each(part.frozen, part.weight)
@@ -163,14 +173,15 @@ def weights(part: Part) -> Tensors:
 
 
 def _shares(part: Part) -> Tensors:
-    """At ZeRO 3; those of what is trained in one piece (stage3.py:972 defragment)."""
+    """Return a rank's shards of the weights at ZeRO 3; trained ones are one tensor (stage3.py:972
+    defragment)."""
     return one(part.share * part.weight) + each(part.shares(part.frozen), part.weight)
 
 
 def _whole(part: Part) -> dict[str, Phase]:
-    """ZeRO 0. In fp32 the plain optimizer over the module's own parameters; else FP16_UnfusedOptimizer, which
-    steps once, with gradients of zeros, while it is made (unfused_optimizer.py:412
-    initialize_optimizer_states)."""
+    """Return the phases of ZeRO 0. In fp32 the plain optimizer updates the module's parameters; otherwise
+    FP16_UnfusedOptimizer does, which runs one step with zero gradients when it is created
+    (unfused_optimizer.py:412 initialize_optimizer_states)."""
     low = part.weight < FP32
     gradients = each(part.trained, part.weight)
     copies = each(part.trained, FP32) if low else NONE
@@ -179,8 +190,8 @@ def _whole(part: Part) -> dict[str, Phase]:
         "master": copies,
         "moments": each(part.trained, part.moment),
     }
-    left = gradients if part.accumulates else NONE  # else each comes as activations go
-    flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; and again as it travels
+    left = gradients if part.accumulates else NONE  # else gradients appear as activations are freed
+    flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
     travels = one(flat * part.weight) + (one(flat * part.reduced) if part.reduced != part.weight else NONE)
     load: Phase = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(part)}
     return {
@@ -194,16 +205,16 @@ def _whole(part: Part) -> dict[str, Phase]:
 
 
 def _bf16(part: Part) -> dict[str, Phase]:
-    """ZeRO 1 in bf16: BF16_Optimizer, whose fp32 gradients are whole on every rank (bf16_optimizer.py:191
-    fp32_flat_buffer);
-    those of the weights' own type stay beside them, as zeros (clear_lp_grads)."""
+    """Return the phases of ZeRO 1 in bf16: BF16_Optimizer, whose fp32 gradients are whole on every rank
+    (bf16_optimizer.py:191 fp32_flat_buffer). The bf16 gradients stay allocated, set to zero
+    (clear_lp_grads)."""
     whole = one(part.elements * FP32)
     made: Phase = {"parameters": weights(part), "master": one(part.share * FP32), "gradients": whole}
     low: Phase = {"gradients": each(part.trained, part.weight)}
     between = merged(made, {"moments": one(part.share * part.moment)})
     kept = merged(between, low)
-    left = kept if part.accumulates else between  # else each comes as activations go
-    # several groups are flattened together, one is reduced where it is (engine.py:3796 flatten)
+    left = kept if part.accumulates else between  # else gradients appear as activations are freed
+    # several groups are copied into one tensor, a single one is reduced in place (engine.py:3796 flatten)
     joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE
     return {
         "between": between,
@@ -218,10 +229,12 @@ def _bf16(part: Part) -> dict[str, Phase]:
 
 
 def _partitioned(part: Part) -> dict[str, Phase]:
-    """DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp32, fp16 or with offload. Where weights are narrower
-    than fp32, gradients add up in one fp32 piece of the rank's share (stage_1_and_2.py:1259
-    _use_compact_grad_partition_buffer); else in pieces,
-    of which the next micro-batch makes others before they are added."""
+    """Return the phases of DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp32, fp16 or with offload.
+
+    If weights are narrower than fp32, gradients accumulate in one fp32 tensor for the rank's share
+    (stage_1_and_2.py:1259 _use_compact_grad_partition_buffer). Otherwise they accumulate in separate tensors,
+    and those of the next micro-batch are allocated before they are added.
+    """
     low = part.weight < FP32
     share = one(part.share * FP32)
     width = FP32 if part.zero == 1 else part.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
@@ -253,23 +266,25 @@ def _partitioned(part: Part) -> dict[str, Phase]:
 
 
 def _copied(part: Part) -> Phase:
-    """The weights and their flat copy, before anything else is made (stage_1_and_2.py:505
-    flatten_dense_tensors_aligned, bf16_optimizer.py:167 _flatten_dense_tensors_aligned)."""
+    """Return the weights and their flat copy, which exist before anything else is allocated
+    (stage_1_and_2.py:505 flatten_dense_tensors_aligned, bf16_optimizer.py:167
+    _flatten_dense_tensors_aligned)."""
     return {"parameters": weights(part) + each(part.trained, part.weight)}
 
 
 def _arriving(part: Part) -> Tensors:
-    """The gradient of one parameter, before it is in a bucket; with offload one that is larger than the
-    bucket is copied (stage_1_and_2.py:1446 grad_reduc)."""
+    """Return the gradient of one parameter before it is in a bucket. With offload below ZeRO 3, a gradient
+    larger than the bucket is copied (stage_1_and_2.py:1446 grad_reduc)."""
     arriving = one(part.largest * part.weight)
     return arriving + arriving if part.is_offloaded and part.zero < 3 else arriving
 
 
 def _in_host(part: Part) -> Tensors:
-    """At ZeRO 1 and 2: fp32 weights, moments and gradients, the updated weights on their way back, one
-    gradient on its way, and in fp32 those that add up, by parameter (stage_1_and_2.py:560
-    weights_partition, stage_1_and_2.py:567 temp_buffer_bit16, stage_1_and_2.py:653
-    temp_grad_buffer_for_cpu_offload, stage_1_and_2.py:1809 async_accumulate_grad_in_cpu_via_gpu)."""
+    """Return the tensors in host memory at ZeRO 1 and 2: fp32 weights, moments and gradients, the updated
+    weights on their way to the GPU, one gradient on its way from it, and in fp32 the accumulated gradients,
+    one tensor per parameter (stage_1_and_2.py:560 weights_partition, stage_1_and_2.py:567 temp_buffer_bit16,
+    stage_1_and_2.py:653 temp_grad_buffer_for_cpu_offload, stage_1_and_2.py:1809
+    async_accumulate_grad_in_cpu_via_gpu)."""
     share, adding = part.share, part.accumulates and part.weight == FP32
     flat = part.in_host(share, FP32) + part.in_host(share, FP32) + part.in_host(share, part.weight)
     pieces = [part.in_host(numel, FP32) for numel in part.shares(part.trained)] if adding else []
@@ -277,9 +292,10 @@ def _in_host(part: Part) -> Tensors:
 
 
 def _buckets(part: Part, width: int) -> Tensors:
-    """Two, where reduction runs beside the backward; what is reduced is flattened, and once more in the type
-    that travels (stage_1_and_2.py:2359 allreduce_bucket); a larger parameter is reduced by itself. With
-    offload a gradient passes through a buffer of the largest one's size."""
+    """Return the reduction buckets: two if reduction overlaps the backward. The reduced gradients are
+    flattened, and copied again if the reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a
+    parameter larger than the bucket is reduced separately. With offload, gradients pass through a buffer of
+    the size of the largest one."""
     bucket = min(part.bucket, part.elements)
     flat = max(bucket, part.largest)
     found = one(bucket * width) + (NONE if part.pipeline else one(bucket * width)) + one(flat * width)
@@ -289,9 +305,9 @@ def _buckets(part: Part, width: int) -> Tensors:
 
 
 def _sharded(part: Part) -> dict[str, Phase]:
-    """ZeRO 3. In fp32 there are masters too (stage3.py:1163 device is compared with its name, which are
-    never equal); one bucket (stage3.py:782 reduce_bucket_size) and the gradients' buffer (stage3.py:791
-    grad_partitions_flat_buffer) stay."""
+    """Return the phases of ZeRO 3. Master weights exist in fp32, too (stage3.py:1163 device is compared with
+    a string and never equals it). One bucket (stage3.py:782 reduce_bucket_size) and the gradients' buffer
+    (stage3.py:791 grad_partitions_flat_buffer) are allocated for the whole run."""
     share, sub_group = part.share, min(part.share, SUB_GROUP)
     states: Phase = {
         "master": one(share * FP32),
@@ -308,9 +324,9 @@ def _sharded(part: Part) -> dict[str, Phase]:
         resident = [numel for numel in part.trained + part.frozen if numel <= PERSIST_BELOW]
         kept = merged(kept, {"offloaded": on_host}) | {"parameters": each(resident, part.weight)}
     reduced = max(min(part.bucket, part.elements), part.largest)
-    reducing = one(reduced * part.reduced)  # in the order of the ranks (coalesced_collectives.py:122 cat)
+    reducing = one(reduced * part.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
     if part.on_cpu:
-        reducing += reducing  # gloo's reduce_scatter works in a copy
+        reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if part.gradient == FP32 else FP32 + part.gradient  # flattened first
     step = NONE if part.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in kept.items() if row != "moments"}
@@ -330,10 +346,9 @@ def _sharded(part: Part) -> dict[str, Phase]:
 
 
 def _flattening(part: Part, kept: Phase) -> Phase:
-    """Beside a GPU: shares that stay on it become one tensor by way of its host's memory (zero/utils.py:221
-    cpu_buffer),
-    those that stay in the host's memory are copied there from where they were read to (stage3.py:906
-    pin_memory)."""
+    """Return the phase in which ZeRO 3 flattens the shards of a GPU's rank; empty on a CPU. Shards that stay
+    on the GPU become one tensor by way of host memory (zero/utils.py:221 cpu_buffer); those that stay in host
+    memory are copied within it (stage3.py:906 pin_memory)."""
     if part.on_cpu:
         return {}
     shares = each(part.shares(part.trained), part.weight)
@@ -346,9 +361,10 @@ def _flattening(part: Part, kept: Phase) -> Phase:
 
 
 def gathered(part: Part) -> Tensors:
-    """At ZeRO 3: what stays whole from its forward to its backward, and the bucket it comes in, of which gloo
-    has a copy, beside the shares that go out (partition_parameters.py:1343 flat_tensor). One rank's share is
-    the whole, and is used as it is (_no_gather_coalesced)."""
+    """Return the gathered parameters at ZeRO 3: those that stay whole from forward to backward, the bucket
+    into which they are gathered (gloo has a copy of it), and the shards that are sent
+    (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
+    parameter (_no_gather_coalesced)."""
     if part.ranks == 1:
         return NONE
     whole = [numel for numel in part.trained + part.frozen if numel > PERSIST_BELOW]
@@ -361,9 +377,9 @@ def gathered(part: Part) -> Tensors:
 
 
 def _sharded_in_host(part: Part) -> Tensors:
-    """At ZeRO 3: fp32 weights, moments, and gradients twice, as they add up and as the update reads them
-    (stage3.py:791 grad_partitions_flat_buffer, stage3.py:1338 subgroup_gradient_buffer). What is swapped to a
-    disk leaves the adding gradients."""
+    """Return the tensors in host memory at ZeRO 3: fp32 weights, moments, and gradients twice, accumulated
+    and as read by the update (stage3.py:791 grad_partitions_flat_buffer, stage3.py:1338
+    subgroup_gradient_buffer). If the optimizer is on NVMe, only the accumulated gradients."""
     gradients = part.in_host(part.share, FP32)
     if part.optimizer == "nvme":
         return gradients

@@ -1,9 +1,8 @@
-"""Bytes that parameters, gradients, optimizer states and activations take on each GPU and each host. Takes a
-census, a spec and a layout; pure arithmetic, which tests/integration/test_memory.py holds against what
-DeepSpeed allocates, and each run against what it measures (memory.json).
+"""Compute the peak memory of each GPU and each host: parameters, gradients, optimizer states, activations.
 
-The numbers are those of the phase with the peak (`dsft.plan.memory.phases`). Padding of flat buffers is not
-among them.
+The numbers are those of the phase with the peak (`dsft.plan.memory.phases`), without padding of flat buffers.
+tests/integration/test_memory.py compares them with what DeepSpeed allocates, and each run with what it
+measures (memory.json).
 """
 
 from __future__ import annotations
@@ -34,48 +33,50 @@ from dsft.plan.memory.sizes import (
 from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20
-"""Bytes of a process with nothing of the model: Python, torch, transformers and DeepSpeed, measured on a CPU
-at the end of a run of 150,000 parameters (docs/plan.md). With CUDA it is more."""
+"""Bytes of a process without the model: Python, torch, transformers and DeepSpeed, measured on a CPU at the
+end of a run with 150,000 parameters (docs/plan.md). With CUDA it is more."""
 WITH_ZERO = 90 << 20
-"""What ZeRO 1 to 3 import besides: torch's compiler, for Muon (zero/utils.py:72 MuonWithAuxAdam)."""
+"""Additional bytes at ZeRO 1 to 3, which import torch's compiler for Muon (zero/utils.py:72
+MuonWithAuxAdam)."""
 
 DRIVER = 1536 << 20
-"""Bytes of a GPU that CUDA's context, its libraries and NCCL's buffers take beside torch's allocator. An
-estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") has 1,343 MB for CUDA's
-kernels alone; they differ with the GPU, the driver and the number of ranks."""
+"""Bytes that CUDA's context, its libraries and NCCL's buffers take on a GPU outside torch's allocator. An
+estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") gives 1,343 MB for CUDA's
+kernels alone; the size depends on the GPU, the driver and the number of ranks."""
 FRAGMENTS = 1 / 40
-"""Of what torch has allocated at most, about, what its allocator has reserved on top (docs/plan.md)."""
+"""Approximate share of torch's peak allocation that its allocator reserves in addition (docs/plan.md)."""
 
 BACKWARD = 0.55
-"""Of a layer's activations, about, that have gradients at once: measured of Llamas with torch's allocator."""
+"""Approximate share of a layer's activations that have gradients at once; measured with Llama models and
+torch's allocator."""
 
 SPARE = 1 / 10
-"""Of a figure, what a host must have beside it, since plans were mostly a little below the measured peaks
-(docs/plan.md)."""
+"""Share of a planned size that a host must have in addition, since most plans were slightly below the
+measured peaks (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage takes at its peak; on its GPU, but `offloaded`, in
-    its host's memory. Beside them those of other phases: one_layer, logits, loading.
+    """Bytes of one rank of a pipeline stage in the phase with its peak memory; on the GPU, except offloaded.
+    one_layer, logits, loading, between and forward belong to other phases.
 
-    parameters  weights in the type that forward and backward use
-    gradients   what accumulates, and what is being reduced or read by the update
-    master      fp32 weights that the optimizer updates, where they are not the parameters themselves
-    moments     the optimizer's states
-    buffers     reduction buckets and copies of what travels; at ZeRO 3 the gathered parameters
-    activations what the backward needs of the micro-batches in flight, by the shapes of the matrices
-    one_layer   those of the largest layer: what is recomputed at a time, and what evaluation takes
-    head        of the last stage: the logits that are there at once, at most, and the fp32 sum of their
-                chunks' gradients by the output layer's weight
-    logits      the logits that evaluation has at once
-    offloaded   fp32 weights, moments and gradients on the CPU, and activations where they are kept there
-    reference   weights of a reference beside the policy (`with_reference`); those on the CPU are in offloaded
-    loading     while model and engine are made
-    between     what stays from one step to the next
-    forward     what evaluation adds to that, at ZeRO 3 with the parameters that it gathers
-    retained    on a CPU: freed blocks of other phases that the C library does not give back
-    beside      on a GPU, about: what is taken of it beyond torch's tensors (DRIVER, FRAGMENTS)
+    parameters   weights in the type of forward and backward
+    gradients    accumulated gradients, and those being reduced or read by the update
+    master       fp32 master weights, if they are not the parameters themselves
+    moments      optimizer states
+    buffers      reduction buckets and copies for communication; at ZeRO 3 the gathered parameters
+    activations  activations of the micro-batches in flight that the backward needs, from the matrices' shapes
+    one_layer    activations of the largest layer: what is recomputed at a time, and what evaluation takes
+    head         on the last stage: the most logits in memory at once, and the fp32 sum of the chunks'
+                 gradients of the output layer's weight
+    logits       logits that evaluation has in memory at once
+    offloaded    fp32 weights, moments and gradients in host memory, and offloaded activations
+    reference    weights of a reference beside the policy (`with_reference`); offloaded ones are in offloaded
+    loading      peak while model and engine are created
+    between      tensors that stay from one step to the next
+    forward      what evaluation adds to between, at ZeRO 3 including the gathered parameters
+    retained     on a CPU: freed blocks of other phases that the C library does not return
+    beside       on a GPU: estimate of its memory outside torch's tensors (DRIVER, FRAGMENTS)
     """
 
     stage: int
@@ -99,22 +100,23 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """On the GPU, without activations and head."""
+        """Bytes on the GPU without activations and head."""
         kept = self.parameters + self.master + self.moments + self.reference
         return kept + self.gradients + self.buffers
 
     @property
     def device(self) -> int:
-        """What torch allocates."""
+        """Bytes that torch allocates on the device."""
         return self.states + self.activations + self.head
 
     @property
     def gpu(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.device + self.beside
 
     def phase(self, phase: str) -> int:
-        """On the GPU, in one of the phases that a run's memory is measured in; 0 for another."""
+        """Return the bytes on the GPU in one of the phases in which a run measures its memory; 0 for
+        others."""
         return {
             "load": self.loading + self.reference,
             "first_step": self.device,
@@ -126,8 +128,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """stages: one rank of each; hosts: host -> bytes of all its processes, those of the GPUs too where the
-    accelerator is the CPU."""
+    """Memory of a run. stages: one rank of each stage; hosts: host -> bytes of all its processes, including
+    the devices' memory if the accelerator is the CPU."""
 
     stages: tuple[RankMemory, ...]
     hosts: Mapping[str, int]
@@ -136,8 +138,8 @@ class Memory:
 def memory(
     census: Census, spec: Spec, layout: Layout, hosts: Mapping[str, int], tokens: int | None = None
 ) -> Memory:
-    """`hosts`: host -> ranks, in the order of the ranks; `tokens`: of the largest micro-batch, by default the
-    most that the spec allows."""
+    """Compute the memory of a run. hosts: host -> number of ranks, in rank order; tokens: number in the
+    largest micro-batch, by default the most that the spec allows."""
     batch = batch_sizes(spec.train, layout.data_parallel)
     most = tokens or most_tokens(spec, layout)
     stages = tuple(
@@ -147,7 +149,7 @@ def memory(
 
 
 def most_tokens(spec: Spec, layout: Layout) -> int:
-    """Of a micro-batch, as the spec allows."""
+    """Return the largest number of tokens in a micro-batch that the spec allows."""
     size = batch_sizes(spec.train, layout.data_parallel).micro_batch_size
     return spec.data.max_tokens_per_micro_batch or size * spec.longest_example
 
@@ -155,8 +157,8 @@ def most_tokens(spec: Spec, layout: Layout) -> int:
 def stage_memory(
     stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, batch: BatchSizes | None = None
 ) -> RankMemory:
-    """One rank of a stage, where micro-batches of at most so many tokens pass through the stages. batch: of a
-    step; None of a model that is not trained, which has one micro-batch at a time."""
+    """Compute the memory of one rank of a stage. tokens: maximum per micro-batch; batch: sizes of a step,
+    None for a model that is not trained, which has one micro-batch at a time."""
     work = _work(stage, census, spec, _Flow(layout, batch.accumulation_steps if batch else 1, tokens))
     part = _part(stage, census, spec, layout, batch)
     part = replace(part, forward=work.forward, backward=work.backward)
@@ -194,7 +196,7 @@ def _sum(phase: Phase) -> Tensors:
 
 
 class OnRank(Protocol):
-    """Bytes on a rank's GPU, of its host, and what its process keeps of what it has freed."""
+    """Bytes of a rank on its GPU, in host memory, and freed but retained by its process."""
 
     @property
     def device(self) -> int: ...
@@ -205,8 +207,8 @@ class OnRank(Protocol):
 
 
 def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping[str, int]) -> dict[str, int]:
-    """Host -> bytes of all its processes, what is on the GPUs too where these are the CPU. hosts: host ->
-    ranks, in the order of the ranks."""
+    """Return host -> bytes of all its processes, including the devices' memory if the accelerator is the CPU.
+    hosts: host -> number of ranks, in rank order."""
     totals: dict[str, int] = {}
     first, process = 0, PROCESS + (WITH_ZERO if spec.parallel.zero_stage else 0)
     for host, slots in hosts.items():
@@ -218,26 +220,28 @@ def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping
 
 
 def needed(size: int) -> int:
-    """Bytes that a host must have, where the plan counts so many."""
+    """Return the bytes that a host must have if the plan counts `size` bytes."""
     return size + int(size * SPARE)
 
 
 @dataclass(frozen=True)
 class _Flow:
-    """What passes through the stages in a step: so many micro-batches of at most so many tokens."""
+    """The micro-batches of a step: their number and their maximum number of tokens."""
 
     layout: Layout
     micro_batches: int
     tokens: int
 
     def in_flight(self, stage: int) -> int:
-        """1F1B: a stage has begun as many micro-batches as stages follow it, and its own."""
+        """Return the number of micro-batches whose activations a stage has in memory (1F1B): one plus the
+        number of stages after it."""
         return min(self.layout.pipeline_stages - stage, self.micro_batches)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a forward and a backward take; one_layer, logits: as in RankMemory, those of a forward alone."""
+    """Activations and head in forward and backward; one_layer, logits: as in RankMemory, for a forward
+    without backward."""
 
     forward: Phase
     backward: Phase
@@ -274,11 +278,11 @@ def _part(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSi
 
 
 def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
-    """The activations of all micro-batches in flight, and the head: its logits are gone when the backward
-    begins, the gradient of its weight is not.
+    """Return the activations of all micro-batches in flight, and the head. The logits are freed before the
+    backward of the layers, the gradient of the head's weight is not.
 
-    With gradient checkpointing a layer keeps its input alone, and one layer at a time is recomputed. Of the
-    layer through which the backward goes BACKWARD of its activations have gradients at once.
+    With gradient checkpointing, a layer stores only its input, and one layer at a time is recomputed. In the
+    layer that the backward is in, the share BACKWARD of the activations has gradients at once.
     """
     found: dict[int, list[Parameter]] = {}
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
@@ -303,12 +307,13 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
 
 
 def _kept(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
-    """Elements per token that the backward needs of a layer of these parameters, in the type of the weights.
+    """Return the elements per token that the backward needs of a layer with these parameters, as tensors in
+    the type of the weights.
 
-    Of each matrix the input, and what follows it needs the output; the widest once more, for what the
-    activation function gives. Where q, k and v share an input it is counted for each, which stands for what
-    the two norms and rotary embeddings keep; trained norms of narrower weights keep two hidden vectors more.
-    An adapter's matrices have one input with the layer's own, and so add their rank.
+    Counted are input and output of each matrix, and the widest output once more for the result of the
+    activation function. The input shared by q, k and v is counted for each, which accounts for the two norms
+    and rotary embeddings; trained norms of weights narrower than fp32 need two more hidden vectors. An
+    adapter's matrices share their input with the layer's own and add only their rank.
     """
     matrices = [p.shape for p in own if len(p.shape) == 2 and ".lora_" not in p.name]
     ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
@@ -318,15 +323,16 @@ def _kept(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
 
 
 def _embedding(census: Census) -> tuple[int, int]:
-    """Words of the vocabulary, hidden size."""
+    """Return the vocabulary size and the hidden size."""
     found = next((p for p in census.parameters if p.embedding), None)
     vocabulary, hidden = found.shape if found is not None else (0, 0)
     return vocabulary, hidden
 
 
 def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
-    """Logits, the sum of their chunks' gradients by the weight, which fp16 and preference pairs have no need
-    of, and the logits of a forward alone; were every token a target."""
+    """Return the bytes of the logits, of the sum of the chunks' gradients of the weight (0 for fp16 and
+    preference pairs, which do not need it), and of the logits in a forward without backward. Every token
+    counts as a target."""
     vocabulary, hidden = _embedding(census)
     chunk = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
     if not in_chunks(tokens * vocabulary, chunk):
