@@ -1,6 +1,9 @@
-"""YAML to a checked `Spec`.
+"""Read a YAML file and overrides as a checked `Spec`.
 
-Takes       a file and `key=value` texts
-Gives       frozen models (`schema`), all problems at once (`load`), the table of DeepSpeed's traps (`rules`)
-May touch   the files that a spec names, for reading; `template` writes a new spec; no torch, no environment
+schema    frozen models of all sections
+load      reading and checking, with all problems reported at once
+rules     table of what DeepSpeed refuses or silently gets wrong
+template  new specs for `dsft init`
+
+The package reads the files that a spec names; it uses neither torch nor environment variables.
 """

@@ -1,7 +1,7 @@
-"""The saved adapter that `model.lora.path` names: what the spec leaves out is taken from its config.
+"""Complete a spec with the settings of the saved adapter in `model.lora.path`.
 
-Takes a spec as it was read, and adapter_config.json; gives the spec with the adapter's own settings, and a
-finding for each that the two tell differently.
+Keys that the spec leaves out are taken from adapter_config.json; each key on which the two disagree is a
+finding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THEIRS = {
     "use_dora": "use_dora",
     "modules_to_save": "modules_to_save",
 }
-"""Our key -> peft's. dropout may differ: it belongs to the training."""
+"""Key of model.lora -> peft's key. dropout may differ, since it only affects training."""
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -42,11 +42,12 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "use_bdlora": (None, False),
 }
-"""peft's keys that dsft has no word for, with the values under which an adapter is what dsft makes."""
+"""peft's keys that dsft does not support -> the values with which an adapter is one that dsft supports."""
 
 
 def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
-    """`spec` itself where it names no adapter, or one that is not there, which `files` tells."""
+    """Return the spec completed with the saved adapter's settings, and the findings. The spec is unchanged if
+    it names no adapter, or one that does not exist, which `files` reports."""
     lora = spec.model.lora
     if lora is None or lora.path is None:
         return spec, []
@@ -71,7 +72,7 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter's settings by our keys, checked by the schema."""
+    """Return the adapter's settings by the keys of model.lora, validated by the schema."""
     told = {ours: config[theirs] for ours, theirs in THEIRS.items() if config.get(theirs) is not None}
     if isinstance(told.get("target_modules"), list):
         told["target_modules"] = sorted(told["target_modules"])
@@ -82,7 +83,8 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Names stand in any order; all-linear is compared once the model is there."""
+    """Return whether two values agree. The order of names does not matter; all-linear is compared later, when
+    the model is built."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         return set(ours) == set(theirs)
     return bool(ours == theirs) or (ours == "all-linear" and isinstance(theirs, tuple))

@@ -1,4 +1,4 @@
-"""Names that other tools use, and near misses, mapped to the spec's own. Pure.
+"""Suggest the spec's key for an unknown one: a name that other tools use, or a misspelling.
 
 Sources: transformers' TrainingArguments and TRL, LLaMA-Factory, Axolotl, litgpt, torchtune, ms-swift,
 DeepSpeed.
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from dsft.spec.not_offered import is_off, of_key, of_value
 from dsft.spec.schema import Spec
 
-# theirs -> ours, wherever theirs stands
+# name in another tool -> key of the spec, in any section
 ALIASES: dict[str, str] = {
     "model_name_or_path": "model.name_or_path",
     "model_name": "model.name_or_path",
@@ -187,7 +187,7 @@ ALIASES: dict[str, str] = {
     "out_dir": "output_dir",
 }
 
-# Sections in which a name means something of its own.
+# Names with another meaning in one section: dotted name -> key of the spec.
 LOCAL_ALIASES: dict[str, str] = {
     "parallel.stage": "parallel.zero_stage",
     "optim.type": "optim.name",
@@ -203,7 +203,7 @@ LOCAL_ALIASES: dict[str, str] = {
     "checkpoint.save_every": "checkpoint.every",
 }
 
-# Values of a key that other tools have: theirs -> ours.
+# Key -> values that other tools use for it -> value in the spec.
 VALUES: dict[str, dict[str, str]] = {
     "task": {
         "pt": "pretrain",
@@ -243,7 +243,7 @@ NO_KEY_FOR_IT: dict[str, str] = {
 
 
 def suggestion(section: str, key: str, value: object = None) -> str:
-    """The way out for an unknown key: `section` is the dotted path of its mapping without list numbers."""
+    """Return what to do about an unknown key. section: dotted path of its mapping, without list numbers."""
     name = key.strip().lower().replace("-", "_")
     if name in NO_KEY_FOR_IT:
         return NO_KEY_FOR_IT[name]
@@ -258,7 +258,7 @@ def suggestion(section: str, key: str, value: object = None) -> str:
 
 
 def meant(section: str, name: str) -> str | None:
-    """What the writer of an unknown key most likely meant, or None."""
+    """Return the key that the user most likely meant by an unknown one, or None."""
     if of_key(name) is not None:
         return None
     here = f"{section}." if section else ""
@@ -284,7 +284,7 @@ def _close_anywhere(name: str) -> str | None:
 
 @cache
 def keys() -> tuple[str, ...]:
-    """Every key of the schema, dotted, sections first, list numbers left out."""
+    """Return every key of the schema, dotted, without list numbers; a section comes before its keys."""
     return tuple(_keys(Spec, ""))
 
 
@@ -298,7 +298,8 @@ def _keys(section: type[BaseModel], prefix: str) -> list[str]:
 
 
 def sections_in(annotation: object) -> list[type[BaseModel]]:
-    """The section classes inside a field's annotation: itself, or those in a union, a tuple or a list."""
+    """Return the section classes in a field's annotation: the annotation itself, or members of a union, tuple
+    or list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [inner for part in get_args(annotation) for inner in sections_in(part)]
@@ -306,7 +307,7 @@ def sections_in(annotation: object) -> list[type[BaseModel]]:
 
 @cache
 def descriptions() -> dict[str, str]:
-    """Each key's sentence in the schema, by its dotted name without list numbers."""
+    """Return dotted key, without list numbers -> its description in the schema."""
     return dict(_descriptions(Spec, ""))
 
 

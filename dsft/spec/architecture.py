@@ -1,5 +1,5 @@
-"""What a model's config says against a spec: quantized weights, too few positions, layers that cannot be
-cut into pipeline stages. Pure: takes a spec and the model's config.json as a mapping, gives findings.
+"""Check a spec against the model's config.json: quantized weights, too few positions, layers that cannot be
+cut into pipeline stages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ CUTTABLE = frozenset(
     youtu
     """.split()
 )
-"""Two and three stages of each are the whole model: tests/architectures/test_stages.py."""
+"""Model types that can be cut into pipeline stages; tests/architectures/test_stages.py compares two and three
+stages of each with the whole model."""
 
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
 
 def uncuttable(config: Mapping[str, Any]) -> str | None:
-    """Why a model of this config cannot be cut into pipeline stages; None where nothing in it says so."""
+    """Return why a model with this config cannot be cut into pipeline stages; None if nothing in the config
+    prevents it."""
     kind = config.get("model_type")
     if kind in PER_LAYER_INPUTS:
         return f"a {kind} model cannot be cut into stages, since each of its layers looks tokens up again"
@@ -43,7 +45,8 @@ def uncuttable(config: Mapping[str, Any]) -> str | None:
 
 
 def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the model's config tells: quantized weights, its positions, and what a pipeline needs."""
+    """Yield findings that follow from the model's config: quantized weights, too few positions, a pipeline
+    that is impossible."""
     yield from _quantized_findings(config)
     positions = config.get("max_position_embeddings")
     if _is_count(positions) and spec.data.max_length > positions:
@@ -73,7 +76,7 @@ def _pipeline_findings(parallel: Parallel, config: Mapping[str, Any]) -> Iterato
 
 
 def _listed(parallel: Parallel) -> tuple[int, ...]:
-    """The layers of each stage, where the spec lists them."""
+    """Return the number of layers of each stage if the spec lists them, else ()."""
     return () if isinstance(parallel.pipeline_cut, str) else parallel.pipeline_cut
 
 
@@ -97,7 +100,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _quantized_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """A model whose weights are quantized, by its config.json or from_config."""
+    """Check that the weights are not quantized, by config.json or from_config."""
     for key in ("quantization_config", "compression_config"):
         value = config.get(key)
         if value:

@@ -1,6 +1,5 @@
-"""Values that are fine by themselves and wrong together. Pure; the files that a spec names are `files`' part.
-
-Takes a spec, gives findings.
+"""Find values of a spec that are valid one by one but not together. Files that a spec names are checked by
+`files`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 
 
 def combinations(spec: Spec) -> Iterator[Finding]:
-    """Everything that the spec alone tells."""
+    """Yield all findings that follow from the spec alone."""
     for check in _CHECKS:
         yield from check(spec)
 
@@ -46,7 +45,8 @@ def _model(spec: Spec) -> Iterator[Finding]:
 
 
 def _is_per_segment(spec: Spec) -> bool:
-    """Whether packed rows are known, before any device is, to be attended segment by segment."""
+    """Return whether attention of packed rows is computed segment by segment, as far as the spec decides
+    it."""
     if spec.model.attention == "auto":
         on_cpu = spec.accelerator is not None and spec.accelerator.name.lower() == "cpu"
         return spec.train.precision == "fp32" or on_cpu
@@ -54,7 +54,8 @@ def _is_per_segment(spec: Spec) -> bool:
 
 
 def _compiled(spec: Spec) -> Iterator[Finding]:
-    """Where a compiled layer would be compiled anew again and again, or was never tried."""
+    """Check model.compile: it is refused where layers would be recompiled again and again, or where it is
+    untested."""
     parallel, data = spec.parallel, spec.data
     refusals = (
         (
@@ -87,7 +88,7 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
 
 
 def _kernels(spec: Spec) -> Iterator[Finding]:
-    """Fused kernels and TF32, where they cannot be, or would change nothing."""
+    """Check that fused kernels and TF32 are possible and have an effect."""
     on_cpu = spec.accelerator is not None and spec.accelerator.name.lower() == "cpu"
     if spec.model.kernels == "liger":
         path = ("model", "kernels")
@@ -169,7 +170,7 @@ def _batch(spec: Spec) -> Iterator[Finding]:
 
 
 def _batch_for_no_world(spec: Spec) -> Iterator[Finding]:
-    """A global batch that no number of ranks can make."""
+    """Check that some number of ranks can make the global batch."""
     train = spec.train
     unit = (train.micro_batch_size or 1) * (train.accumulation_steps or 1)
     total = train.global_batch_size
@@ -212,7 +213,7 @@ def _schedule(spec: Spec) -> Iterator[Finding]:
 
 
 def _decay(optim: Optim) -> Iterator[Finding]:
-    """The last phase of wsd."""
+    """Check the keys of wsd's decay."""
     given = {key: getattr(optim, key) for key in ("decay_steps", "decay_ratio", "decay_type")}
     if optim.lr_scheduler_type != "wsd":
         for key, value in given.items():
@@ -231,7 +232,8 @@ def _decay(optim: Optim) -> Iterator[Finding]:
 
 
 def _phases(spec: Spec) -> Iterator[Finding]:
-    """The warm-up and the decay of wsd, where their sum is longer than the run, as far as the spec tells."""
+    """Check that wsd's warm-up and decay together are not longer than the run, as far as the spec gives its
+    length."""
     optim, steps = spec.optim, spec.train.max_steps
     if optim.lr_scheduler_type != "wsd":
         return
@@ -265,7 +267,7 @@ def _batch_scale(spec: Spec) -> Iterator[Finding]:
 
 
 def _fp16(spec: Spec) -> Iterator[Finding]:
-    """What fp16 is not built for yet, and where it cannot run."""
+    """Check that fp16 is not combined with what it does not support."""
     if spec.train.precision != "fp16":
         return
     path, way_out = ("train", "precision"), "use bf16"
@@ -317,7 +319,7 @@ def _data(spec: Spec) -> Iterator[Finding]:
 
 
 def _sources(spec: Spec) -> Iterator[Finding]:
-    """Weights are shares of a whole: all sources have one, or none."""
+    """Check source weights: they are shares of a whole, so all sources have one or none has."""
     data, weighed = spec.data, [source.weight is not None for source in spec.data.train]
     if any(weighed) and not all(weighed):
         message = (

@@ -1,4 +1,4 @@
-"""Compares two nested JSON values key by key: what differs, under which dotted key, with both values."""
+"""Compare two nested JSON values: each leaf that differs, with its dotted key and both values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 ABSENT = "(absent)"
 _LONGEST = 80
-"""Characters of a text that is shown whole. Of a longer one the part around the first difference is shown."""
+"""Maximum characters of a text that is shown whole; of a longer one, only the part around the first
+difference is shown."""
 _AROUND = 20
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One leaf that differs. old and new are ABSENT where the key is missing."""
+    """One leaf that differs. old, new: its values, ABSENT if the key is missing."""
 
     key: str
     old: Any
@@ -23,21 +24,22 @@ class Difference:
 
     @property
     def is_of_empty_values(self) -> bool:
-        """Whether one value is missing and the other is None, [] or {}."""
+        """Whether both values are missing, None, [] or {}."""
         empty: tuple[Any, ...] = (ABSENT, None, [], {})
         return self.old in empty and self.new in empty
 
     def clause(self, old: str, new: str) -> str:
-        """`old` and `new` are words with one `{}`, for example "was {}" and "now {}"."""
+        """Describe the difference. old, new: words with one `{}` for the value, such as "was {}" and "now
+        {}"."""
         return (
             f"{self.key} {old.format(_shown(self.old, self.new))}, {new.format(_shown(self.new, self.old))}"
         )
 
 
 def differing(old: Any, new: Any) -> list[Difference]:
-    """Every leaf that differs, sorted by key."""
+    """Return every leaf that differs, sorted by key."""
     before, after = dict(flatten(old)), dict(flatten(new))
-    for one, other in ((before, after), (after, before)):  # an empty mapping that has keys on the other side
+    for one, other in ((before, after), (after, before)):  # drop an empty mapping that has keys in the other
         for key in [key for key in one if key not in other and one[key] in ({}, [])]:
             if any(below.startswith(f"{key}.") for below in other):
                 del one[key]
@@ -61,7 +63,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def first_difference(one: str, other: str) -> int:
-    """The index of the first character that differs."""
+    """Return the index of the first character that differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -1,8 +1,8 @@
-"""YAML text to plain values, with the place of each.
+"""Parse YAML text to plain values, with the line of each.
 
-Takes text, gives a `Document`: mappings, lists, texts, numbers, booleans, nulls, the line of every entry, and
-what is wrong with the YAML itself. Touches nothing. No tags, no merge keys, no duplicate keys; scalars follow
-YAML 1.2 (`1e-5` is a number, `on` and `yes` are texts), https://yaml.org/spec/1.2.2/#103-core-schema.
+`read_document` returns a `Document`: mappings, lists, texts, numbers, booleans, nulls, the line of every
+entry, and the problems of the YAML itself. Tags, merge keys and duplicate keys are not allowed. Scalars
+follow YAML 1.2 (`1e-5` is a number, `on` and `yes` are texts), https://yaml.org/spec/1.2.2/#103-core-schema.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsft.errors import Problem
 
 Path = tuple[str | int, ...]
 
-MAX_VALUES = 20_000  # after aliases are followed: an alias bomb ends here
+MAX_VALUES = 20_000  # with aliases expanded, as protection against alias bombs
 MAX_DEPTH = 40
 
 _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
@@ -26,7 +26,7 @@ _BARE_PART = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a line of the file, or the text of an override."""
+    """The place of a value: a line of the file, or the text of an override."""
 
     line: int | None = None
     override: str | None = None
@@ -34,14 +34,14 @@ class Origin:
 
 @dataclass
 class Document:
-    """`origins` has an entry for every key and list item that was written; problems are those of the YAML."""
+    """The values of a YAML text. origins: place of every key and list item; problems: those of the YAML."""
 
     data: Any = None
     origins: dict[Path, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, path: Path, message: str) -> Problem:
-        """A Problem placed at `path`, or at the nearest of its parents that was written."""
+        """Return a Problem at `path`, or at its nearest parent that the file or an override has."""
         origin = self._origin(path)
         if origin.override is None:
             return Problem(dotted(path) or "spec", message, origin.line)
@@ -56,8 +56,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake found in a spec, before its line is known. path: where it is shown; reads: all keys that it
-    follows from, dotted, without list numbers."""
+    """A mistake in a spec, before its line is known. path: key at which it is reported; reads: all keys that
+    it depends on, dotted, without list numbers."""
 
     path: Path
     message: str
@@ -65,12 +65,14 @@ class Finding:
 
 
 def dotted(path: Path) -> str:
-    """`('cluster', 'hosts', '10.0.0.1')` as `cluster.hosts."10.0.0.1"`, the way an override writes it."""
+    """Return a path in the syntax of overrides: `('cluster', 'hosts', '10.0.0.1')` gives
+    `cluster.hosts."10.0.0.1"`."""
     return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as a message shows it: YAML's null, true and false, control characters escaped, cut short."""
+    """Format a value for a message: null, true and false as in YAML, control characters escaped, at most
+    `limit` characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -84,7 +86,7 @@ def _quoted(part: str) -> str:
 
 
 class _Reader(yaml.SafeLoader):
-    """Composes nodes only; values are made by `_Builder`."""
+    """A YAML loader that only composes nodes; `_Builder` converts them to values."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -105,7 +107,7 @@ class _Reader(yaml.SafeLoader):
 
 
 class Writer(yaml.SafeDumper):
-    """Quotes whatever the reader would not read back as a text."""
+    """A YAML dumper that quotes every text that the reader would not read back as a text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -132,7 +134,7 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 def read_document(text: str) -> Document:
-    """The values of a YAML text. Never raises for bad text: what is wrong stands in `problems`."""
+    """Parse a YAML text. Never raises for invalid text: the mistakes are in `problems`."""
     try:
         reader = _Reader(text)
         node = reader.get_single_node()
@@ -155,11 +157,11 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; a spec needs fewer"
 
 
 class _TooLarge(Exception):
-    """More values or levels than a spec can need."""
+    """Raised for more values or levels than a spec can need."""
 
 
 class _Builder:
-    """Nodes to values; `document` collects lines and problems on the way."""
+    """Converts nodes to values and collects lines and problems in `document`."""
 
     def __init__(self) -> None:
         self.document = Document()

@@ -1,6 +1,6 @@
-"""Files and folders that a spec names. Reads the disk: whether they are there, and the model's config.json.
+"""Check that the files and folders that a spec names exist, and read the model's config.json.
 
-Takes a spec, gives findings. Rows are read later, by `dsft.data`; a hub id is not looked up.
+Rows are read later, by `dsft.data`. Hub ids are not looked up.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CHAT_TEMPLATES = tuple(
     chatml cohere deepseek gemma glm llama2 llama3 llama3_1 mistral phi3 qwen2_5 qwen3 zephyr
     """.split()
 )
-"""Names of the chat templates that dsft has (dsft/data/render/templates/NAME.jinja)."""
+"""Names of dsft's own chat templates (dsft/data/render/templates/NAME.jinja)."""
 
 
 def source_findings(spec: Spec) -> Iterator[Finding]:
-    """What the paths of data say by themselves; the disk is not asked."""
+    """Check the builtin names among the paths of data, without reading the disk."""
     for path, source in _sources(spec):
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
@@ -41,7 +41,7 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:
-    """What is not there, or is of the wrong kind."""
+    """Yield a finding for each file or folder that does not exist or is of the wrong kind."""
     for path, source in _sources(spec):
         if not source.path.startswith(BUILTIN_PREFIX):
             yield from _data(path, source.path)
@@ -62,7 +62,8 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
 
 
 def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """The model's config without a network: from_config, or config.json of a folder; None for a hub id."""
+    """Return the model's config and findings, without network access: from_config, or config.json of a
+    folder; None for a hub id."""
     if spec.model.from_config is not None:
         return spec.model.from_config, []
     if not check_files or spec.model.name_or_path is None:
@@ -88,7 +89,7 @@ def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
 
 
 def _data(path: Path, name: str) -> Iterator[Finding]:
-    """A hub id is not looked up."""
+    """Check one path of data; a hub id is not looked up."""
     try:
         is_here = local_files(name) is not None
     except NoDataFileError as error:
@@ -99,7 +100,8 @@ def _data(path: Path, name: str) -> Iterator[Finding]:
 
 
 def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
-    """One of ours, a file, or one of several that the tokenizer has; what a hub id has is not known here."""
+    """Check the chat template: one of dsft's, a file, or one of several in the tokenizer's folder; those of a
+    hub id are unknown here, so every name passes."""
     folder = spec.model.tokenizer or spec.model.name_or_path
     if name in CHAT_TEMPLATES or _is_file(FilePath(name)):
         return
@@ -117,7 +119,8 @@ def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
 
 
 def _templates_in(folder: str) -> set[str]:
-    """Names of a tokenizer's several templates: files of their own, or a list in its config."""
+    """Return the names of a tokenizer's templates if it has several: separate files, or a list in its
+    config."""
     names = {file.stem for file in FilePath(folder, "additional_chat_templates").glob("*.jinja")}
     names |= {"default"} if names else set()  # chat_template.jinja, beside the others
     try:
@@ -125,7 +128,7 @@ def _templates_in(folder: str) -> set[str]:
         listed = config["chat_template"]
         names |= {str(one["name"]) for one in listed if isinstance(one, dict) and "name" in one}
     except (ValueError, OSError, RecursionError, KeyError, TypeError):
-        pass  # what is wrong with it is told where the tokenizer is read
+        pass  # reported when the tokenizer is loaded
     return names
 
 

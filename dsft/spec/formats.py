@@ -1,7 +1,6 @@
-"""The formats of rows: which keys a row of each has. Pure.
+"""Define which keys a row of each format has, and check `format` and `columns` of a spec.
 
-Takes a spec, gives what of `format` and `columns` cannot be read. What a row of a format means is for
-`dsft.data.formats`.
+`dsft.data.formats` interprets the rows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for keys in (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
     ),
 }
-"""Of each format, the sets of keys of which a row has one."""
+"""Format -> alternative sets of required keys; a row has one of the sets."""
 _PROMPTED = ("prompt", "system", "tools", "functions")
 MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "messages": ("system", "tools", "functions"),
@@ -42,14 +41,16 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
 
 
 def column_names(format: str | None) -> tuple[str, ...]:
-    """What `columns` can rename in a row of the format, or of any where it is to be detected."""
+    """Return the columns that `columns` can rename in a row of the format; of all formats if it is None (to
+    be detected)."""
     names = [format] if format in NEEDS else list(NEEDS)
     keys = [key for name in names for keys in (*NEEDS[str(name)], MAY_HAVE[str(name)]) for key in keys]
     return tuple(dict.fromkeys(keys))
 
 
 def format_findings(spec: Spec) -> Iterator[Finding]:
-    """A format that the task does not take, and columns that rows of the format do not have."""
+    """Yield findings for formats that the task does not accept, and for columns that the format does not
+    have."""
     taken = spec.task_kind.formats
     for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
         for index, source in enumerate(sources):

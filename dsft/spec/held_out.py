@@ -1,5 +1,5 @@
-"""The names of sources and of evaluation sets in metrics: `data/NAME/tokens`, `eval/NAME/loss`. Pure: takes
-the `data` section, gives names or findings."""
+"""Name the sources and evaluation sets of a spec, as used in metrics: `data/NAME/tokens`,
+`eval/NAME/loss`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.sources import short_name
 
 HELD_OUT = "held_out"
-"""The set of rows held out of sources without a name, where there are other sets."""
+"""Name of the set held out of the unnamed sources, if there are other sets."""
 
 
 def set_names(data: Data) -> tuple[str | None, ...]:
-    """The name of each set of data.eval: its own, or what its path gives. None for one that stands alone
-    without a name: `eval/loss` says all of it."""
+    """Return the name of each set of data.eval: its own, or one derived from its path. None for a single
+    unnamed set, whose metric is `eval/loss`."""
     if len(data.eval) == 1 and data.eval[0].name is None and not _divides(data):
         return (None,)
     return train_names(data.eval)
@@ -26,8 +26,8 @@ def train_names(sources: Sequence[Source]) -> tuple[str, ...]:
 
 
 def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
-    """The sets that are held out of data.train, and the sources that each is drawn from: one of each that has
-    a name, and one of all others."""
+    """Return the sets held out of data.train, each as (name, indices of its sources): one set per named
+    source, and one for all unnamed sources. The name is None if the set is the only one."""
     if not _divides(data):
         return ()
     named = [(source.name, (index,)) for index, source in enumerate(data.train) if source.name is not None]
@@ -38,7 +38,7 @@ def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
 
 
 def evaluates(data: Data) -> bool:
-    """Whether there are rows to evaluate."""
+    """Return whether there are rows to evaluate."""
     return bool(data.eval) or _divides(data)
 
 
@@ -47,7 +47,7 @@ def _divides(data: Data) -> bool:
 
 
 def name_findings(spec: Spec) -> Iterator[Finding]:
-    """Two sources, or two sets, with one name."""
+    """Yield a finding for each name that two sources or two sets share."""
     data = spec.data
     yield from _twice("train", {}, train_names(data.train))
     splits = {name: f"what is held out of data.train.{of[0]}" for name, of in split_sets(data)}

@@ -1,9 +1,8 @@
-"""The hosts of a spec: ranges of names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm and
-ClusterShell write them), what a host name is, and what is wrong with a cluster's hosts and environment. Pure;
-asks no name service.
+"""Expand ranges of host names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm and ClusterShell write
+them), and check a cluster's hosts and environment. Names are not resolved.
 
-ClusterShell reads what stands between brackets, and nothing else: its whole syntax has groups (`@all`, `*`),
-for which it runs the commands of its own configuration.
+ClusterShell parses only the text between brackets: its full syntax has groups (`@all`, `*`), for which it
+would run commands from its own configuration.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from dsft.spec.schema import Spec
 
 MOST_HOSTS = 10_000
 
-_PIECE = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")  # up to a comma that stands outside brackets
+_PIECE = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")  # up to a comma outside brackets
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?)?")
 
 
 def expand(text: str) -> list[str]:
-    """Every name that the text stands for; one that is there twice stays there twice.
+    """Return the names that the text stands for; duplicates are not removed.
 
-    ValueError with the reason, which ends in the way out, for what is no list of names, a range that runs
-    backwards, over MOST_HOSTS names, or a name that is none.
+    Raise ValueError, with the reason and what to do, if it is not a list of names, a range runs backwards,
+    there are over MOST_HOSTS names, or a name is invalid.
     """
     pieces = _PIECE.findall(text)
     if not pieces or ",".join(pieces) != text:
@@ -49,7 +48,7 @@ def expand(text: str) -> list[str]:
 
 
 def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
-    """The texts of one part of a name: the part itself, or the numbers between its brackets."""
+    """Return the texts of one part of a name: the part itself, or the numbers in its brackets."""
     if match[1] is None:
         return [match[2]]
     from ClusterShell.RangeSet import RangeSet, RangeSetException
@@ -63,7 +62,7 @@ def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
                 f"{brackets} in {shown(piece)} is no range of numbers; write it like [01-16] or [1-3,7]"
             )
         first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        if (last - first) // step >= MOST_HOSTS:  # before it is counted out
+        if (last - first) // step >= MOST_HOSTS:  # checked before the range is expanded
             raise ValueError(f"{shown(piece)} stands for over {MOST_HOSTS} hosts; correct the range")
         try:
             numbers += RangeSet(words)
@@ -76,8 +75,8 @@ def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
 
 
 def expand_hosts(document: Document) -> None:
-    """Put single hosts in the place of the ranges among the document's `cluster.hosts`. What is wrong with a
-    range joins the problems, with its line, and so does a host that stands there a second time."""
+    """Replace the ranges in the document's `cluster.hosts` by single hosts. Invalid ranges and repeated hosts
+    are added to the document's problems, with their lines."""
     cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
     hosts = cluster.get("hosts") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(hosts, dict):
@@ -85,7 +84,7 @@ def expand_hosts(document: Document) -> None:
     if not any(_is_range(key) for key in hosts):
         return
     expanded: dict[str, object] = {}
-    written: dict[str, str] = {}  # in lower case, since names of hosts do not tell cases apart
+    written: dict[str, str] = {}  # host in lower case, since host names ignore case -> key
     for key, slots in hosts.items():
         path = ("cluster", "hosts", key)
         try:
@@ -110,7 +109,7 @@ def _is_range(key: object) -> bool:
 
 
 def duplicates(names: Sequence[str]) -> Iterator[str]:
-    """The names that stand there again, each time but the first."""
+    """Yield each repeated name, at every occurrence but the first; case is ignored."""
     seen: set[str] = set()
     for name in names:
         if name.lower() in seen:
@@ -122,7 +121,8 @@ _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 
 def is_host(name: str) -> bool:
-    """A last label of digits alone would be half an address (RFC 1123, section 2.1), so it is none."""
+    """Return whether the text is a host name or an IP address. A name whose last label is only digits must be
+    an address (RFC 1123, section 2.1)."""
     if ":" in name:
         return "%" not in name and _is_address(name)
     labels = name.split(".")
@@ -145,11 +145,12 @@ _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KE
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-# A launcher gives each process its own.
+# Variables that the launcher sets for each process.
 _LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-# DeepSpeed and pdsh put a value between double quotes and escape nothing, and pdsh expands %h.
+# Characters that a launcher would change: DeepSpeed and pdsh put a value in double quotes without escaping,
+# and pdsh expands %h.
 _CHANGED = '"$`\\%'
 
 

@@ -1,8 +1,4 @@
-"""The data files of a folder, of a pattern, and of a data set saved by `datasets`.
-
-Takes a name that the spec gives. Gives paths, in the order in which they are read, and notes. Lists folders,
-and reads what a saved data set says of itself.
-"""
+"""List the data files of a folder, a pattern, or a data set saved by `datasets`, in the order of reading."""
 
 from __future__ import annotations
 
@@ -15,17 +11,17 @@ from pathlib import Path
 from dsft.spec.sources import READ, hub_data, is_pattern, kind_of
 
 _SAVED = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
-"""What `datasets` writes beside the rows."""
+"""Files that `datasets` writes beside the rows."""
 _SHOWN = 5
 
 
 class NoDataFileError(Exception):
-    """Why a name gives no data file, and the way out; whoever catches it says the name before it."""
+    """The reason why a name gives no data file, and what to do. The handler prepends the name."""
 
 
 def local_files(name: str) -> tuple[list[Path], list[str]] | None:
-    """The data files of a file's, folder's or pattern's name, at least one, and what is to be said of them.
-    None where there is nothing of this name. Raises NoDataFileError."""
+    """Return the data files (at least one) of a file, folder or pattern, and notes to print. None if nothing
+    of this name exists. Raise NoDataFileError if it has no data files."""
     if "\0" in name:
         return None
     if os.path.isfile(name):
@@ -45,7 +41,8 @@ def local_files(name: str) -> tuple[list[Path], list[str]] | None:
 
 
 def _folder(name: str) -> tuple[list[Path], list[str]]:
-    """Those of the folders in it as well, sorted by name; of a saved data set the files that it names."""
+    """List the data files of a folder and its subfolders, sorted by name; of a saved data set, the files that
+    its state.json lists."""
     folder = Path(name)
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json")) or ["train"]
@@ -58,7 +55,7 @@ def _folder(name: str) -> tuple[list[Path], list[str]]:
 
 
 def _pattern(name: str) -> tuple[list[Path], list[str]]:
-    """What *, ?, [] and ** match, sorted by name."""
+    """List the data files that a pattern (*, ?, [], **) matches, sorted by name."""
     found = [Path(path) for path in glob.glob(name, recursive=True)]
     if not found:
         from_here = "" if os.path.isabs(name) else " (looked for in the folder the command runs in)"
@@ -82,8 +79,8 @@ def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file, and every hidden folder as one, which is not gone into. Links to folders are followed, each
-    folder once."""
+    """Yield every file, and every hidden folder without its content. Links to folders are followed, and each
+    folder is visited once."""
 
     def refuse(error: OSError) -> None:
         raise NoDataFileError(f"{error.filename} cannot be listed ({error.strerror}); check its rights")
