@@ -14,8 +14,8 @@ HELD_OUT = "held_out"
 
 
 def set_names(data: Data) -> tuple[str | None, ...]:
-    """Return the name of each set of data.eval: its own, or one derived from its path. None for a single
-    unnamed set, whose metric is `eval/loss`."""
+    """Return the name of each set of data.eval: its own, or one derived from its path. None for an
+    unnamed set that is the only evaluation set; its metric is `eval/loss`."""
     if len(data.eval) == 1 and data.eval[0].name is None and not _divides(data):
         return (None,)
     return train_names(data.eval)

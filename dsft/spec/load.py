@@ -1,7 +1,7 @@
-"""A spec's file and overrides to a checked `Spec`, and back.
+"""Load a spec's file and overrides as a checked `Spec`, and dump a `Spec` as YAML.
 
-Takes a path and `key=value` texts, gives `Spec`; reads the file, the model's config.json, and whether the
-files that the spec names exist. Every mistake that can be seen is told at once, each with its line.
+All mistakes that can be found are reported at once, each with its line. Beside the file itself, this reads
+the model's config.json and checks that the files that the spec names exist.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def load_spec(
     check_files: bool = True,
     more: Check = _no_more,
 ) -> Spec:
-    """The checked spec. SpecError with all problems; MissingInputError where the file cannot be read.
+    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be read.
 
-    `more` is a check of the caller's, whose findings are told with the others.
+    more: an additional check by the caller, whose findings are reported with the others.
     """
     document = read_document(_read(FilePath(path)))
     readable = not document.problems or document.data is not None
@@ -58,19 +58,20 @@ def load_spec(
 
 
 def refusals(spec: Spec, more: Check = _no_more) -> list[Finding]:
-    """Why a spec that has the right form would be refused, without a look at the files that it names."""
+    """Return why a valid instance of the schema would be refused, without checking the files that it
+    names."""
     return _findings(spec, False, more)
 
 
 def dump_spec(spec: Spec) -> str:
-    """The spec with every default written out, as YAML that `load_spec` reads back to an equal spec."""
+    """Return the spec with all defaults as YAML; `load_spec` reads it back to an equal spec."""
     return yaml.dump(
         spec.model_dump(mode="json"), Dumper=Writer, sort_keys=False, allow_unicode=True, width=110
     )
 
 
 def _read(path: FilePath) -> str:
-    """The text of the file, at most `MAX_BYTES`."""
+    """Return the text of the file. Raise SpecError if it is over `MAX_BYTES` or not UTF-8."""
     name = shown(str(path))
     try:
         with path.open("rb") as file:
@@ -95,7 +96,7 @@ def _read(path: FilePath) -> str:
 
 
 def _validate(document: Document, check_files: bool, more: Check) -> Spec | None:
-    """The spec, or None; problems join the document's."""
+    """Return the spec, or None if it is invalid; problems are added to the document's."""
     if not isinstance(document.data, dict):
         what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
         document.problems.append(
@@ -124,7 +125,8 @@ def _validate(document: Document, check_files: bool, more: Check) -> Spec | None
 
 
 def _findings(spec: Spec, check_files: bool, more: Check) -> list[Finding]:
-    """What is wrong beyond single values: values together, on the disk, and what the caller knows."""
+    """Return findings on more than single values: combinations, files on the disk, the model, and the
+    caller's check."""
     config, unreadable = model_config(spec, check_files=check_files)
     found = [*combinations(spec), *refused(spec), *more(spec), *source_findings(spec), *unreadable]
     if config is not None:
@@ -136,7 +138,7 @@ def _findings(spec: Spec, check_files: bool, more: Check) -> list[Finding]:
 
 
 def _trusted(findings: Iterable[Finding], broken: set[str]) -> Iterator[Finding]:
-    """Those that follow from no key that is itself wrong."""
+    """Yield the findings that do not depend on a key that is itself wrong."""
     for finding in findings:
         reads = finding.reads or (key_of(finding.path),)
         if not any(_overlap(read, key) for read in reads for key in broken):
@@ -148,7 +150,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _meant_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
-    """Our names for what unknown keys stand for: these are not also told to be missing."""
+    """Return the spec's keys that unknown keys most likely mean; they are not also reported as missing."""
     unknown = [path_in(data, error) for error in errors if error["type"] == "extra_forbidden"]
     targets = [meant(key_of(path[:-1]), str(path[-1])) for path in unknown]
     return {word.strip("(),:") for target in targets if target is not None for word in target.split()}
@@ -158,7 +160,7 @@ def _stands_for(error: ErrorDetails, data: Any, meant_keys: set[str]) -> bool:
     return any(_overlap(key_of(path_in(data, error)), key) for key in meant_keys)
 
 
-# What stands in for a required key that is missing or wrong, so that the rest can still be looked at.
+# Placeholders for required keys that are missing or wrong, so that the rest can still be checked.
 _STAND_INS: Mapping[str, Any] = {
     "name": "x",
     "task": "sft",
@@ -177,9 +179,10 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def _stand_in(data: Mapping[str, Any]) -> Spec | None:
-    """A spec of all that is right; wrong values are left out or stood in for. None where that fails."""
+    """Return a spec of all valid values, without the wrong ones or with placeholders for them, to check the
+    rest. None if that fails."""
     mended = copy.deepcopy(dict(data))
-    for _ in range(4):  # sections, their keys, keys in lists; then it holds or never will
+    for _ in range(4):  # sections, their keys, keys in lists; if it is still invalid then, it stays so
         try:
             return Spec.model_validate(mended)
         except ValidationError as error:
@@ -189,7 +192,7 @@ def _stand_in(data: Mapping[str, Any]) -> Spec | None:
 
 
 def _mend(data: dict[str, Any], path: Path) -> None:
-    """Take out what stands at `path`, and put its stand-in there if it has one."""
+    """Remove the value at `path`, or replace it by its placeholder if there is one."""
     key = key_of(path)
     while path and isinstance(path[-1], int):
         path = path[:-1]
@@ -204,7 +207,7 @@ def _mend(data: dict[str, Any], path: Path) -> None:
 
 
 def _all_problems(path: FilePath | str, problems: Sequence[Problem]) -> SpecError:
-    """In the order of the file's lines; what has no line stands last."""
+    """Return the error with all problems, sorted by line; those without a line come last."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
     count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"
     return SpecError(f"{shown(str(path))[1:-1]}: {count}", ordered)

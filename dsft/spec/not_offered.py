@@ -1,7 +1,7 @@
-"""What dsft does not train, refused by the names under which people ask for it. Pure.
+"""List the features that dsft does not offer, by the keys and values with which people ask for them.
 
-Takes a key of a spec with its value, or a DeepSpeed JSON; gives a clause with the way out. docs/limits.md
-has the list. What DeepSpeed has removed from its JSON is in dsft/plan/ds_keys.py.
+Each has a clause that says what to do instead. docs/limits.md has the list. Keys that DeepSpeed has removed
+from its JSON are in dsft/plan/ds_keys.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ TASKS = ("task", "stage", "rl", "training_type", "rlhf_type")
 
 @dataclass(frozen=True)
 class NotOffered:
-    """A feature and the names that ask for it, separated by spaces, in small letters, with `_` for `-`.
+    """A feature that is not offered, and the names that ask for it: separated by spaces, lower case, `_` for
+    `-`.
 
-    A name fits a key where it is one or several of its words: `fsdp` fits `fsdp_config`.
-    keys     names in a key that a spec does not have
-    values   names in the value of one of the keys `of`, which mean something else with other values
+    A name matches a key if it is one or several of its words: `fsdp` matches `fsdp_config`.
+
+    title    name of the feature
+    way_out  what to do instead
+    keys     names in an unknown key of a spec
+    of       keys of which only some values ask for the feature
+    values   names in the value of one of the keys `of`
     in_json  dotted keys of a DeepSpeed JSON
     """
 
@@ -135,12 +140,13 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 
 
 def of_key(name: str) -> NotOffered | None:
-    """What an unknown key of a spec asks for, in any section."""
+    """Return the feature that an unknown key of a spec, in any section, asks for; None if it is none."""
     return next((one for one in NOT_OFFERED if _fits(one.keys, name)), None)
 
 
 def of_value(name: str, value: object) -> NotOffered | None:
-    """What a value asks for; `name`: the key, as its writer calls it or dotted as ours."""
+    """Return the feature that a value asks for; None if it is none. name: the key as written, or the spec's
+    dotted key."""
     asked = (one for one in NOT_OFFERED if _plain(name) in one.of)
     return next((one for one in asked if _fits(one.values, str(value))), None)
 
@@ -151,7 +157,7 @@ def _fits(names: str, text: str) -> bool:
 
 
 def in_json(file: Mapping[str, Any]) -> Iterator[tuple[str, NotOffered]]:
-    """Key and feature for each that a DeepSpeed JSON switches on."""
+    """Yield (key, feature) for each one that a DeepSpeed JSON switches on."""
     for one in NOT_OFFERED:
         for key in one.in_json.split():
             value: Any = file
@@ -162,12 +168,13 @@ def in_json(file: Mapping[str, Any]) -> Iterator[tuple[str, NotOffered]]:
 
 
 def switched_off_keys() -> Iterator[str]:
-    """Dotted keys that a DeepSpeed JSON may have only switched off."""
+    """Yield the dotted keys that a DeepSpeed JSON may only switch off."""
     return (key for one in NOT_OFFERED for key in one.in_json.split())
 
 
 def is_off(value: object) -> bool:
-    """Whether a value switches a feature off: a size or share of 1 does, and a section with nothing on."""
+    """Return whether a value switches a feature off. A size or share of 1 does, and so does a section in
+    which nothing is on."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(is_off(below) for below in value.values())
     return value is not True and value in (None, False, 0, 1, "auto", "none", "")

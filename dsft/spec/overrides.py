@@ -1,8 +1,7 @@
-"""`key=value` from the command line, laid over a document.
+"""Apply overrides (`key=value` from the command line) to a document.
 
-Takes a `Document` and the arguments, changes the document in place; what is wrong joins its problems.
-The first `=` splits, the value is YAML, a mapping replaces, a dotted path sets one entry, a part with a dot
-is quoted, list items are addressed by number.
+The first `=` splits key and value; the value is YAML. A dotted path sets one entry, a mapping as value
+replaces the whole entry. Parts of a path that contain a dot are quoted; list items are addressed by number.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from dsft.spec.document import Document, Origin, Path, dotted, read_document, sh
 
 _PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."']+))\s*(\.|$)""")
 
-# Mappings of plain values: what follows them is one key, dots and all, since a shell takes the quotes away.
+# Mappings of plain values: the rest of the path is one key, even with dots, since a shell removes quotes.
 _FLAT_MAPPINGS = re.compile(r"cluster\.hosts|cluster\.env|data\.(?:train|eval)\.\d+\.columns")
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Each override in turn; a later one wins."""
+    """Apply the overrides in order, so that a later one wins. The document is changed in place, and invalid
+    overrides are added to its problems."""
     for text in overrides:
         reason = _apply(document, text)
         if reason is not None:
@@ -29,7 +29,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def parse_path(text: str) -> Path | None:
-    """`cluster.hosts."10.0.0.1"` as its parts; None where it is not a path."""
+    """Split a dotted path such as `cluster.hosts."10.0.0.1"` into its parts; None if it is not a path."""
     parts: list[str | int] = []
     end = 0
     while end < len(text) or not parts or text.endswith("."):
@@ -56,7 +56,7 @@ def _joined(path: Path) -> Path:
 
 
 def _apply(document: Document, text: str) -> str | None:
-    """None, or why the override cannot be applied."""
+    """Apply one override. Return None, or why it cannot be applied."""
     name, equals, value_text = text.partition("=")
     if not equals:
         return "there is no '='; write key=value, such as train.max_steps=100"
@@ -88,7 +88,8 @@ def _set(container: Any, path: Path, value: Any) -> str | None:
 
 
 def _make_room(container: Any, part: str | int, path: Path, following: str | int | None) -> str | None:
-    """See that `container[part]` can be set; make it a mapping or list where more follows."""
+    """Prepare to set `container[part]`, and create a mapping or list there if the path goes on. Return None,
+    or why it cannot be set. following: the next part of the path, None at its end."""
     if isinstance(container, list):
         if not isinstance(part, int) or part > len(container):
             return f"{dotted(path[:-1])} is a list of {len(container)}; address an item by its number, from 0"
@@ -110,6 +111,6 @@ def _make_room(container: Any, part: str | int, path: Path, following: str | int
 
 
 def _forget(document: Document, path: Path) -> None:
-    """What stood at and below `path` is gone, and so are its lines."""
+    """Remove the origins at and below `path`, whose values were replaced."""
     for old in [origin for origin in document.origins if origin[: len(path)] == path]:
         del document.origins[old]

@@ -1,7 +1,7 @@
-"""Patterns of parameter names, as model.trainable and optim.groups have them. Pure.
+"""Match patterns of parameter names, as used in model.trainable and optim.groups.
 
-A pattern is a shell pattern over the whole Hugging Face name (`fnmatch`): `*` stands for any characters, dots
-among them, `?` for one, `[ab]` for one of several: `model.layers.3.*`, `*.bias`, `*norm.weight`.
+A pattern is a shell pattern for the whole Hugging Face name (`fnmatch`): `*` matches any characters including
+dots, `?` one character, `[ab]` one of several: `model.layers.3.*`, `*.bias`, `*norm.weight`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsft.errors import Problem
 from dsft.spec.schema import Optim
 
 SHOWN = 3
-"""Near names in a message."""
+"""Number of similar names in a message."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -22,12 +22,13 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def group_of(name: str, optim: Optim) -> int | None:
-    """Number of the first of optim.groups whose pattern fits; None where none does."""
+    """Return the index of the first of optim.groups whose pattern matches; None if none does."""
     return next((i for i, group in enumerate(optim.groups) if matches(name, group.parameters)), None)
 
 
 def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
-    """`names`: all that is trained. Each group must have parameters that no earlier one has."""
+    """Check that each of optim.groups has parameters that no earlier group has. names: all trained
+    parameters."""
     patterns = [group.parameters for group in optim.groups]
     problems = list(unmatched("optim.groups.{}.parameters", patterns, names))
     won = {group_of(name, optim) for name in names}
@@ -41,14 +42,15 @@ def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
 
 
 def unmatched(where: str, patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
-    """One for each pattern that fits none of `names`; `where`: its key, {} being its number."""
+    """Yield a problem for each pattern that matches none of `names`. where: key of a pattern, with {} for its
+    index."""
     for index, pattern in enumerate(patterns):
         if not any(matches(name, pattern) for name in names):
             yield Problem(where.format(index), no_match(pattern, names))
 
 
 def no_match(pattern: str, names: Collection[str]) -> str:
-    """The sentence for a pattern, or a module's name, that fits none of `names`."""
+    """Return the message for a pattern, or a module's name, that matches none of `names`."""
     literal = pattern.strip("*.")
     near = [name for name in sorted(names) if literal and literal in name]
     near = near or get_close_matches(pattern, sorted(names), n=SHOWN, cutoff=0.4) or sorted(names)

@@ -1,5 +1,5 @@
-"""Preference pairs: what of task dpo does not go together, and how pairs are put into rows. Pure: takes a
-spec, gives findings and lengths."""
+"""Check the keys of task dpo against each other, and decide whether the answers of a pair share their
+prompt."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
-"""Losses that compare the policy with no reference."""
+"""Losses without a reference."""
 SMOOTHED = ("sigmoid", "robust")
 _OF_REFERENCE = ("reference", "reference_model", "reference_zero_stage", "reference_offload")
 _OF_STORE = ("reference_store", "recheck_rows")
 SHARING = ("auto", "sdpa")
-"""Attention under which the second answer of a packed row looks back at the prompt of the first."""
+"""Values of model.attention with which the second answer of a packed pair can attend to the prompt of the
+first."""
 
 
 def shares_prompts(spec: Spec) -> bool:
-    """Whether the prompt of a pair is computed once for both answers."""
+    """Return whether the prompt of a pair is computed once for both answers."""
     asked = spec.dpo.share_prompts if spec.dpo is not None else None
     can = spec.task_kind.rows == 2 and spec.data.packing and spec.model.attention in SHARING
     return can and asked is not False
@@ -48,7 +49,8 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
 
 
 def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
-    """What changes the policy in training, so that it is not the reference before it has learned anything."""
+    """Check for keys that make the policy differ from its reference before it has learned anything, and for
+    smoothing of the next-token loss."""
     reads = ("task",)
     if spec.train.neftune_alpha is not None:
         message = (
@@ -64,7 +66,7 @@ def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
 
 
 def _loss(dpo: Dpo) -> Iterator[Finding]:
-    """Keys of another loss."""
+    """Check that no key is set that belongs to another loss."""
     if dpo.loss_type not in SMOOTHED:
         reason = f"has no effect with loss_type {dpo.loss_type}, only with {' and '.join(SMOOTHED)}"
         yield from _unused(dpo, ("label_smoothing",), "loss_type", reason)
@@ -87,7 +89,8 @@ def _adapter(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
 
 
 def _own_reference(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
-    """A reference with an engine of its own, before training or beside it."""
+    """Check the keys of a reference with its own engine, before training (precomputed) or during it
+    (live)."""
     if dpo.reference == "live":
         yield from _unused(
             dpo, _OF_STORE, "reference", "has no effect with reference live, which has no store"
@@ -116,7 +119,7 @@ def _share_prompts(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
 
 
 def _unused(dpo: Dpo, keys: tuple[str, ...], other: str, reason: str) -> Iterator[Finding]:
-    """Of these keys those that do not have their default."""
+    """Yield a finding for each of these keys that does not have its default."""
     for key in keys:
         value: Any = getattr(dpo, key)
         if value != Dpo.model_fields[key].default:

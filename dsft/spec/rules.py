@@ -1,8 +1,8 @@
-"""What DeepSpeed 0.19.8 refuses or silently gets wrong, as one table. Pure.
+"""List what DeepSpeed 0.19.8 refuses or silently gets wrong, in one table, and check specs against it.
 
-Takes a spec, gives findings and warnings; docs/limits.md has the table. A row is
-`refused` (validation stops), `mended` (dsft does it right by itself) or `warned` (validation goes on).
-`source` is a file, line and symbol of DeepSpeed, or "ran" for what was tried on its CPU backend.
+The verdict of a row is `refused` (validation fails), `mended` (dsft corrects it itself) or `warned`
+(validation passes with a warning). `source` is a file, line and symbol of DeepSpeed, or "ran" if it was tried
+on its CPU backend. docs/limits.md has the table.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ Verdict = Literal["refused", "mended", "warned"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`keys`: what the row is about, told at the first. `applies`: None where no spec decides it.
+    """A row of the table.
 
-    `behaviour` says what DeepSpeed does, `answer` what to write instead, or what dsft does.
+    keys       keys of the spec that the row is about; it is reported at the first
+    applies    whether the row applies to a spec; None if it does not depend on the spec
+    behaviour  what DeepSpeed does
+    answer     what to write instead, or what dsft does
     """
 
     title: str
@@ -33,7 +36,7 @@ class Rule:
     source: str
 
     def message(self, spec: Spec) -> str:
-        """Value, rule, way out."""
+        """Return the message: the values, the rule, and what to do."""
         first, *others = (value_at(spec, key) for key in self.keys)
         together = [f"{key} {shown(value)}" for key, value in zip(self.keys[1:], others, strict=True)]
         values = f"{shown(first)}{' with ' if together else ''}{' and '.join(together)}"
@@ -41,7 +44,7 @@ class Rule:
 
 
 def value_at(spec: Spec, key: str) -> Any:
-    """The value at a dotted key; None where a section on the way is null."""
+    """Return the value at a dotted key; None if a section on the way is null."""
     value: Any = spec
     for part in key.split("."):
         value = getattr(value, part) if value is not None else None
@@ -353,13 +356,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def refused(spec: Spec) -> Iterator[Finding]:
-    """The rows that stop this spec."""
+    """Yield a finding for each row that refuses this spec."""
     for rule in _applying(spec, "refused"):
         yield Finding(tuple(rule.keys[0].split(".")), rule.message(spec), rule.keys)
 
 
 def warnings(spec: Spec) -> tuple[str, ...]:
-    """What this spec's user should know, one sentence each."""
+    """Return the warnings for this spec, one sentence each."""
     return tuple(f"{rule.keys[0]}: {rule.message(spec)}" for rule in _applying(spec, "warned"))
 
 

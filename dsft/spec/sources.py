@@ -1,4 +1,4 @@
-"""What the path of a source means by its name alone. Pure: takes a name, asks neither disk nor network."""
+"""Interpret the path of a source by its name alone, without reading the disk or the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILTIN = (
     f"{BUILTIN_PREFIX}quickstart-pairs-heldout",
 )
 BUILTIN_PAIRS = BUILTIN[2:]
-"""Those of them that are preference pairs; the others are conversations."""
+"""The builtin sources of preference pairs; the others are conversations."""
 KINDS: Mapping[str, str] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = {
     ".arrow": "arrow",
 }
 COMPRESSED = ("jsonl", "json", "text", "csv", "tsv")
-"""Kinds that are read from .gz too; Parquet and Arrow have a compression of their own."""
+"""Kinds that are also read from .gz; Parquet and Arrow have their own compression."""
 READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
 HUB_FORM = "owner/name[@revision][:[subset:]split]"
 
@@ -41,7 +41,7 @@ _HUB = re.compile(
 
 @dataclass(frozen=True)
 class HubData:
-    """A data set of the hub; None: its newest revision, its only subset."""
+    """A data set of the hub. revision: None for the newest; subset: None for the only one."""
 
     id: str
     revision: str | None = None
@@ -50,7 +50,7 @@ class HubData:
 
 
 def kind_of(name: str) -> str | None:
-    """How a file of this name is read, by its ending; None for one that is not."""
+    """Return the kind of a data file by its ending; None if such files are not read."""
     path = PurePath(name.lower())
     if path.suffix != ".gz":
         return KINDS.get(path.suffix)
@@ -59,12 +59,13 @@ def kind_of(name: str) -> str | None:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether it holds *, ? or [ as shells use them."""
+    """Return whether the name is a shell pattern, with *, ? or [."""
     return any(character in name for character in "*?[")
 
 
 def hub_data(name: str) -> HubData | None:
-    """owner/name[@revision][:[subset:]split], where it is no name of a data file."""
+    """Parse owner/name[@revision][:[subset:]split]; None if it has another form or is the name of a data
+    file."""
     found = _HUB.fullmatch(name)
     if found is None or kind_of(name) is not None:
         return None
@@ -72,8 +73,8 @@ def hub_data(name: str) -> HubData | None:
 
 
 def short_name(name: str) -> str:
-    """What a source is called where it has no name of its own: its file, folder or hub id without folders and
-    ending, a pattern by its folder; with `_` for what a metric's name cannot hold."""
+    """Derive a source's name from its path: file, folder or hub id without parent folders and ending; for a
+    pattern, the folder before it. Characters that a metric's name cannot have become `_`."""
     parts = [part for part in PurePath(name.removeprefix(BUILTIN_PREFIX)).parts if part.strip("./")]
     if is_pattern(name):
         parts = list(takewhile(lambda part: not is_pattern(part), parts))

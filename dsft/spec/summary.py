@@ -1,4 +1,4 @@
-"""A valid spec in five lines, for a reader who wants to see what was understood. Pure."""
+"""Summarize a valid spec in five lines, so that the user can check how it was understood."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dsft.spec.schema import Lora, Model, Source, Spec
 
 
 def summary(spec: Spec) -> str:
-    """Task, model, data, layout, and the optimizer with the length of the run."""
+    """Return the lines: task and model, data, layout, length with optimizer, output folder."""
     model, parallel, train, optim = spec.model, spec.parallel, spec.train, spec.optim
     fresh = f"fresh {(model.from_config or {}).get('model_type')}"
     stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""

@@ -1,4 +1,4 @@
-"""What follows from `task` alone: one value per task, which every other package reads. Pure."""
+"""Define the properties of each task, which all other packages read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Task:
-    """One of the things that can be learned.
+    """Properties of a task.
 
-    unit         what data.train consists of
-    rows         rows of tokens of one example, each of at most data.max_length tokens
-    formats      the formats of rows that it takes
-    answers      whether a row is a prompt and an answer, which is kept whole; else it is text, which may be
-                 split
-    preference   whether the loss is one of the section dpo: of whole answers, and compared with a frozen
-                 reference by all but `preferences.REFERENCE_FREE`. The policy then has to start as its
-                 reference, so nothing random (dropout, noise) may change it
+    unit        unit of data.train
+    rows        token sequences per example, each of at most data.max_length tokens
+    formats     row formats that the task accepts
+    answers     True if a row is a prompt and an answer, which is never split; False if it is text, which may
+                be
+    preference  whether the loss is one of section dpo: it is computed over whole answers and, except for
+                `preferences.REFERENCE_FREE`, compared with a frozen reference. The policy must then start
+                equal to its reference, so nothing random (dropout, noise) may change it
     """
 
     unit: Literal["row", "pair"]

@@ -1,6 +1,7 @@
-"""The spec that `dsft init` writes. Takes a name and a task, writes files; reads nothing.
+"""Write the spec of `dsft init`.
 
-A written spec is valid and runs as it is, on one CPU core: a small fresh model, and rows that are at hand.
+It is valid and runs unchanged on one CPU core: a small model with fresh weights, and builtin or generated
+rows.
 """
 
 from __future__ import annotations
@@ -114,15 +115,17 @@ _TEXTS = (
 
 
 def schema_text() -> str:
-    """JSON Schema (draft 2020-12) of a spec, for editors."""
+    """Return the JSON Schema (draft 2020-12) of a spec, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]:
-    """Write the spec, the schema beside it and, for pretraining, some rows; the files written, in this order.
+    """Write the spec, for pretraining some rows, and the schema beside the spec. Return the written files in
+    this order.
 
-    SpecError where the task is not built or a file would be overwritten; StorageError where the disk refuses.
+    Raise SpecError if the task or the name is not possible or a file (other than the schema) would be
+    overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
         raise _refuse("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
@@ -166,7 +169,7 @@ def _spec_text(name: str, task: str, path: FilePath) -> str:
 
 
 def _text(name: str) -> str:
-    """The name as YAML that is read as a text: `123` and `null` want quotes."""
+    """Return the name as YAML that is read as a text: `123` and `null` need quotes."""
     return name if read_document(name).data == name else json.dumps(name)
 
 

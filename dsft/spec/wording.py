@@ -1,7 +1,4 @@
-"""pydantic's errors in our words: the value, the rule, the way out, in one sentence. Pure.
-
-Takes the errors of one validation and the data that was validated, gives (path, sentence) pairs.
-"""
+"""Rephrase pydantic's errors: the value, the rule and what to do, in one sentence."""
 
 from __future__ import annotations
 
@@ -20,12 +17,13 @@ Worded = tuple[Path, str]
 
 
 def worded(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str, str]) -> list[Worded]:
-    """One sentence per path; `descriptions` maps a key without list numbers to its sentence in the schema."""
+    """Return (path, sentence), one per path. data: the validated data; descriptions: key without list numbers
+    -> its description in the schema."""
     found: dict[Path, str] = {}
     paths = [path_in(data, error) for error in errors]
     for error, path in zip(errors, paths, strict=True):
         if error["type"] == "literal_error" and any(path == other[:-1] for other in paths if other):
-            continue  # a list may stand where the word may, and what is wrong is one of its items
+            continue  # the key takes a word or a list, and the mistake is in an item of the list
         if error["type"] == "tuple_type" and path in found:
             found[path] += ", or a list: [...]"
         found.setdefault(path, _sentence(error, path, descriptions))
@@ -33,7 +31,8 @@ def worded(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str,
 
 
 def errors_of(error: ValidationError) -> list[ErrorDetails]:
-    """Its errors, less "too short" of a list with wrong items: pydantic counts the right ones."""
+    """Return the errors of a validation, without "too short" for lists with wrong items: pydantic counts only
+    the valid items."""
     return [detail for detail in error.errors(include_url=False) if not _miscounted(detail)]
 
 
@@ -42,12 +41,12 @@ def _miscounted(detail: ErrorDetails) -> bool:
 
 
 def key_of(path: Path) -> str:
-    """The dotted path without list numbers, as the schema names it."""
+    """Return the dotted path without list numbers, as in the schema."""
     return dotted(tuple(part for part in path if isinstance(part, str)))
 
 
 def path_in(data: Any, error: ErrorDetails) -> Path:
-    """The error's place in `data`, without the names that pydantic adds for the members of a union."""
+    """Return the path of an error in `data`, without the names that pydantic adds for members of a union."""
     path: Path = ()
     for part in error["loc"]:
         if isinstance(data, dict) and part in data:
@@ -107,7 +106,7 @@ def _kind(value: Any) -> str:
 
 
 def _way_out(value: Any, wanted: str) -> str:
-    """The way out; the value itself where it says the right thing in the wrong type."""
+    """Return what to do: write the same value in the right type if possible, else a general hint."""
     lower = str(value).lower()
     if wanted == "a whole number" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         way_out = f"write {int(value)}"
@@ -135,12 +134,13 @@ _FALSE = {"no", "off", "0", "n", "false"}
 
 
 def _is_number(text: str) -> bool:
-    """Whether the text would be a number without quotes: `inf` and `1_000` would not."""
+    """Return whether the text would be a number without quotes; `inf` and `1_000` would not."""
     return type(read_document(text).data) in (int, float)
 
 
 def _none_of(value: Any, context: Mapping[str, Any], theirs: Mapping[str, str]) -> str:
-    """theirs: what other tools' values of this key are here."""
+    """Return the sentence for a value that is not one of the choices. theirs: value in another tool -> value
+    in the spec."""
     choices = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
     name = str(value).lower()
     close = [theirs[name]] if name in theirs else difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
