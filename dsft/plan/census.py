@@ -23,7 +23,7 @@ from dsft.errors import DsftError, MissingInputError, Problem, SpecError
 from dsft.spec.schema import Model
 from dsft.system.files import cache_folder, cache_json, cached_json
 
-if TYPE_CHECKING:  # it takes a census
+if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
 VERSION = 1

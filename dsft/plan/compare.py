@@ -32,7 +32,7 @@ from dsft.spec.schema import Offload, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
-AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest are equal; the least memory decides
+AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest count as equally fast
 
 ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, fragmentation and the plan's error
 

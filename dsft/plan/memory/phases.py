@@ -327,7 +327,7 @@ def _sharded(part: Part) -> dict[str, Phase]:
     reducing = one(reduced * part.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
     if part.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works on a copy
-    widened = FP32 if part.gradient == FP32 else FP32 + part.gradient  # flattened first
+    widened = FP32 if part.gradient == FP32 else FP32 + part.gradient  # bf16 ones are flattened first
     step = NONE if part.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in kept.items() if row != "moments"}
     if part.on_cpu:
