@@ -17,29 +17,25 @@ from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parame
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000
-"""Steps between DeepSpeed's own progress lines: more than any run has. Not `null`, since DeepSpeed divides by
-it."""
+"""Steps between DeepSpeed's own progress lines: more than any run has. `null` would be divided by."""
 
 LARGEST_BUCKET = 50_000_000
-"""Maximum elements per reduction, gather and prefetch: 200 MB in fp32, large enough that latency is
-negligible."""
+"""Maximum elements per reduction, gather and prefetch: 200 MB in fp32, so that latency is negligible."""
 
 SMALLEST_BUCKET = 1_000_000
 """Minimum elements per bucket, 4 MB in fp32; a model with fewer elements fits into one bucket."""
 
 PERSIST_BELOW = 10_000
-"""ZeRO 3 keeps parameters with fewer elements whole on each rank: norms and biases, no matrix worth
-sharding."""
+"""ZeRO 3 keeps parameters with fewer elements whole on each rank: norms and biases, no large matrix."""
 
 LIVE = 1_000_000_000
-"""Maximum elements gathered at once (`stage3_max_live_parameters`), and the distance in elements within which
-a gathered parameter is kept for its next use (`stage3_max_reuse_distance`)."""
+"""Maximum elements gathered at once, and the distance within which gathered ones are kept for their next
+use."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of the JSON: dotted name, value, and the reason for the value. value is ABSENT if the key is
-    not written."""
+    """One key of the JSON: dotted name, value (ABSENT if the key is not written), reason for the value."""
 
     key: str
     value: Any
@@ -79,19 +75,15 @@ def sized(config: Mapping[str, Any], elements: Elements, kept: Collection[str] =
 
 
 def bucket_sizes(elements: Elements | None) -> Iterator[tuple[str, int]]:
-    """Yield each bucket's key and size. Gradients and updated parameters are communicated for trained
-    parameters only, gathered parameters for all."""
+    """Yield each bucket's key and size. Trained parameters are reduced and updated, all are prefetched."""
     yield "reduce_bucket_size", bucket_size(elements and elements.trained)
     yield "allgather_bucket_size", bucket_size(elements and elements.trained)
     yield "stage3_prefetch_bucket_size", bucket_size(elements and elements.whole)
 
 
 def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = None) -> tuple[Entry, ...]:
-    """Return all keys in the order of the file.
-
-    batch     None for a spec without a cluster, whose world size is known only at the start
-    elements  size of the model, None if it is unknown until the model is built
-    """
+    """Return all keys in the order of the file. batch: None for a spec without a cluster, whose world size is
+    known only at the start; elements: size of the model, None if unknown until the model is built."""
     rows = (
         *_batch(spec, batch),
         *_clipping(spec),
@@ -165,8 +157,7 @@ def _clipping(spec: Spec) -> Iterator[Row]:
 
 
 def accumulates(spec: Spec, batch: BatchSizes) -> bool:
-    """Return whether a rank's step may have several micro-batches, due to accumulation_steps or the token
-    budget of packed micro-batches."""
+    """Return whether a step may have several micro-batches, by accumulation_steps or a token budget."""
     budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
     return batch.accumulation_steps > 1 or (
         budget is not None and budget < batch.micro_batch_size * spec.longest_example
@@ -174,12 +165,9 @@ def accumulates(spec: Spec, batch: BatchSizes) -> bool:
 
 
 def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
-    """Return whether ZeRO 3 keeps gradients in bf16 instead of an fp32 copy.
-
-    It does if the copy would have the same values: one micro-batch per step, and either one rank or a
-    reduction in bf16. It does not at ZeRO 2, whose update converts all gradients to fp32 at once, or if the
-    optimizer is offloaded.
-    """
+    """Return whether ZeRO 3 keeps gradients in bf16 instead of an fp32 copy: if the copy would have the same
+    values (one micro-batch per step, and either one rank or a reduction in bf16). Not at ZeRO 2, whose update
+    converts all gradients to fp32 at once, and not if the optimizer is offloaded."""
     return (
         not accumulates(spec, batch)
         and spec.train.precision == "bf16"

@@ -1,6 +1,5 @@
-"""Find values of a spec that are valid one by one but not together. Files that a spec names are checked by
-`files`.
-"""
+"""Find values of a spec that are valid one by one but not together; `files` checks the files that it
+names."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def _model(spec: Spec) -> Iterator[Finding]:
 
 
 def _is_per_segment(spec: Spec) -> bool:
-    """Return whether attention of packed rows is computed segment by segment, as far as the spec decides
-    it."""
+    """Return whether packed rows are attended segment by segment, as far as the spec decides it."""
     if spec.model.attention == "auto":
         on_cpu = spec.accelerator is not None and spec.accelerator.name.lower() == "cpu"
         return spec.train.precision == "fp32" or on_cpu
@@ -54,8 +52,7 @@ def _is_per_segment(spec: Spec) -> bool:
 
 
 def _compiled(spec: Spec) -> Iterator[Finding]:
-    """Check model.compile: it is refused where layers would be recompiled again and again, or where it is
-    untested."""
+    """Refuse model.compile where layers would be recompiled again and again, or where it is untested."""
     parallel, data = spec.parallel, spec.data
     refusals = (
         (
@@ -232,8 +229,7 @@ def _decay(optim: Optim) -> Iterator[Finding]:
 
 
 def _phases(spec: Spec) -> Iterator[Finding]:
-    """Check that wsd's warm-up and decay together are not longer than the run, as far as the spec gives its
-    length."""
+    """Check that wsd's warm-up and decay together fit into the run, as far as the spec gives its length."""
     optim, steps = spec.optim, spec.train.max_steps
     if optim.lr_scheduler_type != "wsd":
         return
