@@ -33,7 +33,7 @@ import psutil
 from dsft.launch.pulse import LOGS, SOCKET
 from dsft.remote import Lines, Message, own_connection
 from dsft.supervise.output import PATIENCE, Follower, last_lines
-from dsft.supervise.processes import JOB, code_of_ended, is_stopped, job_processes, kill_job, send
+from dsft.supervise.processes import JOB, code_of_ended, is_alive, is_stopped, job_processes, kill_job, send
 from dsft.supervise.world import Order
 from dsft.system.host import free_port
 from dsft.system.process import die_with
@@ -68,7 +68,10 @@ class Agent:
         self._finish = asyncio.Event()
 
     async def run(self) -> None:
-        connection = await own_connection()
+        try:
+            connection = await asyncio.wait_for(own_connection(), SILENCE)
+        except TimeoutError:
+            return
         connection.send({"hello": hello()})
         tasks = [asyncio.create_task(work) for work in (self._hear(connection), self._beat(connection))]
         await self._finish.wait()
@@ -95,7 +98,7 @@ class Agent:
             try:
                 self._part.start()
             except OSError as error:
-                connection.send({"fault": f"{error.filename or 'the ranks'}: {error.strerror}"})
+                connection.send({"fault": f"{error.filename or 'the ranks'}: {error.strerror or error}"})
                 self._finish.set()
         if "signal" in message and self._part:
             self._part.signal(int(message["signal"]))
@@ -309,6 +312,9 @@ class Part:
     async def _until_ended(self) -> None:
         """Wait for the processes started here, then for those that they have started (W&B's service)."""
         while any(process.poll() is None for process in self._processes):
+            for number, rank in self.ranks.items():  # where the kernel gave no pidfd
+                if rank.pid is not None and not rank.ended and not is_alive(rank.pid):
+                    self._died(number)
             await asyncio.sleep(TICK)
         for number, rank in self.ranks.items():
             if rank.pid is not None:

@@ -22,6 +22,7 @@ from dsft.supervise.verdict import (
     first_cause,
     hung,
     sentence,
+    shell_code,
 )
 from dsft.supervise.world import World, address_of
 
@@ -152,20 +153,24 @@ class Attempt:
         self._began = time.monotonic()
 
     async def run(self) -> Outcome:
+        """Raises WorldError where the command of an agent cannot be made."""
+        # All before the first agent starts, which would wait while a name service is asked for the others.
+        commands = {name: self._command(name) for name in self._hosts}
         works: list[Coroutine[None, None, None]] = [self._greet(), self._ping(), self._obey(), self._look()]
         async with asyncio.TaskGroup() as tasks:
             helpers = [tasks.create_task(work) for work in works]
-            await asyncio.wait([tasks.create_task(self._attend(host)) for host in self._hosts.values()])
+            attended = [self._attend(host, commands[name]) for name, host in self._hosts.items()]
+            await asyncio.wait([tasks.create_task(work) for work in attended])
             for helper in helpers:
                 helper.cancel()
         return self._outcome()
 
     # A host
 
-    async def _attend(self, host: _Host) -> None:
+    async def _attend(self, host: _Host, command: list[str]) -> None:
         """Run a host's agent from its start to its end."""
         try:
-            host.channel = await Channel.open(self._command(host.name), self._terms.environ)
+            host.channel = await Channel.open(command, self._terms.environ)
             while "end" not in (message := await self._next(host, host.channel)):
                 self._take(host, message)
         except NoAnswer as error:
@@ -224,8 +229,7 @@ class Attempt:
         rank.died, rank.code = True, code
         if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
             return
-        if code < 0:
-            code = rank.code = 128 - code
+        code = rank.code = shell_code(code)
         if code == 128 + signal.SIGTERM and rank.pulse is None and (self._asked or self._stopped):
             code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
         if code == STOPPED:
@@ -245,8 +249,8 @@ class Attempt:
         known = [self.ranks[number].code for number in self.world.ranks[host.name]]
         explained = any(found not in (None, 0) for found in known) or self.state == "ending"
         if code != 0 and not explained:
-            code = 128 - code if code < 0 else code
-            self._fail(Failure("launcher", host.name, code, error_in(lines), lines=tuple(lines)))
+            told = error_in(lines)
+            self._fail(Failure("launcher", host.name, shell_code(code), told, lines=tuple(lines)))
         elif self.state != "ending":
             host.send({"end": LINGER})
 

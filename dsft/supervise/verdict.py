@@ -115,6 +115,14 @@ def may_pass(failure: Failure, code: int) -> bool:
     return code not in NOT_AGAIN
 
 
+def shell_code(code: int) -> int:
+    """Of a process's own: a signal's negative number becomes 128 + it, also as a launcher hands it on
+    (sys.exit(-9) ends with 247)."""
+    if code < 0:
+        return 128 - code
+    return 128 + 256 - code if code > 256 - 32 else code
+
+
 def ended_with(code: int | None) -> str:
     if code is None:
         return "ended, with an exit code that nobody saw"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dsft.errors import WorldError
 from dsft.remote import module_command
-from dsft.supervise.attempt import Attempt, Requests
+from dsft.supervise.attempt import Attempt, Requests, Terms
 from dsft.supervise.command import sweep
 from dsft.supervise.processes import environment_of
 from dsft.supervise.world import AGENT, World
 from tests.launching import LATE, allowed
+from tests.unit.supervise import conftest
 from tests.unit.supervise.conftest import Start
 
 
@@ -50,6 +54,53 @@ def test_a_killed_rank_ends_all(start: Start, by: str) -> None:
     assert outcome.code == 137 and outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.host) == (2, "two")
     assert 1 <= (outcome.failure.step or 0) <= 15  # by its last pulse
+
+
+def test_a_launchers_rank_that_is_killed_before_its_first_heartbeat(start: Start) -> None:
+    """The launcher hands the signal on as 256 - 9, and nobody else knows of it."""
+    outcome = start("600", "1:0:dead", by="deepspeed").outcome()
+    assert outcome.code == 137 and outcome.failure is not None
+    assert outcome.failure.text() == "two: was killed by signal 9"
+
+
+def test_a_kernel_without_pidfds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "module_command", lambda host, module: [sys.executable, "-c", NO_PIDFD])
+    job = start("600", "2:15:kill")
+    outcome = job.outcome()
+    assert outcome.code == 137 and outcome.failure is not None and outcome.failure.rank == 2
+    assert "step 599" not in job.lines, "it was noticed when the others had ended"
+
+
+NO_PIDFD = """
+import os
+
+def none(pid):
+    raise OSError(38, "Function not implemented")
+
+os.pidfd_open = none
+from dsft.supervise.agent import main
+main()
+"""
+
+
+def test_an_agent_to_which_nobody_says_a_word_ends() -> None:
+    code = "from dsft.supervise import agent; agent.SILENCE = 0.5; agent.main()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
+        assert process.wait(LATE) == 0
+
+
+def test_what_is_wrong_with_the_command_of_an_agent_is_raised_before_one_starts(tmp_path: Path) -> None:
+    def command(host: str) -> list[str]:
+        if host == "two":
+            raise WorldError("DSFT_SSH_ARGS is no list of options")
+        return ["touch", str(tmp_path / "started")]
+
+    world = World("dsft", {"one": 1, "two": 1}, (), str(tmp_path), str(tmp_path), "none")
+    attempt = Attempt(world, Terms({}), Requests(), lambda line: None, command)
+    with pytest.raises(WorldError, match="DSFT_SSH_ARGS"):
+        asyncio.run(attempt.run())
+    assert not (tmp_path / "started").exists()
 
 
 def test_the_first_real_error_is_told_and_not_what_follows(start: Start) -> None:

@@ -98,6 +98,23 @@ def test_a_signal_from_the_first_line_on_ends_it_with_75(
     assert ("saved\n" in rest) == waits, rest
 
 
+def test_a_terminal_that_is_closed_does_not_end_what_nohup_started(tmp_path: Path) -> None:
+    words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
+    with subprocess.Popen(
+        ["nohup", sys.executable, "-u", "tests/lab/fake_launch.py", *words], text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        said = iter(command.stdout.readline, "")
+        assert any(line.startswith("step") for line in said)
+        command.send_signal(signal.SIGHUP)
+        assert all(next(said).startswith("step") for _ in range(5))
+        command.send_signal(signal.SIGTERM)
+        rest = list(said)
+        assert command.wait(60) == 75, rest
+    assert "saved\n" in rest
+
+
 @pytest.mark.parametrize("port", ["junk", "99999"])
 def test_a_port_that_is_none_is_refused_and_not_replaced(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", port)

@@ -14,6 +14,7 @@ from dsft.supervise.verdict import (
     is_consequence,
     may_pass,
     sentence,
+    shell_code,
 )
 
 PEER = Failure("rank", "one", 1, "RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:1", 0)
@@ -44,6 +45,11 @@ ENDED = Failure("rank", "one", 143, None, 0)
 def test_the_first_cause(failures: tuple[Failure, ...], first: Failure | None, code: int) -> None:
     assert first_cause(failures) is first
     assert exit_code(first) == code
+
+
+@pytest.mark.parametrize(("code", "shell"), [(-9, 137), (247, 137), (1, 1), (75, 75), (241, 143), (0, 0)])
+def test_shell_code(code: int, shell: int) -> None:
+    assert shell_code(code) == shell
 
 
 def test_what_may_pass() -> None:
