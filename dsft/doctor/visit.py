@@ -93,7 +93,7 @@ class Talks:
             self.silent[host] = Silence(1, str(error))
             return None
         if set(facts) == {"fault"}:
-            self.silent[host] = Silence(1, facts["fault"])
+            self.silent[host] = Silence(1, facts["fault"].partition("\n")[0])  # without torch's stack
             return None
         answered(host)
         return facts

@@ -4,7 +4,8 @@ and their answers, over `dsft.remote`:
     {"do": "listen"}                           port (of its store), interfaces, gpus
     {"do": "reach", address, port}             interface (own), or error
     {"do": "pair", rank, name, address, port, peer}
-                                               round_trip (seconds, to the other and back), gbit (received)
+                                               round_trip (seconds, to the other and back), gbit (received),
+                                               or error
     {"do": "all_reduce", ranks (of this host), name, address, port, peer, world_size, backend, sizes, seconds}
                                                reduces: [[bytes, seconds], …], on rank 0
 
@@ -91,19 +92,22 @@ def group(order: Mapping[str, Any], rank: int, size: int, backend: str, own: Sto
 
 
 def pair(order: Mapping[str, Any], own: Store) -> dict[str, Any]:
-    """Measure both directions, one after the other: the sender measures the round trip, the receiver the
-    rate."""
+    """Both directions, one after the other: who sends measures the round trip, who receives the speed. A link
+    that fails is an answer too: the host's other links are still to be measured."""
     rank, other = order["rank"], 1 - order["rank"]
-    found = {}
-    with group(order, rank, 2, "gloo", own):
-        for sender in (0, 1):
-            if rank == sender:
-                found["round_trip"] = ping(other)
-                send(other)
-            else:
-                pong(other)
-                found["gbit"] = receive(other)
-        dist.barrier()
+    found: dict[str, Any] = {}
+    try:
+        with group(order, rank, 2, "gloo", own):
+            for sender in (0, 1):
+                if rank == sender:
+                    found["round_trip"] = ping(other)
+                    send(other)
+                else:
+                    pong(other)
+                    found["gbit"] = receive(other)
+            dist.barrier()
+    except RuntimeError as error:  # torch's; further lines are its stack
+        return {"error": (str(error).splitlines() or [type(error).__name__])[0]}
     return found
 
 

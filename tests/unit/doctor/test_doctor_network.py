@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Mapping
+from datetime import timedelta
 
 import pytest
 
@@ -136,6 +137,18 @@ def test_measured_between_addresses_of_this_machine() -> None:
         "all-reduce"
     ]
     assert told == ["127.0.0.1 ⇄ 127.0.0.2, pair 1 of 1", "all-reduce over gloo, 2 processes"]
+
+
+def test_a_transfer_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the host would be taken for silent, and its other links for dead."""
+    from dsft.engine import links
+
+    monkeypatch.setattr(links, "TIMEOUT", timedelta(seconds=0.5))
+    store = links.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    order = {"do": "pair", "rank": 0, "name": "0", "address": "127.0.0.1", "port": store.port,
+             "peer": "127.0.0.1"}  # fmt: skip
+    found = links.pair(order, store)
+    assert set(found) == {"error"} and found["error"].strip() and "\n" not in found["error"], found
 
 
 def test_an_address_that_nobody_has_is_dead_within_seconds() -> None:
