@@ -350,10 +350,16 @@ def _write(output: int, message: Mapping[str, Any]) -> None:
             line = line[os.write(output, line) :]
 
 
+def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the variables that say which rank this process is, of how many: for a program that
+    starts ranks of its own inside another launcher's process."""
+    return {name: value for name, value in environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set this process's environment for a program of the caller: remove variables of a rank's place, add the
-    caller's variables, and put this interpreter first on PATH."""
-    for name in [name for name in os.environ if _OF_A_LAUNCHER.fullmatch(name)]:
+    """Make this process's environment that of a program the caller starts: without the place of a rank, with
+    the caller's variables, and this interpreter first on PATH."""
+    for name in os.environ.keys() - without_a_place(os.environ).keys():
         del os.environ[name]
     paths = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys(paths))

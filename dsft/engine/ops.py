@@ -120,9 +120,10 @@ def load_op(builder: Any, say: Say) -> Any:
                 if lacking is not None:  # torch would print a page of warnings first
                     raise _cannot(builder, f": {lacking[0]}; {lacking[1]}.")
             return _loaded(builder, folder)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter of filelock, on a disk that cannot lock
+        file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
         raise StorageError(
-            f"{error.filename or folder} on {gethostname()} cannot be written ({error.strerror}), where "
+            f"{file or folder} on {gethostname()} cannot be written ({reason or error}), where "
             f"DeepSpeed's ops are compiled; set {EXTENSIONS} to a folder that can be."
         ) from None
 

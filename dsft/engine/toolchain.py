@@ -86,11 +86,9 @@ def package_file(package: str, name: str) -> Path | None:
 
 def lacking_tool(ops: Iterable[str], with_cuda: bool) -> tuple[str, str] | None:
     """Return what this host lacks to compile these ops, and the way out; None where ten lines compile."""
-    compiler = shlex.split(os.environ.get("CXX", "c++")) or [""]
-    if shutil.which(compiler[0]) is None:
-        named = "CXX names it" if os.environ.get("CXX") else "CXX is not set"
-        return (f"the compiler {compiler[0]!r} is not on PATH ({named})",
-                "install one (Debian, Ubuntu: g++; Fedora, RHEL: gcc-c++), or set CXX to one")  # fmt: skip
+    if (lacking := _lacking_compiler()) is not None:
+        return lacking
+    compiler = _compiler()
     if not has_ninja():
         return "ninja is missing, which starts the compiler", "pip install ninja, with its folder on PATH"
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -119,7 +117,7 @@ def compiler_version() -> str:
         done = subprocess.run(
             [*shlex.split(name), "--version"], capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: a quote without its other one
         return name
     return (done.stdout.splitlines() or [name])[0]
 
@@ -133,6 +131,24 @@ def standard() -> str:
     file = package_file("torch", "utils/cpp_extension.py")
     found = re.findall(r"-std=(c\+\+\d\d)", file.read_text(encoding="utf-8")) if file else []
     return max(found, default="c++17")
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++")) or [""]
+
+
+def _lacking_compiler() -> tuple[str, str] | None:
+    for name in ("CXX", "CFLAGS", "LDFLAGS"):
+        try:
+            shlex.split(os.environ.get(name, ""))
+        except ValueError as error:
+            return f"{name}={os.environ[name]!r} is no list of words ({error})", "mend its quotes"
+    program = _compiler()[0]
+    if shutil.which(program) is None:
+        named = "CXX names it" if os.environ.get("CXX") else "CXX is not set"
+        return (f"the compiler {program!r} is not on PATH ({named})",
+                "install one (Debian, Ubuntu: g++; Fedora, RHEL: gcc-c++), or set CXX to one")  # fmt: skip
+    return None
 
 
 def _includes() -> set[str]:

@@ -15,7 +15,6 @@ same processes, they must agree.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from dsft.errors import WorldError
@@ -31,27 +30,11 @@ from dsft.launch.launched import (
 )
 from dsft.system.host import free_port
 
-__all__ = ["RENDEZVOUS", "Launched", "detect", "without_a_place"]
+__all__ = ["RENDEZVOUS", "Launched", "detect"]
 
 AGENT = "DSFT_JOB"
 """Set where `dsft launch` started this process: its five variables override those of a surrounding Slurm or
 MPI task."""
-
-
-_OF_A_PLACE = re.compile(
-    r"TORCHELASTIC_.*|OMPI_COMM_WORLD_.*|PMI_.*|SLURM_(?:PROCID|NTASKS|NPROCS|LOCALID|NODEID|STEP_?ID|STEP_.*)|"
-    r"NPROC_PER_NODE|NNODES|NODE_RANK"
-)
-
-
-def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables that set this process's rank and world size: for a command that
-    starts ranks of its own inside another launcher's process."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in RENDEZVOUS and not _OF_A_PLACE.fullmatch(name)
-    }
 
 
 def detect(environ: Mapping[str, str]) -> Launched:

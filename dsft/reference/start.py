@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsft.launch.environment import without_a_place
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
+from dsft.remote import without_a_place
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
 

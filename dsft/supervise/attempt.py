@@ -351,7 +351,7 @@ class Attempt:
         self.failures.append(failure)
         if self.state in {"running", "stopping"}:
             if not failure.is_consequence():
-                self.tell(f"{failure.text()}; ending all others")
+                self.tell(f"{failure.text().rstrip('.')}; ending all others")
             self._end(0 if failure.kind == "hang" else GRACE)
 
     def _end_stragglers(self) -> None:

@@ -84,9 +84,6 @@ class Alone:
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
 
-    def each(self, work: Callable[[], Any]) -> Any:
-        return work()
-
     def hosts_first(self, work: Callable[[], object]) -> None:
         work()
 
@@ -135,6 +132,27 @@ def test_a_compiler_that_cxx_names_and_that_is_not_there(
     monkeypatch.setenv("CXX", "g++-99")
     assert "the compiler 'g++-99' is not on PATH (CXX names it)" in refusal(Small(tmp_path), told)
     assert compiler_version() == "g++-99"
+
+
+@pytest.mark.parametrize("name", ["CXX", "CFLAGS", "LDFLAGS"])
+def test_a_variable_that_no_shell_could_read(
+    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "g++ 'x")
+    message = refusal(Small(tmp_path), told)
+    assert f'{name}="g++ \'x" is no list of words (No closing quotation); mend its quotes' in message
+    assert compiler_version()
+
+
+def test_a_disk_that_cannot_lock(
+    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(*_: object, **__: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("dsft.engine.ops.FileLock.acquire", acquire)
+    message = refusal(Small(tmp_path), told, StorageError)
+    assert "does not appear to support flock" in message and "set TORCH_EXTENSIONS_DIR" in message
 
 
 def test_no_ninja(extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,16 @@ main()
 """
 
 
+def test_a_long_name_of_the_temporary_folder(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's path has 107 bytes at most."""
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert start("3").outcome().code == 0
+
+
 def test_an_agent_to_which_nobody_says_a_word_ends() -> None:
     code = "from dsft.supervise import agent; agent.SILENCE = 0.5; agent.main()"
     pipe = subprocess.PIPE
