@@ -269,7 +269,7 @@ def reference(
     """Score the pairs of a preference run by its reference, ahead of the run; it goes on where it stopped."""
     from dsft.reference.start import start
 
-    start(spec, overrides or (), ranks)
+    raise typer.Exit(start(spec, overrides or (), ranks))
 
 
 @app.command()

@@ -25,7 +25,8 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 
 from dsft.errors import DsftError, StoppedError, WorldError, plain
@@ -175,12 +176,8 @@ def train(
         spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
 
     share = set_environment(spec, launched)
-    try:
+    with known_accelerator():
         from dsft.job import Job, run  # torch and deepspeed are imported from here on
-    except ValueError as error:
-        if "DS_ACCELERATOR" in str(error):  # a name that DeepSpeed does not know
-            raise WorldError(str(error)) from None
-        raise
 
     run(
         Job(
@@ -211,12 +208,25 @@ def score_only(
         batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)
-    from dsft.job.score import score_only as score
+    with known_accelerator():
+        from dsft.job.score import score_only as score
 
     way_on = "the same command without --reference_only trains"
     if options.any_ranks:
         way_on = f"deepspeed dsft/train.py {shlex.join([str(options.spec), *options.overrides])}"
     score(spec, launched, stopping, pulse, way_on)
+
+
+@contextmanager
+def known_accelerator() -> Iterator[None]:
+    """Around the import of DeepSpeed. Raises WorldError where it knows no accelerator of DS_ACCELERATOR's
+    name."""
+    try:
+        yield
+    except ValueError as error:
+        if "DS_ACCELERATOR" in str(error):
+            raise WorldError(str(error)) from None
+        raise
 
 
 def set_environment(spec: Spec, launched: Launched) -> Share | None:

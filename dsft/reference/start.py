@@ -1,28 +1,91 @@
-"""Carry out `dsft reference` by replacing this process with dsft/train.py --reference_only."""
+"""`dsft reference`: takes a spec and a number of ranks, starts dsft/train.py --reference_only on this host."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dsft.errors import WorldError
+from dsft.launch.environment import Launched, without_a_place
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
-from dsft.remote import without_a_place
+from dsft.system.host import free_port
+from dsft.system.process import die_with
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
+GRACE = 10.0  # seconds in which the other ranks end by themselves after one has failed
+_TICK = 0.1  # seconds
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> None:
-    """Start the scoring on `ranks` processes of this host, by default one per GPU, or one without a GPU. For
-    more than one, train.py replaces itself with torchrun. Does not return. Raises SpecError where the spec
-    has nothing to score."""
+def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
+    """The exit code; for one rank this process becomes it, and does not return. ranks: of this host; by
+    default one a GPU, one where there is none. Raises SpecError where the spec has nothing to score, and as
+    `run_ranks` does."""
     check_precomputed(load(spec, overrides), "dsft reference")
     if ranks is None:
         import torch
 
         ranks = torch.cuda.device_count() or 1
-    count = ["--num_gpus", str(ranks)] if ranks > 1 else []
-    words = [str(spec), *overrides, "--reference_only", "--any_ranks", *count]
-    os.execve(sys.executable, [sys.executable, str(SCRIPT), *words], without_a_place(os.environ))
+    argv = [sys.executable, str(SCRIPT), str(spec), *overrides, "--reference_only", "--any_ranks"]
+    environ = without_a_place(os.environ)
+    if ranks > 1:
+        return run_ranks(argv, environ, ranks)
+    os.execve(sys.executable, argv, environ)
+
+
+def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int) -> int:
+    """Run `argv` as `count` ranks of this host, which get the signals that this process gets and end with it.
+    The exit code of the first that fails; the others are killed GRACE seconds later. Raises WorldError where
+    a signal that nobody passed on has ended one."""
+    port, parent, passed_on = free_port(), os.getpid(), False
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        nonlocal passed_on
+        passed_on = True
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in _PASSED_ON}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as by nohup
+                signal.signal(number, pass_on)
+        for rank in range(count):
+            own = {**environ, "LOCAL_WORLD_SIZE": str(count), "GROUP_WORLD_SIZE": "1"}
+            Launched("dsft", rank, count, rank, "127.0.0.1", port).export(own)
+            processes.append(subprocess.Popen(argv, env=own, preexec_fn=lambda: die_with(parent)))
+        rank, code = _first_failure(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code < 0 and not passed_on:
+        why = ", as a machine does whose memory is full" if code == -signal.SIGKILL else ""
+        raise WorldError(
+            f"rank {rank} of the processes that score the reference was ended by signal {-code}{why}; what "
+            "is scored is kept, and the same command goes on from there."
+        )
+    return 128 - code if code < 0 else code
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """Wait until all have ended, GRACE seconds where one has failed. The rank and the code of the first that
+    did, or 0 and 0."""
+    first, until = (0, 0), float("inf")
+    while True:
+        codes = [process.poll() for process in processes]
+        if first[1] == 0 and any(codes):
+            first = next((rank, code) for rank, code in enumerate(codes) if code)
+            until = time.monotonic() + GRACE
+        if None not in codes or time.monotonic() > until:
+            return first
+        time.sleep(_TICK)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from dsft import cli
-from dsft.errors import SpecError
+from dsft.errors import SpecError, WorldError
 from dsft.plan.reference import check_precomputed
 from dsft.reference.score import micro_batch_size, scoring_batch
+from dsft.reference.start import run_ranks
 from tests.launching import ROOT
 from tests.unit.reference.small import model, rows, spec
 
@@ -35,30 +38,80 @@ def test_nothing_to_score(changed: dict[str, Any], said: str, tmp_path: Path) ->
     assert "nothing for dsft reference to score" in str(raised.value) and said in str(raised.value)
 
 
-def test_dsft_reference_becomes_train_py_on_its_own_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_run(tmp_path: Path) -> Path:
+    """Its spec."""
     model(tmp_path / "model")
     rows(tmp_path / "a.jsonl", 2)
     rows(tmp_path / "b.jsonl", 1)
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(spec(tmp_path).model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def test_dsft_reference_starts_train_py_on_its_own_ranks(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_run
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     for name in ("RANK", "SLURM_PROCID", "NNODES", "KEPT"):
         monkeypatch.setenv(name, "1")
-    cli.reference(path, ["train.seed=1"], 1)
-    cli.reference(path, None, 3)
-    for _, argv, environ in started:
-        assert argv[:3] == [sys.executable, str(ROOT / "dsft" / "train.py"), str(path)]
-        assert environ["KEPT"] == "1" and not {"RANK", "SLURM_PROCID", "NNODES"} & environ.keys()
-    assert [argv[3:] for _, argv, _ in started] == [
-        ["train.seed=1", "--reference_only", "--any_ranks"],
-        ["--reference_only", "--any_ranks", "--num_gpus", "3"],
-    ]
+    monkeypatch.setattr("dsft.reference.start.run_ranks", lambda *given: started.append(given))
+    with pytest.raises(typer.Exit):
+        cli.reference(path, ["train.seed=1"], 1)
+    with pytest.raises(typer.Exit):
+        cli.reference(path, None, 3)
     with pytest.raises(SpecError, match="nothing for dsft reference to score"):
         cli.reference(path, ["dpo.reference=live"], 1)
-    assert len(started) == 2
+    (program, *one), (*several, count) = started
+    assert program == sys.executable and count == 3
+    for argv, environ in (one, several):
+        assert argv[:3] == [sys.executable, str(ROOT / "dsft" / "train.py"), str(path)]
+        assert environ["KEPT"] == "1" and not {"RANK", "SLURM_PROCID", "NNODES"} & environ.keys()
+    assert one[0][3:] == ["train.seed=1", "--reference_only", "--any_ranks"]
+    assert several[0][3:] == ["--reference_only", "--any_ranks"]
+
+
+@pytest.mark.parametrize(
+    "program, code",
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(65 if rank == 1 else 69)", 65),
+        ("rank == 1 and sys.exit(73); time.sleep(60)", 73),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_rank_that_fails(
+    program: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsft.reference.start.GRACE", 0.5)
+    assert run_ranks(_rank(program), os.environ, 2) == code
+
+
+def test_ranks_get_the_signals_of_the_command(tmp_path: Path) -> None:
+    program = f"""
+ready = {str(tmp_path / "ready")!r}
+if rank:
+    open(ready, "w").close()
+else:
+    while not os.path.exists(ready):
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)"""
+    assert run_ranks(_rank(program), os.environ, 2) == 75
+
+
+def test_a_rank_that_a_signal_has_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsft.reference.start.GRACE", 0.5)
+    with pytest.raises(WorldError, match="rank 1 of .* ended by signal 9, as a machine does whose memory"):
+        run_ranks(_rank("rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"), os.environ, 2)
+
+
+def _rank(program: str) -> list[str]:
+    """A rank that ends with 75 when it is asked to stop; rank 0 comes to its end after the others."""
+    words = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *told: sys.exit(75)); "
+    words += "rank = int(os.environ['RANK']); assert os.environ['WORLD_SIZE'] == '2'; time.sleep(1 - rank); "
+    return [sys.executable, "-c", words + program]
 
 
 def test_a_pass_has_the_runs_micro_batches_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -72,3 +125,11 @@ def test_a_pass_has_the_runs_micro_batches_on_any_number_of_ranks(tmp_path: Path
         assert (sizes.micro_batch_size, sizes.accumulation_steps, sizes.data_parallel) == (4, 1, ranks)
     packed = spec(tmp_path, {"data": {"packing": True}})
     assert scoring_batch(packed, 4, 2).tokens_per_micro_batch == 4 * 2 * 256
+
+
+def test_an_accelerator_that_deepspeed_does_not_know(small_run: Path) -> None:
+    """DeepSpeed says so while it is imported."""
+    argv = [sys.executable, str(ROOT / "dsft" / "train.py"), str(small_run), "--reference_only"]
+    ran = subprocess.run(argv, env={**os.environ, "DS_ACCELERATOR": "foo"}, capture_output=True, text=True)
+    assert ran.returncode == WorldError.exit_code
+    assert "error: DS_ACCELERATOR must be one of" in ran.stderr and "Traceback" not in ran.stderr
