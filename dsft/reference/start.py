@@ -1,4 +1,4 @@
-"""`dsft reference`: takes a spec and a number of ranks, starts dsft/train.py --reference_only on this host."""
+"""`dsft reference`: takes a spec and a number of ranks, runs dsft/train.py --reference_only on this host."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ ALIASES: dict[str, str] = {
     "zero": "parallel.zero_stage",
     "zero_optimization": "parallel.zero_stage",
     "pipeline": "parallel.pipeline_stages",
+    "pipeline_model_parallel_size": "parallel.pipeline_stages",
     "pipeline_parallel_size": "parallel.pipeline_stages",
     "pp": "parallel.pipeline_stages",
     "pp_size": "parallel.pipeline_stages",

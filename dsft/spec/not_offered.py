@@ -13,6 +13,7 @@ from typing import Any
 METHODS = ("adapter", "finetuning_type", "peft_type", "peft_method", "train_type", "tuner_type")
 OPTIMIZERS = ("optim.name", "optimizer", "optim.type")
 PRECISIONS = ("train.precision", "mixed_precision", "dtype", "torch_dtype", "precision")
+SHORT = 2  # letters of a name that other words may contain
 TASKS = ("task", "stage", "rl", "training_type", "rlhf_type")
 
 
@@ -21,13 +22,10 @@ class NotOffered:
     """A feature that is not offered, and the names that ask for it: separated by spaces, lower case, `_` for
     `-`.
 
-    A name matches a key if it is one or several of its words: `fsdp` matches `fsdp_config`.
-
-    title    name of the feature
-    way_out  what to do instead
-    keys     names in an unknown key of a spec
-    of       keys of which only some values ask for the feature
-    values   names in the value of one of the keys `of`
+    A name fits a key where it is one or several of its words: `fsdp` fits `fsdp_config`. One of a letter or
+    two (`sp`) fits alone, as `use_sp`, `sp_size` and `sp_degree`.
+    keys     names in a key that a spec does not have
+    values   names in the value of one of the keys `of`, which mean something else with other values
     in_json  dotted keys of a DeepSpeed JSON
     """
 
@@ -140,7 +138,8 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 
 
 def of_key(name: str) -> NotOffered | None:
-    """Return the feature that an unknown key of a spec, in any section, asks for; None if it is none."""
+    """What an unknown key of a spec asks for, in any section."""
+    name = _plain(name).removeprefix("pipeline_model_")  # Megatron's pipeline_model_parallel_size is ours
     return next((one for one in NOT_OFFERED if _fits(one.keys, name)), None)
 
 
@@ -152,8 +151,13 @@ def of_value(name: str, value: object) -> NotOffered | None:
 
 
 def _fits(names: str, text: str) -> bool:
-    words = f"_{_plain(text)}_"
-    return any(f"_{name}_" in words for name in names.split())
+    text = _plain(text)
+    return any(
+        f"_{name}_" in f"_{text}_"
+        if len(name) > SHORT
+        else text in (name, f"use_{name}", f"{name}_size", f"{name}_degree")
+        for name in names.split()
+    )
 
 
 def in_json(file: Mapping[str, Any]) -> Iterator[tuple[str, NotOffered]]:

@@ -62,6 +62,9 @@ def test_what_other_tools_call_it(key: str, title: str) -> None:
 
 
 def test_a_part_of_a_word_is_no_name() -> None:
+    for key, ours in (("tokenizer_sp", "model.tokenizer"), ("warmup_ep", "optim.warmup_steps")):
+        assert suggestion("train", key, 1) == f"did you mean {ours}?"
+    assert suggestion("", "pipeline_model_parallel_size", 2) == "did you mean parallel.pipeline_stages?"
     assert of_key("spam") is None and of_key("tpu") is None and of_value("task", "pretrained") is None
 
 
