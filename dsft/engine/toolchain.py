@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,11 @@ def build_folder() -> Path:
 def is_compiled(op: str, accelerator: str) -> bool:
     """Whether the op is there, so that nothing has to be compiled. accelerator: cpu or cuda, as DeepSpeed
     calls it."""
-    return is_installed(op, accelerator) or (build_folder() / op / f"{op}.so").is_file()
+    if is_installed(op, accelerator):
+        return True
+    with suppress(OSError):  # a folder above it may not be entered: the compile reports that
+        return (build_folder() / op / f"{op}.so").is_file()
+    return False
 
 
 def is_installed(op: str, accelerator: str) -> bool:

@@ -231,6 +231,14 @@ def test_a_folder_that_cannot_be_written(
     assert "Not a directory" in message and "set TORCH_EXTENSIONS_DIR to a folder that can be" in message
 
 
+def test_a_folder_that_cannot_be_looked_at_is_told_by_whoever_would_compile(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / ("x" * 300)))
+    with pytest.raises(StorageError, match="File name too long"):
+        load_everywhere(Small(tmp_path), Alone(), told.append)
+
+
 def test_a_lock_that_a_killed_build_left_is_removed(
     extensions: Path, tmp_path: Path, told: list[str]
 ) -> None:
