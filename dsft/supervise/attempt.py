@@ -27,6 +27,7 @@ from dsft.supervise.verdict import (
 from dsft.supervise.world import World, address_of
 
 Tell = Callable[[str], None]
+Command = Callable[[str], list[str]]
 
 ANSWER = 30.0  # seconds that an agent may take to say hello
 GRACE = 1.0  # seconds for the other ranks to report, once one has failed
@@ -133,12 +134,7 @@ class Attempt:
     """One start. command: host -> argument vector of its agent."""
 
     def __init__(
-        self,
-        world: World,
-        terms: Terms,
-        requests: Requests,
-        tell: Tell,
-        command: Callable[[str], list[str]] | None = None,
+        self, world: World, terms: Terms, requests: Requests, tell: Tell, command: Command | None = None
     ) -> None:
         self.world = world
         self.state = "starting"
@@ -249,8 +245,7 @@ class Attempt:
         known = [self.ranks[number].code for number in self.world.ranks[host.name]]
         explained = any(found not in (None, 0) for found in known) or self.state == "ending"
         if code != 0 and not explained:
-            told = error_in(lines)
-            self._fail(Failure("launcher", host.name, shell_code(code), told, lines=tuple(lines)))
+            self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
         elif self.state != "ending":
             host.send({"end": LINGER})
 
