@@ -4,7 +4,7 @@ that would train something else than its spec says."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Literal
@@ -23,6 +23,7 @@ from dsft.model.attention import own_attention
 from dsft.model.attention_choice import PACKAGE, VARLEN
 from dsft.model.kernels import fused_modules, plain_kernels
 from dsft.model.policy import Policy
+from dsft.spec.schema import Spec
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -39,6 +40,17 @@ ROUNDING = 1e-5  # nats
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
 WIDE = 256  # tokens of a row whose logits are computed whole
 LOOKED_AT = 1000  # examples from which the rows are chosen
+
+
+def prove_rows(
+    engine: Scorer, policy: Policy, spec: Spec, dataset: Dataset, world: World, pad_id: int
+) -> Iterator[str]:
+    """Run the checks below that the spec needs, and yield a line for each. A collective."""
+    yield prove_head(engine, policy, dataset, world, pad_id)
+    if spec.model.kernels != "torch":
+        yield prove_kernels(engine, policy, dataset, world, pad_id)
+    if spec.data.packing:
+        yield prove_packing(engine, policy, dataset, world, spec.train.precision, pad_id)
 
 
 def prove_packing(

@@ -16,7 +16,7 @@ from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for, share_buffers
-from dsft.engine.proof import prove_head, prove_kernels, prove_packing
+from dsft.engine.proof import prove_rows
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
@@ -136,13 +136,8 @@ def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world
 def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) -> Iterator[str]:
     """Run the checks on real rows that must pass before training, and yield a line for each. fresh: no step
     has been done yet."""
-    spec, policy, engine = job.spec, built.policy, built.engine
-    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
-    if spec.model.kernels != "torch":
-        yield prove_kernels(engine, policy, inputs.train, world, inputs.pad_id)
-    if spec.data.packing:
-        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
-    if built.reference and fresh and dpo_of(spec).reference_model is None:
+    yield from prove_rows(built.engine, built.policy, job.spec, inputs.train, world, inputs.pad_id)
+    if built.reference and fresh and dpo_of(job.spec).reference_model is None:
         yield prove_start(job, inputs, world, built, built.reference)
 
 

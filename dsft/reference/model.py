@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dsft.data.tokenizer.load import load_tokenizer
 from dsft.engine.frozen import Frozen, build_frozen
 from dsft.engine.partition import keep_for
-from dsft.engine.proof import prove_head, prove_kernels, prove_packing
+from dsft.engine.proof import prove_rows
 from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
@@ -80,15 +80,10 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
 def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
     """Run the checks on real rows that a run does for its policy too, and yield a line for each. A
     collective."""
-    engine, policy = reference.engine, reference.policy
     other = dpo_of(spec).reference_model
     if other is not None:
         yield world.each(lambda: same_tokens(other, inputs.tokenizer))
-    yield prove_head(engine, policy, inputs.train, world, inputs.pad_id)
-    if spec.model.kernels != "torch":
-        yield prove_kernels(engine, policy, inputs.train, world, inputs.pad_id)
-    if spec.data.packing:
-        yield prove_packing(engine, policy, inputs.train, world, spec.train.precision, inputs.pad_id)
+    yield from prove_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
 
 
 def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
