@@ -65,7 +65,6 @@ class Outcome:
     code     exit code of the command
     failure  the first real failure
     lost     hosts that did not answer or were lost
-    seconds  duration
     stacks   ranks of a hung run that have written their stacks
     """
 
@@ -242,9 +241,10 @@ class Attempt:
 
     def _part_ended(self, host: _Host, code: int, lines: list[str]) -> None:
         host.part = code
-        known = [self.ranks[number].code for number in self.world.ranks[host.name]]
-        explained = any(found not in (None, 0) for found in known) or self.state == "ending"
-        if code != 0 and not explained:
+        # Ranks that have saved do not explain a launcher that passes on the signal of another one.
+        ignored = (None, 0) if shell_code(code) < 128 or self._asked else (None, 0, STOPPED)
+        explained = any(self.ranks[number].code not in ignored for number in self.world.ranks[host.name])
+        if code != 0 and not explained and self.state != "ending":
             self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
         elif self.state != "ending":
             host.send({"end": LINGER})

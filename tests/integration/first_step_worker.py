@@ -209,7 +209,7 @@ def reference_logps(case: Case, reference: Policy, pairs: Sequence[Example]) -> 
         pairs = [*pairs[:3], pairs[4], pairs[3], *pairs[5:]]
     rows = [collate([answer], PAD) for one in pairs for answer in whole_rows(one)]
     with torch.no_grad(), adapter_off(reference if case.reference == "bare" else torch.nn.Module()):
-        sums = [reference(row.input_ids, row.position_ids, row.targets).double().sum() for row in rows]
+        sums = [reference(row.input_ids, row.position_ids, row.targets).logps.double().sum() for row in rows]
     return torch.stack(sums).view(-1, 2)
 
 

@@ -168,6 +168,7 @@ def check_goes_on(results: dict[str, Any], ranks: int, case: str, bound: float) 
     assert {kind: found["differences"][kind] for kind in kinds if found["differences"][kind] > bound} == {}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_cpu_adam_goes_on_to_the_last_bit_after_many_steps() -> None:
     """Its C++ side carries powers of the betas from step to step, which no tensor holds."""

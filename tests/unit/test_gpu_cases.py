@@ -182,6 +182,7 @@ def test_why_a_case_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no" in driver.reason_not_to_run(replace(case, key="model.nothing"), late, False)
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_on_the_cpu_through_the_driver(tmp_path: Path) -> None:
     words = ["correct", "--rehearse", "--out", str(tmp_path / "out"), "--only", "quickstart"]
     done = subprocess.run(

@@ -104,6 +104,8 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
         async with await Channel.open(server(), given) as channel:
             found = await channel.ask({"do": "environ"}, 20)
             assert psutil.pid_exists(channel.pid)
+            while not channel.errors:
+                await asyncio.sleep(0.01)
         return found, [*channel.said, *channel.errors]
 
     found, said = asyncio.run(talk())

@@ -1,7 +1,8 @@
 """A rank for the supervisor's tests: pulses, steps, saves when it is asked to stop, and fails as it is told.
 
 fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, or late (with step 0:
-                                        it imports until there is a file `go`) or dead (with step 0)
+                                        it imports until there is a file `go`) or dead (with step 0: it is
+                                        killed during its imports, once the file is there)
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dsft.launch.pulse import Pulse, keep_log
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
-if [str(rank), "0", "dead"] in faults:
-    os.kill(os.getpid(), signal.SIGKILL)
-while [str(rank), "0", "late"] in faults and not os.path.exists("go"):
+dies = [str(rank), "0", "dead"] in faults
+while (dies or [str(rank), "0", "late"] in faults) and not os.path.exists("go"):
     time.sleep(0.05)
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
 asked: list[int] = []
 for each in (signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.launch.stopping`

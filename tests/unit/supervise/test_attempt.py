@@ -56,9 +56,19 @@ def test_a_killed_rank_ends_all(start: Start, by: str) -> None:
     assert 1 <= (outcome.failure.step or 0) <= 15  # by its last pulse
 
 
-def test_a_launchers_rank_that_is_killed_before_its_first_heartbeat(start: Start) -> None:
-    """The launcher hands the signal on as 256 - 9, and nobody else knows of it."""
-    outcome = start("600", "1:0:dead", by="deepspeed").outcome()
+@pytest.mark.parametrize("others", ["importing", "stepping"])
+def test_a_launchers_rank_that_is_killed_before_its_first_heartbeat(
+    start: Start, tmp_path: Path, others: str
+) -> None:
+    """The launcher hands the signal on as 256 - 9, and nobody else knows of it; a rank of its that steps
+    saves."""
+    if others == "importing":
+        (tmp_path / "go").touch()
+    job = start("600", "1:0:dead", by="deepspeed")
+    if others == "stepping":
+        until(lambda: job.attempt.ranks[2].pulse)
+        (tmp_path / "go").touch()
+    outcome = job.outcome()
     assert outcome.code == 137 and outcome.failure is not None
     assert outcome.failure.text() == "two: was killed by signal 9"
 
