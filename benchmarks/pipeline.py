@@ -81,8 +81,8 @@ def formula(micro_batches: int, stages: int = RANKS) -> float:
 def rank(variant: str, tokens: int, steps: int) -> None:
     """Rank 0 prints the sample."""
     from dsft.engine.world import join
-    from dsft.launch.environment import detect
     from dsft.plan.layout import Layout
+    from dsft.rank.environment import detect
 
     stages = RANKS if variant in WATCHED else 1
     world = join(detect(os.environ), Layout(RANKS, stages, RANKS // stages))

@@ -190,7 +190,7 @@ def generate(
     ] = False,
 ) -> None:
     """Write the DeepSpeed JSON, the hostfile and the launch script of a spec."""
-    from dsft.plan.generate import generate_files
+    from dsft.generate.files import generate_files
 
     if not generate_files(spec, overrides or (), out, check=check):
         raise typer.Exit(1)
@@ -214,7 +214,7 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     force: Annotated[bool, typer.Option("--force", help="Also over a file that differs.")] = False,
 ) -> None:
     """Make a hostfile, of ranges of names or of a Slurm job."""
-    from dsft.launch.hostfile import hosts_of, put
+    from dsft.commands.hostfile import hosts_of, put
 
     put(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
 
@@ -250,8 +250,8 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     no_doctor: Annotated[bool, typer.Option("--no-doctor", help="Do not examine the hosts first.")] = False,
 ) -> None:
     """Start a run on all of its hosts, watch it, and end all of it together."""
-    from dsft.supervise.command import Options
-    from dsft.supervise.command import launch as start
+    from dsft.launcher.command import Options
+    from dsft.launcher.command import launch as start
 
     options = Options(launcher, restarts, hostfile, num_gpus, dry_run, not no_doctor)
     raise typer.Exit(start(spec, overrides or (), options))
@@ -278,7 +278,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Tell what a run is doing, on every host, or how it ended."""
-    from dsft.status import print_status
+    from dsft.commands.status import print_status
 
     print_status(run, as_json=as_json)
 
@@ -329,8 +329,8 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to an exported model; from a pipe, one answer a line."""
-    from dsft.chat import Sampling
-    from dsft.chat import chat as talk
+    from dsft.commands.chat import Sampling
+    from dsft.commands.chat import chat as talk
 
     talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
@@ -390,7 +390,7 @@ def of_data() -> None:
 @data.command(name="build")
 def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
     """Make the tokens of all rows, on a machine that needs no GPU; what is there already is kept."""
-    from dsft.prepare import build
+    from dsft.commands.data_build import build
 
     build(spec, overrides or ())
 

@@ -21,11 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.data.render.renderer import tokenizer_text
 from dsft.inputs import Inputs
-from dsft.launch.software import decisive_versions, switches
 from dsft.model.config import resolve_config
 from dsft.model.files import fingerprint, sample_of
 from dsft.model.lora import WEIGHTS
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
+from dsft.rank.software import decisive_versions, switches
 from dsft.spec.schema import Spec
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from dsft.errors import WorldError
-from dsft.plan.launch import environment
+from dsft.generate.scripts import environment
 
 if TYPE_CHECKING:
     from dsft.spec.schema import Cluster

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     # on one host passes no PYTHONPATH.
     sys.path[0] = str(ROOT)
 
-    from dsft.launch.stopping import hold
+    from dsft.rank.stopping import hold
 
     hold()  # signals, until `live`; the imports below take about a second
 
@@ -30,23 +30,23 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 from dsft.errors import DsftError, StoppedError, WorldError, plain
-from dsft.launch.cores import THREADS, Share, share_of
-from dsft.launch.environment import Launched, detect
-from dsft.launch.live import live
-from dsft.launch.port import check_port
-from dsft.launch.promise import check_promise
-from dsft.launch.pulse import Pulse
-from dsft.launch.software import RANGES, outside, version_of
-from dsft.launch.stopping import Stopping, release
-from dsft.launch.torchrun import flags, torchrun_argv
+from dsft.generate.scripts import environment
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.launch import environment
 from dsft.plan.layout import layout
 from dsft.plan.memory.offload import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
+from dsft.rank.cores import THREADS, Share, share_of
+from dsft.rank.environment import Launched, detect
+from dsft.rank.live import live
+from dsft.rank.port import check_port
+from dsft.rank.promise import check_promise
+from dsft.rank.pulse import Pulse
+from dsft.rank.software import RANGES, outside, version_of
+from dsft.rank.stopping import Stopping, release
+from dsft.rank.torchrun import flags, torchrun_argv
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
 from dsft.spec.schema import Spec
 from dsft.system.process import end

@@ -17,9 +17,9 @@ from dsft.doctor.needs import Needs, needs_of
 from dsft.doctor.show import as_json, print_findings, progress
 from dsft.doctor.visit import PROBE, Visits, visit
 from dsft.errors import Problem, SpecError, WorldError
-from dsft.launch.allocation import NODES, allocation
-from dsft.launch.launched import master_port
 from dsft.plan.promised import load
+from dsft.rank.allocation import NODES, allocation
+from dsft.rank.launched import master_port
 from dsft.remote import module_command
 from dsft.spec.schema import Spec
 

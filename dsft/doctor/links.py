@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from dsft.doctor.finding import Finding, passed
 from dsft.doctor.visit import Facts, Talks
-from dsft.launch.route import address_towards, interface_of
+from dsft.rank.route import address_towards, interface_of
 from dsft.remote import forwarded, module_command
 
 PROGRAM = "dsft.engine.links"

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from dsft.doctor.storage import EXTENSIONS, HUB
 from dsft.engine.toolchain import ON_CPU, needed_ops
 from dsft.errors import SpecError
+from dsft.generate.scripts import environment
 from dsft.plan.census import Census, known_census
-from dsft.plan.launch import environment
 from dsft.plan.layout import layout
 from dsft.plan.memory.offload import Swapped, swap_keys, swapped
 from dsft.plan.memory.sizes import moment_bytes, weight_bytes

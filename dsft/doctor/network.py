@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from dsft.doctor.finding import Finding, passed
-from dsft.launch.route import interfaces, is_loopback
+from dsft.rank.route import interfaces, is_loopback
 
 if TYPE_CHECKING:
     from dsft.doctor.finding import Seen

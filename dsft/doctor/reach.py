@@ -13,7 +13,7 @@ from pathlib import Path
 from dsft.doctor.finding import Finding, Seen, passed
 from dsft.doctor.visit import Silence
 from dsft.errors import SpecError
-from dsft.plan.hostfile import parse
+from dsft.generate.hostfile import parse
 
 CHECK = "reach"
 WHY = "a run has to start processes there, and would hang or fail"

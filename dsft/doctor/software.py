@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.finding import Finding, passed
 from dsft.engine.toolchain import package_file
-from dsft.launch.software import decisive_versions, outside, version_of
+from dsft.rank.software import decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
     from dsft.doctor.finding import Seen

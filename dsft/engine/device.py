@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from dsft.errors import WorldError
-from dsft.launch.places import CPU, Device
+from dsft.rank.places import CPU, Device
 from dsft.spec.schema import Accelerator
 
 _DRIVER = Path("/sys/module/nvidia/version")

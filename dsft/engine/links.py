@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dsft.launch.route import address_towards, interface_of, interfaces
+from dsft.rank.route import address_towards, interface_of, interfaces
 from dsft.remote import serve
 from dsft.system.process import die_with
 

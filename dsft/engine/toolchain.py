@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsft.launch.ninja import has_ninja
-from dsft.launch.software import version_of
+from dsft.rank.ninja import has_ninja
+from dsft.rank.software import version_of
 
 if TYPE_CHECKING:
     from dsft.spec.schema import Spec

@@ -30,11 +30,11 @@ from torch.distributed.rendezvous import rendezvous
 from dsft.engine.device import describe_device, take_device
 from dsft.engine.ops import Say, load_everywhere
 from dsft.errors import DsftError, WorldError
-from dsft.launch.environment import Launched
-from dsft.launch.places import Device, Place, here, shared_device
-from dsft.launch.port import port_taken
-from dsft.launch.route import address_towards, interface_towards
 from dsft.plan.layout import Layout
+from dsft.rank.environment import Launched
+from dsft.rank.places import Device, Place, here, shared_device
+from dsft.rank.port import port_taken
+from dsft.rank.route import address_towards, interface_towards
 from dsft.spec.differing import Difference, differing
 from dsft.spec.schema import Accelerator
 

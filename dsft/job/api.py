@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsft.launch.cores import Share
-from dsft.launch.environment import Launched
-from dsft.launch.promise import Promise
-from dsft.launch.pulse import Pulse
-from dsft.launch.stopping import Stopping
 from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
+from dsft.rank.cores import Share
+from dsft.rank.environment import Launched
+from dsft.rank.promise import Promise
+from dsft.rank.pulse import Pulse
+from dsft.rank.stopping import Stopping
 from dsft.spec.schema import Spec
 
 Say = Callable[[str], None]

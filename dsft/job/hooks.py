@@ -27,10 +27,10 @@ from dsft.inputs import Inputs
 from dsft.job.api import Job, Say
 from dsft.job.build import Built
 from dsft.job.tell import facts_of
-from dsft.launch.stopping import REASONS
 from dsft.loop import Doing, Progress, Record, Run
 from dsft.plan.census import Census
 from dsft.plan.flops import peak_tflops, work
+from dsft.rank.stopping import REASONS
 from dsft.report.hosts import HostWatch, Place
 from dsft.report.memory import MemoryFile, Phase
 from dsft.report.profile import StepTrace

@@ -27,11 +27,11 @@ from dsft.identity import of_process
 from dsft.job.api import Job, Say
 from dsft.job.resolve import swap_folders
 from dsft.job.train import train
-from dsft.launch.launched import counted
-from dsft.launch.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
-from dsft.launch.software import versions_line
-from dsft.launch.stopping import Stopping
 from dsft.loop import Progress
+from dsft.rank.launched import counted
+from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
+from dsft.rank.software import versions_line
+from dsft.rank.stopping import Stopping
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.system.files import write_error

@@ -11,10 +11,10 @@ from dsft.engine.world import join
 from dsft.identity import built_from, of_inputs, of_process
 from dsft.inputs import read_inputs
 from dsft.job.run import together
-from dsft.launch.launched import Launched
-from dsft.launch.pulse import Pulse
-from dsft.launch.stopping import Stopping
 from dsft.plan.reference import reference_layout
+from dsft.rank.launched import Launched
+from dsft.rank.pulse import Pulse
+from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
 from dsft.spec.schema import Spec

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsft.errors import WorldError
-from dsft.launch.environment import Launched
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
+from dsft.rank.environment import Launched
 from dsft.remote import without_a_place
 from dsft.system.host import free_port
 from dsft.system.process import die_with

@@ -46,7 +46,6 @@ from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
 from dsft.errors import DsftError
-from dsft.launch.environment import detect
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
@@ -59,6 +58,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
+from dsft.rank.environment import detect
 from dsft.spec.schema import Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
 from tests.parity import pairs, plain

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "dsft").rglob("*.py"))
 HEAVY = {"torch", "transformers", "tokenizers", "deepspeed", "numpy", "safetensors", "wandb", "datasets"}
-LIGHT = ("errors", "system", "spec", "plan", "launch")
+LIGHT = ("errors", "system", "spec", "plan", "generate", "remote", "rank")
 # Each takes seconds and tens of megabytes, on every rank, and training needs none of them.
 NEEDLESS = {
     "transformers.trainer", "datasets", "pandas", "pyarrow", "scipy", "sklearn", "peft", "trl", "wandb",

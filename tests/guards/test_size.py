@@ -9,16 +9,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 44_000
+ALL = 42_500
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (
     400,
     {
-        "dsft/cli.py": 421,
-        "dsft/data/render/masks.py": 424,
-        "dsft/plan/ds_config.py": 444,
-        "dsft/spec/combinations.py": 425,
+        "dsft/cli.py": 422,
+        "dsft/data/render/masks.py": 422,
+        "dsft/loop.py": 411,
+        "dsft/plan/ds_config.py": 441,
+        "dsft/spec/combinations.py": 423,
         "dsft/spec/schema.py": 604,
     },
 )

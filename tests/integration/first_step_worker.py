@@ -33,7 +33,6 @@ from dsft.engine.partition import keep_for
 from dsft.engine.proof import whole_rows
 from dsft.engine.world import World, join
 from dsft.errors import SpecError
-from dsft.launch.environment import detect
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.config import TokenFacts
@@ -44,6 +43,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from dsft.reference.check import Start, check_start
 from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.refer import adapter_off, look_up

@@ -28,7 +28,6 @@ from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
 from dsft.job.hooks import watch_hosts
-from dsft.launch.environment import detect
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -37,6 +36,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from dsft.report import hosts
 from dsft.spec.schema import Spec
 

@@ -20,13 +20,13 @@ from torch import nn
 
 from dsft.engine import state
 from dsft.engine.world import join
-from dsft.launch.environment import detect
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
+from dsft.rank.environment import detect
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 

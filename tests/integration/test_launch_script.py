@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dsft.plan.hostfile import render
-from dsft.plan.launch import deepspeed_script, environment_file, environment_text
+from dsft.generate.hostfile import render
+from dsft.generate.scripts import deepspeed_script, environment_file, environment_text
 from dsft.spec.schema import Cluster
 
 pytest.importorskip("deepspeed")

@@ -9,10 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dsft.supervise import command
+from dsft.launcher import command
 
 RESTARTS = int(os.environ.get("FAKE_RESTARTS", "0"))
-FAKES = Path(__file__).resolve().parent.parent / "unit" / "supervise"
+FAKES = Path(__file__).resolve().parent.parent / "unit" / "launcher"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.plan.generate import generate_files
+from dsft.generate.files import generate_files
 from tests.integration.runs import SPEC
 from tests.lab.hosts import Lab
 from tests.lab.slurm import why_not

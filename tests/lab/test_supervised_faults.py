@@ -2,7 +2,7 @@
 cable, a stopped rank, signals. How long until nothing is left, with which exit code, and what is said.
 
 Hosts, ssh, agents and the supervisor are real throughout; where training is no part of the fault, ranks step
-without it (tests/unit/supervise/fake_rank.py). docs/reliability.md has the figures.
+without it (tests/unit/launcher/fake_rank.py). docs/reliability.md has the figures.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Run:
         os.kill(self.lab.outside(rank["host"], rank["pid"]), what)
 
     def agent(self, host: str) -> Seen:
-        found = [seen for seen in self.lab.processes("dsft.supervise.agent", host) if "-m" in seen.argv[1:2]]
+        found = [seen for seen in self.lab.processes("dsft.launcher.agent", host) if "-m" in seen.argv[1:2]]
         (agent,) = found
         return agent
 
@@ -127,7 +127,7 @@ def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
     stepping.command.kill()
     code, _ = stepping.ended(began, 5)
     assert code == -signal.SIGKILL
-    until(lambda: not stepping.lab.processes("dsft.supervise"))
+    until(lambda: not stepping.lab.processes("dsft.launcher"))
 
 
 def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path)
 
 def dsft(program: Path) -> list[str]:
     """Arguments of python for the command dsft, whose ranks run `program` in place of train.py."""
-    lines = ["from pathlib import Path", "from dsft.cli import main", "from dsft.supervise import command"]
+    lines = ["from pathlib import Path", "from dsft.cli import main", "from dsft.launcher import command"]
     return ["-c", "\n".join([*lines, f"command.TRAIN = Path({str(program)!r})", "main()"])]
 
 

@@ -22,7 +22,6 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy, Scored
@@ -31,6 +30,7 @@ from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from dsft.spec.schema import Spec
 from tests.process_groups import own_groups
 

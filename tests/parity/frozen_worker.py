@@ -35,7 +35,6 @@ from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
 from dsft.engine.partition import keep_for
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.lora import PREFIX, WEIGHTS
@@ -47,6 +46,7 @@ from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
+from dsft.rank.environment import detect
 from dsft.reference.check import Unchanged
 from dsft.reference.model import open_reference
 from dsft.reference.refer import refer_to_start

@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.engine import state
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from dsft.spec.schema import Spec
 from tests.process_groups import own_groups
 

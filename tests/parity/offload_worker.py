@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from dsft.engine.partition import keep_for
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 
 WORDS, WIDTH, STEPS, MICRO_BATCHES = 31, 8, 3, 2
 CASES: dict[str, dict[str, Any]] = {

@@ -25,13 +25,13 @@ from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.start import COUNTERS
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.model.build import build_model
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from tests.parity import plain
 from tests.parity.cases import Case, rehearsals
 from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro_batch, share

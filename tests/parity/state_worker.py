@@ -38,8 +38,8 @@ from dsft.engine import state
 from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 
 ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
 CONFIG: dict[str, Any] = dict(

@@ -56,7 +56,6 @@ from dsft.engine.ops import CPU_ADAM
 from dsft.engine.partition import keep_for
 from dsft.engine.proof import prove_packing
 from dsft.engine.world import World, join
-from dsft.launch.environment import detect
 from dsft.loop import Record
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -74,6 +73,7 @@ from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_model
 from dsft.plan.reference_config import reference_config
+from dsft.rank.environment import detect
 from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
 from dsft.spec.schema import Spec
 from tests.examples import dataset_of

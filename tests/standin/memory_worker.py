@@ -38,7 +38,6 @@ from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
 from dsft.engine.partition import keep_for
 from dsft.engine.world import join
-from dsft.launch.environment import detect
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
@@ -51,6 +50,7 @@ from dsft.plan.ds_config import deepspeed_config, sized
 from dsft.plan.layout import layout
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.sizes import GIB
+from dsft.rank.environment import detect
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port

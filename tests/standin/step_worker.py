@@ -22,7 +22,6 @@ from dsft.engine.partition import keep_for
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World, join
 from dsft.job.hooks import watch_hosts
-from dsft.launch.environment import detect
 from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -33,6 +32,7 @@ from dsft.objective.preference import preference
 from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
+from dsft.rank.environment import detect
 from dsft.spec.schema import Dpo, Spec
 from tests.standin import inside
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dsft.errors import MissingInputError
-from dsft.launch.environment import RENDEZVOUS
-from dsft.launch.pulse import Pulse
-from dsft.launch.stopping import Stopping
+from dsft.rank.environment import RENDEZVOUS
+from dsft.rank.pulse import Pulse
+from dsft.rank.stopping import Stopping
 from dsft.report.redact import redact_threads
 from dsft.train import QUICKSTART, main, parse
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in RENDEZVOUS})
-    monkeypatch.setattr("dsft.launch.promise._deepspeed_commands", lambda: iter(()))
+    monkeypatch.setattr("dsft.rank.promise._deepspeed_commands", lambda: iter(()))
     monkeypatch.setattr("dsft.train.live", lambda *_: (Pulse(0, 0, None), Stopping()))  # no signal's handler
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dsft.model.files
-from dsft.chat import Sampling, load
 from dsft.checkpoint.compare import check_same_rows
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
+from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError

@@ -21,8 +21,8 @@ from dsft.doctor.network import listening, reach
 from dsft.doctor.software import cuda_of_torch
 from dsft.doctor.storage import nonce_file, sees
 from dsft.doctor.visit import PROBE, visit
-from dsft.launch.ninja import has_ninja
-from dsft.launch.software import version_of
+from dsft.rank.ninja import has_ninja
+from dsft.rank.software import version_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

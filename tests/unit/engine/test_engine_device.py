@@ -11,7 +11,7 @@ import torch
 from dsft.engine import device as module
 from dsft.engine.device import describe_device, take_device
 from dsft.errors import WorldError
-from dsft.launch.places import CPU
+from dsft.rank.places import CPU
 from dsft.spec.schema import Accelerator
 
 CUDA = "13.0"

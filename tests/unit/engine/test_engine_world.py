@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from dsft.engine.world import meet
 from dsft.errors import WorldError
-from dsft.launch.places import CPU, Place
+from dsft.rank.places import CPU, Place
 
 SAME = {"spec": {"train": {"seed": 42}}, "versions": {"torch": "2.13.0", "dsft": "0.1.0, files 1a2b"}}
 

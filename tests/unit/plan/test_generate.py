@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dsft.generate.files import drift, files, generate_files, write
+from dsft.generate.hostfile import parse
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import LARGEST_BUCKET
 from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.generate import drift, files, generate_files, write
-from dsft.plan.hostfile import parse
 from dsft.spec.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dsft.errors import SpecError
-from dsft.plan.hostfile import parse, render
+from dsft.generate.hostfile import parse, render
 
 
 def test_hosts_come_back_in_their_order() -> None:

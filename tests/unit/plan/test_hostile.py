@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dsft.errors import SpecError
-from dsft.plan.hostfile import of_words, parse
-from dsft.plan.launch import deepspeed_script
-from dsft.plan.slurm import slurm_script
-from dsft.plan.torchrun import torchrun_script
+from dsft.generate.hostfile import of_words, parse
+from dsft.generate.scripts import deepspeed_script
+from dsft.generate.slurm import slurm_script
+from dsft.generate.torchrun import torchrun_script
 from dsft.spec.hosts import expand, is_host
 from dsft.spec.schema import Cluster
 from tests.unit.plan.hostile import ATTACKS, argument, armed

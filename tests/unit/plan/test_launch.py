@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.launch import deepspeed_argv, deepspeed_script, environment, environment_text
+from dsft.generate.scripts import deepspeed_argv, deepspeed_script, environment, environment_text
 from dsft.spec.schema import Cluster
 
 TWO = Cluster(hosts={"node1": 8, "node2": 8})

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from dsft.generate.files import drift, files
 from dsft.plan.census import Elements
 from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.generate import drift, files
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_layout, reference_line, reference_model, reference_stage
 from dsft.plan.reference_config import reference_config, reference_entries

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dsft.plan.generate import files
-from dsft.plan.slurm import clock, requests, slurm_script
-from dsft.plan.torchrun import torchrun_script
+from dsft.generate.files import files
+from dsft.generate.slurm import clock, requests, slurm_script
+from dsft.generate.torchrun import torchrun_script
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Accelerator, Cluster
 from tests.unit.plan.recording import Stage

@@ -1,0 +1,1 @@
+"""Commands of `dsft` that have no package of their own."""

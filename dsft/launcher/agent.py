@@ -1,0 +1,362 @@
+"""Run on each host of a run: start the host's ranks, report what happens to them, and end them all when asked
+to, or when the supervisor falls silent.
+
+python -m dsft.launcher.agent    a module of `dsft.remote`, which exchanges messages with the supervisor
+
+To it:    {"order": Order} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1}, {"end": seconds};
+          or only {"sweep": job}: kill the processes that a lost agent has left.
+From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"pulses": [heartbeat, …]} each second and
+          at a rank's first one, {"lines": [text, …]} of rank 0, {"died": rank, "code", "pulse": its last,
+          "lines": the end of its log}, {"part": exit code of all that was started, "lines"}, {"fault": text},
+          and last {"end": number of processes that are left}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsft.launcher.output import PATIENCE, Follower, last_lines
+from dsft.launcher.processes import JOB, code_of_ended, is_alive, is_stopped, job_processes, kill_job, send
+from dsft.launcher.world import Order
+from dsft.rank.pulse import LOGS, SOCKET
+from dsft.remote import Lines, Message, own_connection
+from dsft.system.host import free_port
+from dsft.system.process import die_with
+
+PING = 1.0  # seconds
+SILENCE = 15.0
+"""Seconds without a message after which an agent considers the supervisor lost, or the supervisor an
+agent."""
+
+TICK = 0.1
+LARGEST = 2**16  # bytes of a datagram
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        # Sent by a terminal or scheduler; the supervisor decides. Not SIG_IGN, which ranks would inherit.
+        signal.signal(number, lambda number, frame: None)
+    is_short = len(tempfile.gettempdir()) < 80  # a socket's path has 107 bytes at most
+    scratch = Path(tempfile.mkdtemp(prefix="dsft-agent-", dir=None if is_short else "/tmp"))  # noqa: S108
+    try:
+        asyncio.run(Agent(scratch).run())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+class Agent:
+    """The agent of one host. scratch: folder of the heartbeat socket; must not be writable by other users."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._part: Part | None = None
+        self._finish = asyncio.Event()
+
+    async def run(self) -> None:
+        try:
+            connection = await asyncio.wait_for(own_connection(), SILENCE)
+        except TimeoutError:
+            return
+        connection.send({"hello": hello()})
+        tasks = [asyncio.create_task(work) for work in (self._hear(connection), self._beat(connection))]
+        await self._finish.wait()
+        for task in tasks:
+            task.cancel()
+        connection.send({"end": len(await self._part.end()) if self._part else 0})
+        await connection.flush(1.0)
+
+    async def _hear(self, connection: Lines) -> None:
+        try:
+            while (message := await asyncio.wait_for(connection.receive(), SILENCE)) is not None:
+                self._obey(message, connection)
+        except TimeoutError:
+            pass  # the supervisor is lost: end
+        finally:
+            self._finish.set()
+
+    def _obey(self, message: Message, connection: Lines) -> None:
+        if "sweep" in message:
+            connection.send({"end": len(kill_job(str(message["sweep"])))})
+            self._finish.set()
+        if "order" in message:
+            self._part = Part(Order(**message["order"]), self._scratch, connection, self._finish)
+            try:
+                self._part.start()
+            except OSError as error:
+                connection.send({"fault": f"{error.filename or 'the ranks'}: {error.strerror or error}"})
+                self._finish.set()
+        if "signal" in message and self._part:
+            self._part.signal(int(message["signal"]))
+        if "stacks" in message and self._part:
+            self._part.stacks()
+        if "end" in message:
+            asyncio.get_running_loop().call_later(float(message["end"]), self._finish.set)
+
+    async def _beat(self, connection: Lines) -> None:
+        while True:
+            ranks = self._part.ranks.values() if self._part else ()
+            pulses = [rank.pulse.told() for rank in ranks if rank.pulse]
+            connection.send({"pulses": pulses}, may_drop=True)
+            await asyncio.sleep(PING)
+
+
+def hello() -> Message:
+    """Return this host's addresses per interface, and a free port."""
+    addresses = {
+        name: [each.address for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, found in psutil.net_if_addrs().items()
+    }
+    return {"addresses": addresses, "port": free_port()}
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A rank's last heartbeat, as sent by `dsft.rank.pulse`.
+
+    heard_at, progress_at  on this host's monotonic clock
+    ended, message         exit code and error of a rank that ends by itself
+    """
+
+    rank: int
+    pid: int
+    step: int | None
+    phase: str
+    heard_at: float
+    progress_at: float
+    ended: int | None = None
+    message: str | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Return the heartbeat as a message, with ages in seconds instead of times: hosts' clocks differ."""
+        now = time.monotonic()
+        facts = {"rank": self.rank, "pid": self.pid, "step": self.step, "phase": self.phase}
+        ages = {"silent": round(now - self.heard_at, 1), "idle": round(now - self.progress_at, 1)}
+        return {**facts, **ages, "ended": self.ended, "message": self.message}
+
+
+def read_pulse(datagram: bytes, now: float) -> Pulse | None:
+    """Parse a datagram; None if it is not a heartbeat."""
+    try:
+        fields = json.loads(datagram)
+        ended, message = fields.get("ended"), fields.get("message")
+        return Pulse(
+            int(fields["rank"]),
+            int(fields["pid"]),
+            None if fields.get("step") is None else int(fields["step"]),
+            str(fields.get("phase", "start")),
+            now,
+            float(fields.get("progress_at", now)),
+            None if ended is None else int(ended),
+            None if message is None else str(message),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+@dataclass
+class Rank:
+    """A rank of this host.
+
+    log_start  bytes in its log before this start
+    process    None if a launcher is the rank's parent
+    """
+
+    log: Path
+    log_start: int
+    process: subprocess.Popen[bytes] | None = None
+    pid: int | None = None
+    pulse: Pulse | None = None
+    signalled: bool = False
+    ended: bool = False
+
+
+class Part:
+    """The processes of one run on this host: one per rank or, if the order says so, a launcher that starts
+    them, whose ranks are known from their heartbeats."""
+
+    def __init__(self, order: Order, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
+        self._order, self._connection, self._finish = order, connection, finish
+        logs = {rank: Path(order.logs, f"rank-{rank}.log") for rank in order.ranks}
+        self.ranks = {rank: Rank(path, _size(path)) for rank, path in logs.items()}
+        self._launcher_log = Path(order.logs, f"launcher-{order.host}.log")
+        self._launcher_start = _size(self._launcher_log)
+        self._path = str(scratch / "pulse")
+        self._loop = asyncio.get_running_loop()
+        self._asked: int | None = None  # the signal to send to every rank
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._follower: Follower | None = None
+
+    def start(self) -> None:
+        """Start the processes. Raises OSError if one cannot be started or a file cannot be written."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self._path)
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._take_pulses)
+        Path(self._order.logs).mkdir(parents=True, exist_ok=True)
+        if self._order.starts_ranks:
+            self._start(self._launcher_log, {})
+        else:
+            for local, (number, rank) in enumerate(self.ranks.items()):
+                rank.process = self._start(rank.log, {"RANK": str(number), "LOCAL_RANK": str(local)})
+                rank.pid = rank.process.pid
+                self._watch(rank.pid, number)
+            self._connection.send({"started": {number: rank.pid for number, rank in self.ranks.items()}})
+        if 0 in self.ranks:
+            self._follower = Follower(self.ranks[0].log, self.ranks[0].log_start, self._show)
+        self._ending = asyncio.create_task(self._until_ended())
+
+    def _start(self, log: Path, place: dict[str, str]) -> subprocess.Popen[bytes]:
+        own = {JOB: self._order.job, LOGS: self._order.logs, SOCKET: self._path}
+        parent = os.getpid()
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self._order.argv,
+                cwd=self._order.folder,
+                env={**os.environ, **self._order.environ, **place, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
+            )
+        self._processes.append(process)
+        return process
+
+    def _watch(self, pid: int, number: int) -> None:
+        """Call `_died` as soon as the kernel reports the process's end."""
+        with suppress(OSError):  # a rank of a launcher that has just ended
+            descriptor = os.pidfd_open(pid)
+            self._loop.add_reader(descriptor, self._died, number, descriptor)
+
+    def _died(self, number: int, descriptor: int | None = None) -> None:
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._take_pulses()
+        rank = self.ranks[number]
+        if rank.ended:
+            return
+        rank.ended = True
+        if rank.process is not None:
+            code: int | None = rank.process.wait()
+        else:
+            code = code_of_ended(rank.pid) if rank.pid else None
+        told = rank.pulse.told() if rank.pulse else None
+        if code is None and rank.pulse:
+            code = rank.pulse.ended
+        lines = last_lines(rank.log, rank.log_start) if code != 0 else []
+        self._connection.send({"died": number, "code": code, "pulse": told, "lines": lines})
+
+    def _take_pulses(self) -> None:
+        while True:
+            try:
+                pulse = read_pulse(self._socket.recv(LARGEST), time.monotonic())
+            except OSError:
+                break
+            rank = self.ranks.get(pulse.rank) if pulse else None
+            if rank is None or pulse is None:
+                continue
+            is_first, last = rank.pulse is None, rank.pulse
+            if last and last.ended is not None and pulse.ended is None:
+                pulse = replace(pulse, ended=last.ended, message=last.message)
+            rank.pulse = pulse
+            if is_first:
+                if rank.pid is None:
+                    rank.pid = pulse.pid
+                    self._watch(pulse.pid, pulse.rank)
+                self._connection.send({"pulses": [pulse.told()]})
+        self._pass_on()
+
+    def signal(self, number: int) -> None:
+        """Send a signal once to every rank, after the rank's first heartbeat: before that it does not handle
+        signals. A launcher does not get it, since each launcher reacts differently."""
+        self._asked = number
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for rank in self.ranks.values():
+            if self._asked is not None and rank.pulse and not rank.signalled and not rank.ended:
+                rank.signalled = True
+                send(rank.pulse.pid, self._asked)
+
+    def stacks(self) -> None:
+        """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones for it."""
+        for rank in self.ranks.values():
+            if rank.pulse and rank.pid and not rank.ended:
+                stopped = is_stopped(rank.pid)
+                send(rank.pid, signal.SIGUSR2)
+                if stopped:
+                    send(rank.pid, signal.SIGCONT)
+
+    def _show(self, lines: list[str]) -> None:
+        """Send lines of rank 0's log. Called in the follower's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: self._connection.send({"lines": lines}, may_drop=True))
+
+    async def _until_ended(self) -> None:
+        """Wait for the processes started here, then for those that they have started (W&B's service)."""
+        while any(process.poll() is None for process in self._processes):
+            for number, rank in self.ranks.items():  # where the kernel gave no pidfd
+                if rank.pid is not None and not rank.ended and not is_alive(rank.pid):
+                    self._died(number)
+            await asyncio.sleep(TICK)
+        for number, rank in self.ranks.items():
+            if rank.pid is not None:
+                self._died(number)
+        await self._last_lines()
+        codes = [process.returncode for process in self._processes]
+        code = next((code for code in codes if code), 0)
+        log = (
+            last_lines(self._launcher_log, self._launcher_start) if self._order.starts_ranks and code else []
+        )
+        self._connection.send({"part": code, "lines": log})
+        while job_processes(self._order.job):
+            await asyncio.sleep(TICK)
+        self._finish.set()
+
+    async def _last_lines(self) -> None:
+        if self._follower is not None:
+            self._follower.end()
+            until = time.monotonic() + PATIENCE
+            while not self._follower.ended.is_set() and time.monotonic() < until:
+                await asyncio.sleep(TICK / 10)
+            await asyncio.sleep(0)  # let the callbacks of its thread run
+
+    async def end(self) -> list[int]:
+        """Kill all processes of the job on this host. Returns the pids that could not be killed."""
+        if self._ending is not None:
+            self._ending.cancel()
+        left = kill_job(self._order.job, [each.pid for each in self._processes if each.poll() is None])
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0 if left else 1)
+        await self._last_lines()
+        return left
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

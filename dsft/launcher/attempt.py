@@ -1,0 +1,400 @@
+"""Run one start on all hosts of a run, from the first message of the agents to the end of the last process:
+start the agents, receive their reports, and end everything once one part fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dsft.launcher.agent import PING, SILENCE
+from dsft.launcher.verdict import (
+    HEADING,
+    STOPPED,
+    Failure,
+    Seen,
+    error_in,
+    exit_code,
+    first_cause,
+    hung,
+    sentence,
+    shell_code,
+)
+from dsft.launcher.world import World, address_of
+from dsft.remote import Channel, Message, NoAnswer
+
+Tell = Callable[[str], None]
+Command = Callable[[str], list[str]]
+
+ANSWER = 30.0  # seconds that an agent may take to say hello
+GRACE = 1.0  # seconds for the other ranks to report, once one has failed
+END = 4.0  # seconds after that in which an agent must have ended its processes
+LINGER = 10.0  # seconds for processes that a rank has started (W&B's service) after a successful end
+UNHEARD = 3.0  # seconds without a message of an agent after which ranks are not checked for hangs
+STACKS = 2.0  # seconds for hung ranks to write their stacks
+TOGETHER = 60.0  # seconds that ranks of a stopped run have to end after the first one
+SILENT_FOR = 60.0  # seconds without a heartbeat until a warning, if there is no hang_timeout
+TICK = 0.1
+
+
+@dataclass
+class Requests:
+    """The requests of signals to this process. stops: 0 none, 1 stop, 2 end at once."""
+
+    stops: int = 0
+    signal: int = signal.SIGTERM
+    first_at: float = 0.0
+
+    def take(self, number: int) -> None:
+        """Count a signal. Signals within half a second count as one, since a terminal and a scheduler may
+        send two. SIGUSR1 announces the end of a job's time, so the signal after it is the first that asks to
+        stop."""
+        if self.stops == 0 or (self.signal == signal.SIGUSR1 != number and self.stops == 1):
+            self.stops, self.signal, self.first_at = 1, number, time.monotonic()
+        elif time.monotonic() > self.first_at + 0.5:
+            self.stops, self.signal = 2, number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one start.
+
+    code     exit code of the command
+    failure  the first real failure
+    lost     hosts that did not answer or were lost
+    stacks   ranks of a hung run that have written their stacks
+    """
+
+    code: int
+    failure: Failure | None
+    lost: tuple[str, ...]
+    seconds: float
+    stacks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Settings of a start.
+
+    environ          variables for every host, beside its own
+    hang_timeout     seconds; None: a hang does not end the run
+    interface, port  rank 0's, where they were chosen
+    """
+
+    environ: Mapping[str, str]
+    hang_timeout: float | None = None
+    interface: str | None = None
+    port: int | None = None
+
+
+@dataclass
+class _Host:
+    """A host and its agent.
+
+    heard  time of its last message
+    part   exit code of the processes that its agent started
+    over   its agent has ended or is lost
+    """
+
+    name: str
+    channel: Channel | None = None
+    heard: float = 0.0
+    hello: Message | None = None
+    greeted: asyncio.Event = field(default_factory=asyncio.Event)
+    part: int | None = None
+    over: bool = False
+    lost: bool = False
+
+    def send(self, message: Message) -> None:
+        if self.channel is not None and not self.over:
+            self.channel.send(message)
+
+
+@dataclass
+class _Rank:
+    """A rank, and its last heartbeat, which arrived at `heard`."""
+
+    host: str
+    pid: int | None = None
+    pulse: Message | None = None
+    heard: float = 0.0
+    died: bool = False
+    code: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        return self.pulse["step"] if self.pulse else None
+
+
+class Attempt:
+    """One start. command: host -> argument vector of its agent."""
+
+    def __init__(
+        self, world: World, terms: Terms, requests: Requests, tell: Tell, command: Command | None = None
+    ) -> None:
+        self.world = world
+        self.state = "starting"
+        self.ranks = {rank: _Rank(host) for host, ranks in world.ranks.items() for rank in ranks}
+        self.failures: list[Failure] = []
+        self._terms, self._requests, self.tell = terms, requests, tell
+        self._command = command or world.agent
+        self._hosts = {host: _Host(host) for host in world.hosts}
+        self._asked: tuple[int, int] | None = None  # number of signals, and the last one
+        self._ended_as_asked: int | None = None  # the exit code, if a signal ended all at once
+        self._stopped = False  # a rank has ended with 75
+        self._began = time.monotonic()
+
+    async def run(self) -> Outcome:
+        """Raises WorldError where the command of an agent cannot be made."""
+        # All before the first agent starts, which would wait while a name service is asked for the others.
+        commands = {name: self._command(name) for name in self._hosts}
+        works: list[Coroutine[None, None, None]] = [self._greet(), self._ping(), self._obey(), self._look()]
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [tasks.create_task(work) for work in works]
+            attended = [self._attend(host, commands[name]) for name, host in self._hosts.items()]
+            await asyncio.wait([tasks.create_task(work) for work in attended])
+            for helper in helpers:
+                helper.cancel()
+        return self._outcome()
+
+    # A host
+
+    async def _attend(self, host: _Host, command: list[str]) -> None:
+        """Run a host's agent from its start to its end."""
+        try:
+            host.channel = await Channel.open(command, self._terms.environ)
+            while "end" not in (message := await self._next(host, host.channel)):
+                self._take(host, message)
+        except NoAnswer as error:
+            if not host.lost:
+                self._lose(host, str(error))
+        finally:
+            host.over = True
+            host.greeted.set()
+            if host.channel is not None:
+                await host.channel.close(0 if host.lost else 2)
+
+    async def _next(self, host: _Host, channel: Channel) -> Message:
+        """Return the next message. Raises NoAnswer if the agent has ended or is silent."""
+        limit = self._began + ANSWER - time.monotonic() if host.hello is None else SILENCE
+        try:
+            message = await asyncio.wait_for(channel.receive(), limit)
+        except TimeoutError:
+            what = f"has given no sign of life for {SILENCE:.0f} seconds"
+            late = f"has not answered within {ANSWER:.0f} seconds"
+            raise NoAnswer(late if host.hello is None else what, None, "") from None
+        if message is not None:
+            host.heard = time.monotonic()
+            return message
+        reason, code = await channel.reason(), channel.code
+        if code is not None and code < 0:
+            raise NoAnswer(f"its agent, process {channel.pid}, was killed by signal {-code}", code, reason)
+        what = "could not be reached" if host.hello is None else "was lost"
+        raise NoAnswer(f"{what} ({reason})", code, reason)
+
+    def _take(self, host: _Host, message: Message) -> None:
+        if "hello" in message:
+            host.hello = message["hello"]
+            host.greeted.set()
+        elif "started" in message:
+            for number, pid in message["started"].items():
+                self.ranks[int(number)].pid = pid
+        elif "pulses" in message:
+            for pulse in message["pulses"]:
+                rank = self.ranks[pulse["rank"]]
+                rank.pulse, rank.heard, rank.pid = pulse, time.monotonic(), pulse["pid"]
+        elif "died" in message:
+            rank = self.ranks[message["died"]]
+            rank.pulse, rank.heard = message["pulse"] or rank.pulse, time.monotonic()
+            self._died(message["died"], message["code"], message["lines"])
+        elif "part" in message:
+            self._part_ended(host, int(message["part"]), message["lines"])
+        elif "lines" in message:
+            for line in message["lines"]:
+                if not line.startswith(HEADING):
+                    self.tell(line)
+        elif "fault" in message:
+            self._fail(Failure("host", host.name, None, str(message["fault"])))
+
+    def _died(self, number: int, code: int | None, lines: list[str]) -> None:
+        rank = self.ranks[number]
+        rank.died, rank.code = True, code
+        if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
+            return
+        code = rank.code = shell_code(code)
+        if code == 128 + signal.SIGTERM and rank.pulse is None and (self._asked or self._stopped):
+            code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
+        if code == STOPPED:
+            if not self._stopped:
+                self._stopped = True
+                asyncio.get_running_loop().call_later(TOGETHER, self._end_stragglers)
+            return
+        if self.state == "ending" and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
+            return  # killed by us or by its launcher
+        message = (rank.pulse or {}).get("message") or (error_in(lines) if code < 128 else None)
+        if code == 128 + signal.SIGTERM and self._asked:
+            message = "was asked to stop before it could save"
+        self._fail(Failure("rank", rank.host, code, message, number, rank.step, tuple(lines)))
+
+    def _part_ended(self, host: _Host, code: int, lines: list[str]) -> None:
+        host.part = code
+        # Ranks that have saved do not explain a launcher that passes on the signal of another one.
+        ignored = (None, 0) if shell_code(code) < 128 or self._asked else (None, 0, STOPPED)
+        explained = any(self.ranks[number].code not in ignored for number in self.world.ranks[host.name])
+        if code != 0 and not explained and self.state != "ending":
+            self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
+        elif self.state != "ending":
+            host.send({"end": LINGER})
+
+    def _lose(self, host: _Host, why: str) -> None:
+        host.over = host.lost = True
+        if host.part is None or host.part != 0:
+            said = tuple(host.channel.errors) if host.channel else ()
+            self._fail(Failure("host", host.name, None, why, lines=said[-20:]))
+
+    # All hosts
+
+    async def _greet(self) -> None:
+        """Wait until every host has answered or failed to; then start all of them, or none."""
+        await asyncio.gather(*(host.greeted.wait() for host in self._hosts.values()))
+        if self.state != "starting":
+            return
+        if self.failures:
+            self._end(0)
+            return
+        first = next(iter(self._hosts.values()))
+        assert first.hello is not None
+        address = "127.0.0.1"
+        if len(self._hosts) > 1:
+            address = address_of(first.name, first.hello["addresses"], self._terms.interface)
+        port = self._terms.port or int(first.hello["port"])
+        for host in self._hosts.values():
+            host.send({"order": asdict(self.world.order(host.name, address, port))})
+        self.state = "running"
+
+    async def _ping(self) -> None:
+        while True:
+            self._send({"ping": 1})
+            await asyncio.sleep(PING)
+
+    async def _obey(self) -> None:
+        """Act on signals. The first is passed on to the ranks, which save and end; if none of them has sent a
+        heartbeat there is nothing to save, and all are ended. SIGUSR1 lets every rank finish its first
+        step."""
+        while True:
+            await asyncio.sleep(TICK)
+            stops, number = self._requests.stops, self._requests.signal
+            waits = stops == 1 and number == signal.SIGUSR1
+            if (stops, number) == self._asked or (waits and self.state == "starting") or not stops:
+                continue
+            self._asked = stops, number
+            if self.state == "ending":
+                continue
+            name = signal.Signals(number).name
+            if stops == 1 and (waits or any(rank.pulse for rank in self.ranks.values())):
+                self.state = "stopping"
+                step = "the next step" if waits else "this step, if one has begun"
+                self.tell(
+                    f"{name}: saving at the end of {step}, then ending; once more (Ctrl-C) ends at once"
+                )
+                self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
+            else:
+                self._ended_as_asked = STOPPED if stops == 1 else 128 + number
+                self.tell(f"{name}: ending at once{', before any rank has started' if stops == 1 else ''}")
+                self._end(0)
+
+    async def _look(self) -> None:
+        """Watch for ranks that hang."""
+        warned: set[int] = set()
+        limit = self._terms.hang_timeout
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            unheard = any(now > host.heard + UNHEARD for host in self._hosts.values() if not host.over)
+            if self.state not in {"running", "stopping"} or unheard:
+                continue  # a host may be lost, so its ranks' ages are not known
+            found = hung(self._silence(), limit or SILENT_FOR)
+            if limit is None:
+                for each in found:
+                    if each.silent > SILENT_FOR and each.rank not in warned:
+                        warned.add(each.rank)
+                        self.tell(
+                            f"warning: rank {each.rank} on {each.host} has given no sign of life for "
+                            f"{SILENT_FOR:.0f} seconds; cluster.hang_timeout would end the run"
+                        )
+            elif found:
+                first = found[0]
+                failure = Failure("hang", first.host, None, sentence(found, limit), first.rank, first.step)
+                self.tell(f"{failure.text()}; saving the stacks of all ranks")
+                self._send({"stacks": 1})
+                await asyncio.sleep(STACKS)
+                self._fail(failure)
+
+    def _silence(self) -> list[Seen]:
+        """Return the last reported ages of living ranks that have sent heartbeats."""
+        return [
+            Seen(number, rank.host, int(rank.pulse["pid"]), rank.pulse["step"], str(rank.pulse["phase"]),
+                 rank.pulse["silent"], rank.pulse["idle"])
+            for number, rank in self.ranks.items()
+            if rank.pulse is not None and not rank.died and rank.pulse["ended"] is None
+        ]  # fmt: skip
+
+    def _fail(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        if self.state in {"running", "stopping"}:
+            if not failure.is_consequence():
+                self.tell(f"{failure.text().rstrip('.')}; ending all others")
+            self._end(0 if failure.kind == "hang" else GRACE)
+
+    def _end_stragglers(self) -> None:
+        if self.state != "ending" and not all(host.over for host in self._hosts.values()):
+            self.tell(f"some ranks have not ended {TOGETHER:.0f} seconds after the others; ending them")
+            self._end(0)
+
+    def _end(self, grace: float) -> None:
+        self.state = "ending"
+        self._send({"end": grace})
+        asyncio.get_running_loop().call_later(grace + END, self._give_up)
+
+    def _give_up(self) -> None:
+        """Cut the connection to hosts that have not ended by now."""
+        for host in self._hosts.values():
+            if not host.over:
+                host.lost = True
+                if host.channel is not None:
+                    host.channel.cut()
+
+    def _send(self, message: Message) -> None:
+        for host in self._hosts.values():
+            host.send(message)
+
+    def _outcome(self) -> Outcome:
+        failure = first_cause(self.failures)
+        code = exit_code(failure)
+        if failure is None and self._stopped:
+            code = STOPPED
+        if self._ended_as_asked is not None:
+            failure, code = None, self._ended_as_asked
+        elif failure is None and code == 0 and not all(host.part == 0 for host in self._hosts.values()):
+            code = 128 + self._requests.signal
+        lost = tuple(host.name for host in self._hosts.values() if host.lost)
+        is_hung = any(each.kind == "hang" for each in self.failures)
+        stacks = tuple(number for number, rank in self.ranks.items() if rank.pulse) if is_hung else ()
+        return Outcome(code, failure, lost, time.monotonic() - self._began, stacks)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the state and the ranks for status.json."""
+        now = time.monotonic()
+        ranks = {}
+        for number, rank in self.ranks.items():
+            pulse = rank.pulse or {}
+            since = now - rank.heard
+            ranks[str(number)] = {
+                "host": rank.host, "pid": rank.pid, "step": rank.step, "phase": pulse.get("phase"),
+                "pulse_age": round(pulse["silent"] + since, 1) if pulse else None,
+                "progress_age": round(pulse["idle"] + since, 1) if pulse else None,
+            }  # fmt: skip
+        return {"state": self.state, "ranks": ranks}

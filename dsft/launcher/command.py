@@ -1,0 +1,380 @@
+"""Run `dsft launch`: start a run on all of its hosts, watch it to its end, restart it if asked to, and return
+the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, plain
+from dsft.generate.hostfile import parse
+from dsft.launcher.agent import SILENCE
+from dsft.launcher.attempt import Attempt, Outcome, Requests, Tell, Terms
+from dsft.launcher.output import Status, Voice, now
+from dsft.launcher.verdict import HEADING, STOPPED, may_pass
+from dsft.launcher.world import LAUNCHERS, TRAIN, World
+from dsft.plan.promised import load
+from dsft.rank.allocation import allocation
+from dsft.rank.launched import master_port
+from dsft.rank.promise import check_hosts
+from dsft.remote import Channel, NoAnswer, forwarded
+from dsft.report.redact import redact, redact_command
+from dsft.spec.schema import Spec
+from dsft.system.lock import hold
+
+PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
+RETURN = 60.0  # seconds that a lost host has to answer again
+SHOWN = 12  # lines of the failed rank's log
+SWEEP = 12.0  # seconds to reach a lost host again, of which ssh may take 5 to connect
+EVERY = 2.0  # seconds between two writes of status.json
+OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
+"""The doctor's checks that do not concern `dsft launch`: pdsh, its hostfile, and a fixed port (here rank 0's
+host finds a free one)."""
+
+DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line, beside the spec and its overrides."""
+
+    launcher: str | None = None
+    restarts: int = 0
+    hostfile: Path | None = None
+    num_gpus: int | None = None
+    dry_run: bool = False
+    doctor: bool = True
+
+
+@dataclass(frozen=True)
+class Start:
+    """Settings shared by all attempts."""
+
+    spec: Spec
+    path: Path
+    overrides: tuple[str, ...]
+    options: Options
+    world: World
+    environ: Mapping[str, str]
+    again: str  # the command that was typed, without secrets
+    port: int | None = None  # rank 0's, if MASTER_PORT sets it
+
+    @property
+    def logs(self) -> Path:
+        return Path(self.world.logs)
+
+
+def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
+    """Launch the run and return its exit code. Raises DsftError if it could not be started."""
+    start = prepared(path, tuple(overrides), options)
+    if options.dry_run:
+        for line in dry_run(start):
+            print(plain(line))
+        return 0
+    if options.doctor:
+        examine(start)
+    return run(start)
+
+
+def run(start: Start) -> int:
+    """Supervise the run and return its exit code. Raises LockedError if another process supervises it
+    already."""
+    try:
+        start.logs.mkdir(parents=True, exist_ok=True)
+        log = (start.logs / "launch.log").open("a", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{start.logs} cannot be written ({error.strerror}); set another output_dir."
+        ) from None
+    with log, hold(start.logs, "launch.lock"):
+        voice = Voice(log)
+        try:
+            return asyncio.run(supervised(start, voice))
+        finally:
+            voice.close()
+
+
+def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
+    spec = load(path, overrides)
+    launcher = options.launcher or (spec.cluster.launcher if spec.cluster else "dsft")
+    if launcher not in LAUNCHERS:
+        raise SpecError(
+            "The command line cannot be used.",
+            [Problem("--launcher", f"{launcher!r} is none of {', '.join(LAUNCHERS)}; give one of these")],
+        )
+    hosts = hosts_of(spec, options, slurm=launcher == "slurm")
+    program = (str(TRAIN), str(path), *overrides)
+    logs = Path(spec.output_dir, spec.name, "logs").absolute()
+    world = World(launcher, hosts, program, str(Path.cwd()), str(logs), "")
+    again = shlex.join(redact_command(["dsft", *sys.argv[1:]], os.environ))
+    environ = forwarded(os.environ, spec.cluster)
+    return Start(spec, path, overrides, options, world, environ, again, master_port(os.environ))
+
+
+def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
+    """Return host -> slots: from --hostfile, the Slurm job or the spec, else all devices of this machine.
+
+    Raises SpecError if --num_gpus has no effect, WorldError if the spec promises other hosts.
+    """
+    others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
+    if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
+        what = f"{options.num_gpus} would go unheard, since {others} says how many processes there are"
+        raise SpecError("The command line cannot be used.", [Problem("--num_gpus", f"{what}; leave it out")])
+    if options.hostfile is not None:
+        try:
+            text = options.hostfile.read_text(encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise MissingInputError(
+                f"--hostfile {options.hostfile} cannot be read ({error.strerror}); give one that exists, or "
+                "leave it out."
+            ) from None
+        hosts = parse(text, str(options.hostfile))
+        check_hosts(spec.cluster, hosts, f"--hostfile {options.hostfile}")
+        return hosts
+    if slurm:
+        return of_slurm(spec, os.environ)
+    if spec.cluster is not None:
+        return dict(spec.cluster.hosts)
+    return {"localhost": options.num_gpus or devices_here()}
+
+
+def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
+    """Return the hosts of this Slurm job. Slurm chooses their names; their number and slots must be those of
+    the spec's cluster, if it has one. Raises WorldError outside a job, and if the number of hosts differs."""
+    if spec.cluster is None:
+        return dict(allocation(environ, None).hosts)
+    promised = spec.cluster.hosts
+    given = list(allocation(environ, 1).hosts)
+    if len(given) != len(promised):
+        raise WorldError(
+            f"cluster.hosts has {len(promised)} host(s), but the Slurm job has {len(given)} "
+            f"({environ['SLURM_JOB_NODELIST']}); ask Slurm for as many, or change cluster.hosts."
+        )
+    if set(given) == set(promised):
+        return dict(promised)
+    return dict(zip(given, promised.values(), strict=True))
+
+
+def devices_here() -> int:
+    """Return the number of devices that `deepspeed dsft/train.py` would use, from DeepSpeed in a separate
+    process."""
+    try:
+        said = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        said = None
+    counts = [line.split()[1] for line in (said.stdout if said else "").splitlines() if "devices " in line]
+    if not counts or not counts[-1].isdecimal() or int(counts[-1]) < 1:
+        raise WorldError("DeepSpeed finds no device on this machine; give --num_gpus, or cluster.hosts.")
+    return int(counts[-1])
+
+
+def examine(start: Start) -> None:
+    """Run the doctor's quick checks. Raises WorldError if a run could not start."""
+    from dsft.doctor.command import quick
+    from dsft.doctor.finding import failures
+
+    every = quick(start.path, start.overrides, hosts=start.world.hosts, environ=start.environ)
+    passed_over = OF_OTHER_STARTS - ({"port"} if start.port else set())
+    found = [finding for finding in every if finding.check not in passed_over]
+    for finding in found:
+        if finding.level == "warning":
+            print(plain(f"warning: {finding}"), file=sys.stderr)
+    failed = failures(found)
+    if failed:
+        text = "\n".join(f"  {finding}" for finding in failed)
+        raise WorldError(f"The run cannot start (--no-doctor goes on all the same):\n{text}")
+
+
+def dry_run(start: Start) -> Iterator[str]:
+    """Yield the exact commands; the address and the port of rank 0 are only known at the start."""
+    hidden = start.environ
+    first = next(iter(start.world.hosts))
+    alone = len(start.world.hosts) == 1
+    address = "127.0.0.1" if alone else f"ADDRESS-OF-{first}"
+    for host, slots in start.world.hosts.items():
+        order = start.world.order(host, address, "FREE-PORT")
+        ranks = f"{order.ranks[0]} to {order.ranks[-1]}"
+        yield f"{host}: {slots} process(es), ranks {ranks}"
+        yield f"  agent   {shlex.join(start.world.agent(host))}"
+        yield f"  folder  {start.world.folder}"
+        yield f"  runs    {shlex.join(redact_command(list(order.argv), hidden))}"
+        if order.environ:
+            place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **order.environ}
+            yield f"  each    {', '.join(f'{name}={value}' for name, value in place.items())}"
+    for name, value in sorted(start.environ.items()):
+        yield f"  sets    {redact(f'{name}={value}', hidden)}"
+    yield f"logs: {start.logs}"
+
+
+async def supervised(start: Start, tell: Tell) -> int:
+    """Run all attempts, print the end of the run, and return its exit code."""
+    asked, status = listen(), Status(start.logs)
+    common: dict[str, object] = {
+        "pid": os.getpid(), "host": socket.gethostname(), "command": start.again,
+        "launcher": start.world.launcher, "started": now(), "restarts": start.options.restarts,
+    }  # fmt: skip
+    attempt, hosts = 1, dict(start.world.hosts)
+    try:
+        while True:
+            world = replace(start.world, job=secrets.token_hex(8), hosts=hosts)
+            running = Attempt(world, terms(start), asked, tell)
+            facts = common | {"job": world.job, "hosts": hosts, "attempt": attempt}
+            outcome, left = await one_attempt(start, running, status, facts)
+            again = wants_another(outcome, attempt, start, asked)
+            found = await reachable(start, outcome, asked) if again else None
+            if found is None:
+                break
+            hosts, attempt = found, attempt + 1
+            count = f"restart {attempt - 1} of {start.options.restarts}"
+            tell(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
+            await asyncio.sleep(PAUSE)
+        for line in ending(start, outcome, left):
+            tell(line)
+        error = outcome.failure.text() if outcome.failure else None
+        end = {"state": "ended", "exit_code": outcome.code, "error": error}
+        status.put({**facts, **running.facts(), **end})
+        return outcome.code
+    finally:
+        status.close()
+
+
+def listen() -> Requests:
+    """Count signals from now on."""
+    asked, loop = Requests(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, asked.take, number)
+    return asked
+
+
+def terms(start: Start) -> Terms:
+    cluster = start.spec.cluster
+    interface = (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME")
+    return Terms(start.environ, cluster.hang_timeout if cluster else None, interface, start.port)
+
+
+async def one_attempt(
+    start: Start, running: Attempt, status: Status, facts: Mapping[str, object]
+) -> tuple[Outcome, list[str]]:
+    """Run one attempt. Returns its outcome, and what may be left on lost hosts."""
+    world = running.world
+
+    async def report() -> None:
+        while True:
+            status.put({**facts, **running.facts(), "exit_code": None, "error": None})
+            await asyncio.sleep(EVERY)
+
+    where = ", ".join(f"{host} {slots}" for host, slots in world.hosts.items())
+    count = sum(world.hosts.values())
+    by = "" if world.launcher == "dsft" else f" by {world.launcher}"
+    running.tell(f"launching {start.spec.name}: {count} process(es) ({where}){by}; logs: {world.logs}")
+    reporting = asyncio.create_task(report())
+    try:
+        outcome = await running.run()
+    finally:
+        reporting.cancel()
+    return outcome, await sweep(world, outcome.lost)
+
+
+def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests) -> bool:
+    failed = outcome.failure is not None and may_pass(outcome.failure, outcome.code)
+    return failed and not asked.stops and attempt <= start.options.restarts
+
+
+async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
+    """Return the hosts of the next start (host -> slots): all promised ones if no host was lost, else those
+    that answer, once there are enough of them (the spec's cluster.min_hosts, by default all). None if too few
+    answer within RETURN seconds, or a stop is requested meanwhile."""
+    promised, cluster = start.world.hosts, start.spec.cluster
+    if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
+        return dict(promised)
+    fewest = (cluster.min_hosts if cluster else None) or len(promised)
+    until = time.monotonic() + RETURN
+    while True:
+        silent = await absent(start.world)
+        answering = {host: slots for host, slots in promised.items() if host not in silent}
+        if len(answering) >= fewest:
+            return answering
+        if time.monotonic() > until or asked.stops:
+            return None
+        await asyncio.sleep(PAUSE)
+
+
+async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
+    """Kill the processes of a job on lost hosts, by a second agent. Returns a sentence for each host on which
+    some may still run."""
+    names = list(hosts)
+    left = await asyncio.gather(*(_left(world.agent(host), world.job_of(host)) for host in names))
+    unknown = (
+        "cannot be asked whether processes are left; they end themselves "
+        f"{SILENCE:.0f} seconds after they heard of us last"
+    )
+    return [
+        f"{host}: {unknown if count is None else f'{count} process(es) could not be killed'}"
+        for host, count in zip(names, left, strict=True)
+        if count != 0
+    ]
+
+
+async def absent(world: World) -> list[str]:
+    """Return the hosts whose agent does not answer."""
+    left = await asyncio.gather(*(_left(world.agent(host), "none") for host in world.hosts))
+    return [host for host, count in zip(world.hosts, left, strict=True) if count is None]
+
+
+async def _left(argv: list[str], job: str) -> int | None:
+    """Return the number of processes of the job that could not be killed; None if the host does not
+    answer."""
+    try:
+        async with asyncio.timeout(SWEEP), await Channel.open(argv, {}) as channel:
+            channel.send({"sweep": job})
+            while (message := await channel.receive()) is not None:
+                if "end" in message:
+                    return int(message["end"])
+    except (NoAnswer, TimeoutError):
+        pass
+    return None
+
+
+def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
+    """Yield the lines printed at the end of a run. left: sentences about processes that may still run on lost
+    hosts."""
+    folder = start.logs.parent
+    for text in left:
+        yield f"warning: {text}"
+    failure = outcome.failure
+    if failure is not None:
+        yield f"failed after {outcome.seconds:.0f} seconds: {failure.text()}"
+        where = f"{failure.host}:{failure.rank}" if failure.rank is not None else failure.host
+        if failure.rank != 0 or failure.kind != "rank":
+            for line in [line for line in failure.lines if not line.startswith(HEADING)][-SHOWN:]:
+                yield f"[{where}] {line}"
+        log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
+        own = f"its log: {start.logs / log}; " if (start.logs / log).exists() else ""
+        yield f"{own}all logs: {start.logs}"
+        if outcome.stacks:
+            yield f"stacks: {', '.join(str(start.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
+    if outcome.code == 0:
+        return
+    if outcome.code == STOPPED or failure is None or may_pass(failure, outcome.code):
+        saved = newest_checkpoint(folder)
+        kept = f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
+        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{kept} with {start.again}"
+    yield f"exit code {outcome.code}"
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint with the highest step that has a manifest; None if there is none."""
+    found = [path.parent for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")]
+    steps = [path for path in found if path.name.removeprefix("step-").isdecimal()]
+    return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)

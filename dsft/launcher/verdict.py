@@ -1,0 +1,197 @@
+"""Decide what is wrong with a run: which rank hangs, what failed first, and the exit code of the whole, from
+heartbeats, the ends of logs, and failures in order of arrival. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+STOPPED = 75
+HUNG = 124
+WORLD = 69
+HEADING = "--- rank "  # begins a start in a rank's log: dsft/rank/pulse.py
+
+Kind = Literal["rank", "launcher", "host", "hang"]
+
+NOT_AGAIN = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
+"""Exit codes for which a restart is useless, since it would end the same way: see dsft/errors.py."""
+
+AT_WORK = frozenset({"data", "step", "evaluate", "save"})
+"""Phases in which a rank must make progress, because it enters them again and again. Other phases (load,
+export) may take any time; there only the heartbeat shows that a rank lives."""
+
+CONSEQUENCES = (
+    r"[Cc]onnection (?:was )?(?:closed|reset|refused)",
+    r"closed by peer",
+    r"[Bb]roken pipe",
+    r"remote process (?:has )?exited",
+    r"NCCL (?:communicator was aborted|operation timed out)",
+    r"ncclRemoteError|ncclSystemError|unhandled system error",
+    r"[Tt]imed out (?:waiting|after)",
+    r"[Ss]ocket [Tt]imeout",
+    r"Application timeout caused pair closure",
+    r"TCPStore",
+    r"has ended before its time",  # dsft/job/run.py
+    r"which started this run, is gone",  # dsft/rank/ancestors.py
+)
+"""Messages of a rank whose peer or host is gone: from gloo, NCCL, torch's store, and dsft itself."""
+
+_CONSEQUENCE = re.compile("|".join(CONSEQUENCES))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure of a run.
+
+    code     as a shell reports it (128 + signal); None if unknown
+    message  the text of one error
+    lines    the end of its log
+    """
+
+    kind: Kind
+    host: str
+    code: int | None
+    message: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    lines: tuple[str, ...] = ()
+
+    def where(self) -> str:
+        if self.rank is None:
+            return self.host
+        step = "" if self.step is None else f", step {self.step}"
+        return f"rank {self.rank} on {self.host}{step}"
+
+    def text(self) -> str:
+        return f"{self.where()}: {self.message or ended_with(self.code)}"
+
+    def is_consequence(self) -> bool:
+        """Return whether the message only says that another process or host is gone."""
+        if self.kind in {"host", "hang"}:
+            return False
+        return self.message is not None and is_consequence(self.message)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """Return the most likely cause; None without failures. In this order: a hang, an error that a rank
+    reported, a lost host, a rank that ended without a message, a launcher, and last a failure that is only a
+    consequence."""
+    order = [
+        [each for each in failures if each.kind == "hang"],
+        [each for each in failures if each.kind == "rank" and not each.is_consequence() and _is_told(each)],
+        [each for each in failures if each.kind == "host"],
+        [each for each in failures if each.kind == "rank" and not each.is_consequence()],
+        [each for each in failures if each.kind == "launcher" and not each.is_consequence()],
+        list(failures),
+    ]
+    return next((found[0] for found in order if found), None)
+
+
+def _is_told(failure: Failure) -> bool:
+    """Return whether the rank reported an error, or was killed by a signal that no launcher sends."""
+    return failure.message is not None or (
+        failure.code is not None and failure.code > 128 and failure.code != 128 + signal.SIGTERM
+    )
+
+
+def exit_code(failure: Failure | None) -> int:
+    """Return the exit code of the command; 1 if a failure has none."""
+    if failure is None:
+        return 0
+    if failure.kind == "hang":
+        return HUNG
+    if failure.kind == "host":
+        return WORLD
+    return failure.code or 1
+
+
+def may_pass(failure: Failure, code: int) -> bool:
+    """Return whether a restart may succeed: not if the spec, the data or the checkpoint is at fault."""
+    if code == WORLD:
+        return failure.kind == "host"
+    return code not in NOT_AGAIN
+
+
+def shell_code(code: int) -> int:
+    """Of a process's own: a signal's negative number becomes 128 + it, also as a launcher hands it on
+    (sys.exit(-9) ends with 247)."""
+    if code < 0:
+        return 128 - code
+    return 128 + 256 - code if code > 256 - 32 else code
+
+
+def ended_with(code: int | None) -> str:
+    if code is None:
+        return "ended, with an exit code that nobody saw"
+    return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+
+
+def is_consequence(text: str) -> bool:
+    return _CONSEQUENCE.search(text) is not None
+
+
+def error_in(lines: Sequence[str]) -> str | None:
+    """Return the last error in the lines: the text after dsft's own `error: `, else the last line of a
+    traceback."""
+    told = [line for line in lines if re.match(r"(?:dsft/train\.py: )?error: ", line)]
+    if told:
+        return re.sub(r"^(?:dsft/train\.py: )?error: ", "", told[-1])
+    starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if not starts:
+        return None
+    indent = lines[starts[-1]].partition("Traceback")[0]  # torchrun's prefix, or none
+    for line in lines[starts[-1] + 1 :]:
+        text = line.removeprefix(indent)
+        if text and not text[0].isspace():
+            return text
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Ages of one rank's reports. silent, idle: seconds since its last heartbeat, and since its last
+    progress."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None
+    phase: str
+    silent: float
+    idle: float
+
+
+def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
+    """Return the ranks that hang.
+
+    These are the ranks without a heartbeat for `limit` seconds. If some rank has made no progress for that
+    long, ranks that miss heartbeats for a shorter time count already: the others wait for them, and reported
+    ages may be up to two seconds old. If all send heartbeats, these are the ranks without progress that have
+    the lowest step, since ranks at a later step wait for them.
+    """
+    ranks = list(ranks)
+    idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
+    silent = [each for each in ranks if each.silent > (_missing(limit) if idle else limit)]
+    if silent:
+        return sorted(silent, key=lambda each: -each.silent)
+    least = min((each.step or 0 for each in idle), default=0)
+    return [each for each in idle if (each.step or 0) == least]
+
+
+def _missing(limit: float) -> float:
+    """Seconds without a heartbeat (one is sent per second) that rule out a rank that is only waiting."""
+    return min(10.0, limit / 2)
+
+
+def sentence(found: list[Seen], limit: float) -> str:
+    first = found[0]
+    if first.silent > _missing(limit):
+        what = f"has given no sign of life for {first.silent:.0f} seconds"
+    else:
+        what = f"has made no progress for {first.idle:.0f} seconds"
+    others = "" if len(found) == 1 else f", nor rank(s) {', '.join(str(each.rank) for each in found[1:])}"
+    late = ", and others no progress for longer" if _missing(limit) < first.silent <= limit else ""
+    return f"{what}{others}{late} (cluster.hang_timeout {limit:g}); it was at {first.phase}"

@@ -1,0 +1,260 @@
+"""Stop a run in its first second if the launcher started other hosts or processes than promised. The promise
+is the spec's cluster, or the hostfile on the launcher's command line, which is read from this process's
+parents.
+
+DeepSpeed only warns of a hostfile that does not exist, and then trains on this machine alone
+(deepspeed/launcher/runner.py, fetch_hostfile); it does not pass the file's name to the ranks. So the
+launcher's command line is looked up among this process's parents. Under pdsh it is not among them; there the
+command that starts a host's ranks is, and it has all hosts and slots (`--world_info`).
+
+Every rank reaches the same verdict, since all get the same numbers. What a rank cannot know alone, such as
+the other hosts under torchrun, is compared once all ranks have met (`dsft.rank.places`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dsft.errors import WorldError
+from dsft.generate.hostfile import parse, render
+from dsft.plan.layout import worlds
+from dsft.rank.launched import Launched, counted
+from dsft.remote import is_this_machine
+from dsft.spec.schema import Cluster
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""The hostfile that deepspeed reads if none is named (runner.py:35 DLTS_HOSTFILE)."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The hosts and processes that a run was promised.
+
+    hosts     host -> slots; None if nothing was promised
+    fewest    fewest of these hosts that the run may start with
+    by        source of the promise: "cluster.hosts" or "--hostfile"
+    hostfile  text of the launcher's hostfile; None without one
+    slots     processes of each host that the launcher started; None where it does not set them
+    """
+
+    hosts: Mapping[str, int] | None = None
+    fewest: int = 1
+    by: str = ""
+    hostfile: str | None = None
+    slots: tuple[int, ...] | None = None
+
+
+def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
+    """Return the promise. Raises WorldError if processes, hosts or slots differ from the spec's cluster or
+    from the hostfile."""
+    hostfile, hosts = _check_hostfile(launched)
+    started = next(_started(), None) if launched.launcher == "deepspeed" else None
+    slots = tuple(started.values()) if started else launched.slots
+    if hostfile is None and started and len(started) > 1:
+        hostfile = render(started)
+    if cluster is None:
+        return Promise(hosts, len(hosts or ()), "--hostfile", hostfile, slots)
+    fewest = cluster.min_hosts or len(cluster.hosts)
+    promise = Promise(cluster.hosts, fewest, "cluster.hosts", hostfile, slots)
+    _check_numbers(promise, launched)
+    return promise
+
+
+def check_hosts(cluster: Cluster | None, hosts: Mapping[str, int], source: str) -> None:
+    """Raise WorldError if ranks on these hosts (host -> slots) would break the cluster's promise; for use
+    before a start. source: where the hosts come from, for the message."""
+    if cluster is None:
+        return
+    promised, slots = cluster.hosts, list(hosts.values())
+    possible = worlds(promised, cluster.min_hosts or len(promised))
+    if sum(slots) in possible.get(len(slots), ()) and not Counter(slots) - Counter(promised.values()):
+        return
+    raise WorldError(
+        f"cluster.hosts promises {counted(sum(promised.values()), 'process')} ({_listed(promised)}) but "
+        f"{source} has {sum(slots)} ({_listed(hosts)}); give one with as many hosts and slots, or change "
+        "cluster.hosts."
+    )
+
+
+def _listed(hosts: Mapping[str, int]) -> str:
+    return " + ".join(f"{host} {slots}" for host, slots in hosts.items())
+
+
+def _check_numbers(promise: Promise, launched: Launched) -> None:
+    assert promise.hosts is not None
+    possible = worlds(promise.hosts, promise.fewest)
+    if launched.hosts is not None:
+        possible = {launched.hosts: possible.get(launched.hosts, frozenset())}
+    slots, local = promise.slots, launched.local_world_size
+    fits = any(launched.world_size in sizes for sizes in possible.values())
+    if fits and slots is not None:
+        fits = not Counter(slots) - Counter(promise.hosts.values())
+    elif fits and local is not None and len(promise.hosts) <= 2:  # on more hosts only some ranks would see it
+        fits = local in promise.hosts.values()
+    if not fits:
+        raise broken(promise, launched, slots)
+
+
+def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) -> WorldError:
+    """Return the error: what was promised, what was started, and the likely cause. slots: processes of each
+    host that were started; None if unknown."""
+    assert promise.hosts is not None
+    fewer = f", or of at least {promise.fewest} of these hosts" if promise.fewest < len(promise.hosts) else ""
+    came = f"{launched.world_size}"
+    if slots is not None and (len(slots) > 1 or len(promise.hosts) > 1):
+        came += f" on {counted(len(slots), 'host')} ({' + '.join(map(str, slots))})"
+    elif launched.hosts is not None and len(promise.hosts) > 1:
+        came += f" on {counted(launched.hosts, 'host')}"
+    return WorldError(
+        f"{promise.by} promises {sum(promise.hosts.values())} processes ({_listed(promise.hosts)}){fewer} "
+        f"but {launched.launcher} started {came}: {_cause(promise, launched)}."
+    )
+
+
+def _cause(promise: Promise, launched: Launched) -> str:
+    assert promise.hosts is not None
+    count, slots = len(promise.hosts), max(promise.hosts.values())
+    each = "" if len(set(promise.hosts.values())) > 1 else f"={slots}"
+    if launched.launcher == "python":
+        return "plain python starts one; use deepspeed --hostfile or torchrun"
+    if launched.launcher == "deepspeed" and promise.hostfile is None:
+        return "its --hostfile was left out, or names other hosts or slots"
+    ways = {
+        "torchrun": f"torchrun's --nnodes and --nproc_per_node say so; give --nnodes={count} and "
+        f"--nproc_per_node{each}",
+        "srun": f"srun's --nodes and --ntasks-per-node say so; give --nodes={count} and "
+        f"--ntasks-per-node{each}",
+        "mpirun": "mpirun's -n and hostfile say so; give it the same hosts and slots",
+        "environment": "WORLD_SIZE says so; set it as the hosts have slots",
+    }
+    way = ways.get(launched.launcher, "give the launcher the same hosts and slots")
+    return f"{way}, or change cluster.hosts"
+
+
+def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] | None]:
+    """Return the hostfile's text and the promised processes (host -> slots); (None, None) without a
+    hostfile."""
+    for arguments, folder in _deepspeed_commands():
+        named = arguments.hostfile
+        if named is None and not Path(DEFAULT_HOSTFILE).is_file():
+            continue
+        path = Path(folder, named or DEFAULT_HOSTFILE)
+        if not path.is_file():
+            raise WorldError(
+                f"--hostfile {named} does not exist (looked in {folder}), and deepspeed would "
+                f"train on this machine alone with {counted(launched.world_size, 'process')}; give one that "
+                "exists, or leave --hostfile out."
+            )
+        text = path.read_text(encoding="utf-8", errors="backslashreplace")
+        hosts = _promised(parse(text, str(path)), arguments)
+        if sum(hosts.values()) != launched.world_size:
+            raise WorldError(
+                f"--hostfile {path} promises {counted(sum(hosts.values()), 'process')} but "
+                f"{launched.world_size} were started; check its slots and the launcher's --include, "
+                "--exclude, --num_nodes and --num_gpus."
+            )
+        (only, *others) = hosts
+        if launched.launcher == "deepspeed" and not (
+            others or arguments.force_multi or is_this_machine(only)
+        ):
+            raise WorldError(
+                f"--hostfile {path} names {only} alone, which is not this machine, and deepspeed starts a "
+                "single host's processes here; give --force_multi too, or name this machine."
+            )
+        return text, hosts
+    return None, None
+
+
+def _started() -> Iterator[dict[str, int]]:
+    """Yield host -> processes from the command line of deepspeed's launch.py, which has started this host's
+    ranks (deepspeed/launcher/launch.py)."""
+    for command, _ in _parents():
+        for word in command:
+            name, _, value = word.partition("=")
+            if name == "--world_info" and "deepspeed.launcher.launch" in command:
+                try:
+                    world = json.loads(base64.urlsafe_b64decode(value))
+                    yield {str(host): len(slots) for host, slots in world.items()}
+                except (ValueError, AttributeError, TypeError):  # another version's format
+                    return
+
+
+def _parents() -> Iterator[tuple[list[str], str]]:
+    """Yield the command and working folder of each ancestor of this process."""
+    for parent in psutil.Process().parents():
+        try:
+            yield parent.cmdline(), parent.cwd()
+        except psutil.Error:  # another user's process, or one that has just ended
+            continue
+
+
+def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
+    """Yield the parsed command and the working folder of each `deepspeed` launcher above this process."""
+    for command, folder in _parents():
+        arguments = deepspeed_arguments(command)
+        if arguments is not None:
+            yield arguments, folder
+
+
+def deepspeed_arguments(command: Sequence[str]) -> argparse.Namespace | None:
+    """Parse the launcher's own options in a command line such as `python …/deepspeed --hostfile F train.py
+    …`. Returns None if the command is not the `deepspeed` launcher."""
+    words = [Path(word).name == "deepspeed" or word == "deepspeed.launcher.runner" for word in command[:4]]
+    if not any(words):
+        return None
+    # Options that take a value, from deepspeed/launcher/runner.py; the others are flags. The first word that
+    # is neither is the script; options after it are the script's.
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("-H", "--hostfile")
+    parser.add_argument("-i", "--include", default="")
+    parser.add_argument("-e", "--exclude", default="")
+    parser.add_argument("--num_nodes", type=int, default=-1)
+    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
+    for option in VALUED:
+        parser.add_argument(option)
+    for option in FLAGS:
+        parser.add_argument(option, action="store_true")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    try:
+        return parser.parse_known_args(list(command[words.index(True) + 1 :]))[0]
+    except argparse.ArgumentError:  # deepspeed itself has refused or will refuse this command
+        return None
+
+
+VALUED = (
+    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--autotuning",
+    "--enable_each_rank_log", "--bind_core_list", "--ssh_port", "--venv_script", "--log_level",
+)  # fmt: skip
+FLAGS = (
+    "--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid",
+    "--bind_cores_to_rank",
+)  # fmt: skip
+
+
+def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the number of processes that the launcher starts on each of these hosts: with --include or
+    --exclude (`host:0,2@host2`) the hosts and slots these leave, else the first num_nodes hosts with num_gpus
+    slots each."""
+    if arguments.include or arguments.exclude:
+        slots = {host: set(range(count)) for host, count in hosts.items()}
+        named: dict[str, set[int]] = {}
+        for part in (arguments.include or arguments.exclude).split("@"):
+            host, _, numbers = part.partition(":")
+            chosen = {int(number) for number in numbers.split(",")} if numbers else slots.get(host, set())
+            named.setdefault(host, set()).update(chosen)
+        if arguments.include:
+            slots = {host: named[host] for host in slots if host in named}
+        else:
+            slots = {host: every - named.get(host, set()) for host, every in slots.items()}
+        return {host: len(every) for host, every in slots.items() if every}
+    first = list(hosts.items())[: arguments.num_nodes if arguments.num_nodes > 0 else None]
+    return {host: arguments.num_gpus if arguments.num_gpus > 0 else count for host, count in first}

@@ -1,0 +1,87 @@
+"""Attempts with ranks that train nothing: real agents and real processes, without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsft.launcher.attempt import Attempt, Outcome, Requests, Terms
+from dsft.launcher.processes import job_processes, kill_job
+from dsft.launcher.world import AGENT, World
+from dsft.remote import module_command
+from tests.launching import LATE
+
+HERE = Path(__file__).parent
+
+
+class Started:
+    """An attempt in a thread. `hosts`: names of this machine, each with its ranks."""
+
+    def __init__(
+        self, folder: Path, program: list[str], hosts: dict[str, int], hang_timeout: float | None, by: str
+    ):
+        self.job = f"test{os.getpid()}{id(self):x}"
+        self.lines: list[str] = []
+        self.requests = Requests()
+        words = (str(HERE / "fake_rank.py"), *program)
+        self.world = World(by, hosts, words, str(folder), str(folder / "logs"), self.job)
+        terms = Terms({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
+        agent = module_command("localhost", AGENT)
+        self.attempt = Attempt(self.world, terms, self.requests, self.lines.append, lambda host: agent)
+        self._outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._outcome = asyncio.run(self.attempt.run())
+
+    def outcome(self, timeout: float = LATE) -> Outcome:
+        self._thread.join(timeout)
+        assert self._outcome is not None, self.lines
+        assert self.left() == []
+        return self._outcome
+
+    def left(self) -> list[int]:
+        return [pid for node in range(len(self.world.hosts)) for pid in job_processes(f"{self.job}.{node}")]
+
+    def clear(self) -> None:
+        for node in range(len(self.world.hosts)):
+            kill_job(f"{self.job}.{node}")
+        self._thread.join(20)
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    own = World._argv
+
+    def argv(world: World, host: str, address: str, port: int | str) -> tuple[str, ...]:
+        if world.launcher == "dsft":
+            return own(world, host, address, port)
+        ranks = world.ranks[host]
+        counts = (ranks[0], len(ranks), sum(world.hosts.values()))
+        return sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *world.program
+
+    monkeypatch.setattr(World, "_argv", argv)
+    started: list[Started] = []
+
+    def begin(
+        *program: str,
+        hosts: dict[str, int] | None = None,
+        hang_timeout: float | None = None,
+        by: str = "dsft",
+    ) -> Started:
+        started.append(Started(tmp_path, list(program), hosts or {"one": 1, "two": 2}, hang_timeout, by))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.clear()

@@ -1,0 +1,61 @@
+"""A rank for the supervisor's tests: pulses, steps, saves when it is asked to stop, and fails as it is told.
+
+fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, or late (with step 0:
+                                        it imports until there is a file `go`) or dead (with step 0: it is
+                                        killed during its imports, once the file is there)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from dsft.rank.pulse import Pulse, keep_log
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
+dies = [str(rank), "0", "dead"] in faults
+while (dies or [str(rank), "0", "late"] in faults) and not os.path.exists("go"):
+    time.sleep(0.05)
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
+asked: list[int] = []
+for each in (signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.rank.stopping`
+        signal.signal(each, lambda number, _: asked.append(number))
+keep_log(os.environ.get("DSFT_LOGS"), rank, world)
+pulse = Pulse(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
+pulse.start()
+print("arguments", ascii(sys.argv[1:]))
+
+
+def end(code: int, message: str | None = None) -> None:
+    pulse.end(code, message)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+for step in range(1, steps + 1):
+    pulse.mark("step", step)
+    if rank == 0:
+        print(f"step {step}")
+    for at, when, how in faults:
+        if (int(at), int(when)) == (rank, step):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif how == "hang":
+                time.sleep(600)
+            elif how.startswith("error="):
+                print(f"error: {how[6:]}", file=sys.stderr)
+                end(1, how[6:])
+            else:
+                end(int(how))
+    time.sleep(0.1)
+    if asked:
+        print("saved")
+        end(75, "stopped as asked")
+end(0)

@@ -1,0 +1,122 @@
+"""What `dsft launch` refuses before it starts anything, and what Ctrl-C does while it waits for a host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsft.cli import app
+from dsft.errors import WorldError
+from dsft.launcher import command
+from dsft.launcher.attempt import Outcome, Requests
+from dsft.launcher.verdict import Failure
+from dsft.launcher.world import World
+
+ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([TWO, "--num_gpus", "4"], 2, "--num_gpus: 4 would go unheard, since cluster.hosts says"),
+        (["specs/zero2.yaml", "--num_gpus", "4", "--hostfile", "two"], 2, "since --hostfile says"),
+        (["specs/zero2.yaml", "--num_gpus", "4", "--launcher", "slurm"], 2, "since the Slurm job says"),
+        (
+            [ONE, "--hostfile", "two"], 69,
+            "cluster.hosts promises 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
+        ),
+        ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
+        ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
+    ],
+)  # fmt: skip
+def test_what_would_go_unheard_or_break_the_promise_is_refused(
+    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "specs").symlink_to(Path("specs").absolute())
+    (tmp_path / "two").write_text("a slots=8\nb slots=8\n")
+    (tmp_path / "uneven").write_text("a slots=12\nb slots=4\n")
+    (tmp_path / "binary").write_bytes(b"a slots=8\n\xbe\x00\xff")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["launch", *words, "--dry-run"])
+    error = done.exception
+    assert getattr(error, "exit_code", None) == code and said in str(error), done.output
+
+
+def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path) -> None:
+    hostfile = tmp_path / "two"
+    hostfile.write_text("a slots=8\nb slots=8\n")
+    done = CliRunner().invoke(app, ["launch", TWO, "--hostfile", str(hostfile), "--dry-run"])
+    assert done.exit_code == 0 and "b: 8 process(es), ranks 8 to 15" in done.output, done.output
+
+
+def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = command.prepared(Path(TWO), (), command.Options(restarts=1))
+    lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), 1.0)
+    asked = Requests(stops=1)
+
+    async def absent(world: World) -> list[str]:
+        return ["node2"]
+
+    monkeypatch.setattr(command, "absent", absent)
+    began = time.monotonic()
+    assert asyncio.run(command.reachable(start, lost, asked)) is None
+    assert time.monotonic() < began + command.PAUSE
+
+
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    [
+        (signal.SIGTERM, "launching"),
+        (signal.SIGINT, "launching"),
+        (signal.SIGUSR1, "launching"),
+        (signal.SIGTERM, "step"),
+    ],
+)
+def test_a_signal_from_the_first_line_on_ends_it_with_75(
+    tmp_path: Path, asked: signal.Signals, at: str
+) -> None:
+    words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "tests/lab/fake_launch.py", *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        said = iter(command.stdout.readline, "")
+        assert any(line.startswith(at) for line in said)
+        command.send_signal(asked)
+        rest = list(said)
+        assert command.wait(60) == 75, rest
+    waits = asked == signal.SIGUSR1 or at == "step"
+    assert ("saved\n" in rest) == waits, rest
+
+
+def test_a_terminal_that_is_closed_does_not_end_what_nohup_started(tmp_path: Path) -> None:
+    words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
+    with subprocess.Popen(
+        ["nohup", sys.executable, "-u", "tests/lab/fake_launch.py", *words], text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        said = iter(command.stdout.readline, "")
+        assert any(line.startswith("step") for line in said)
+        command.send_signal(signal.SIGHUP)
+        assert all(next(said).startswith("step") for _ in range(5))
+        command.send_signal(signal.SIGTERM)
+        rest = list(said)
+        assert command.wait(60) == 75, rest
+    assert "saved\n" in rest
+
+
+@pytest.mark.parametrize("port", ["junk", "99999"])
+def test_a_port_that_is_none_is_refused_and_not_replaced(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(WorldError, match="MASTER_PORT"):
+        command.prepared(Path(TWO), (), command.Options(doctor=False))

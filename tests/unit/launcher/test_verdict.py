@@ -1,0 +1,121 @@
+"""What failed first, what follows from it, and the exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsft.launcher.verdict import (
+    Failure,
+    Seen,
+    error_in,
+    exit_code,
+    first_cause,
+    hung,
+    is_consequence,
+    may_pass,
+    sentence,
+    shell_code,
+)
+
+PEER = Failure("rank", "one", 1, "RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:1", 0)
+NCCL = Failure("rank", "one", 1, "ncclRemoteError: A call failed possibly due to a network error", 0)
+KILLED = Failure("rank", "two", 137, None, 1, 7)
+RAISED = Failure("rank", "two", 65, "rows.jsonl:7: no such column", 1)
+LAUNCHER = Failure("launcher", "one", 1, "ChildFailedError")
+UNSEEN = Failure("launcher", "one", 137)
+LOST = Failure("host", "two", None, "has given no sign of life for 15 seconds")
+HUNG = Failure("hang", "two", None, "has given no sign of life for 60 seconds", 1, 7)
+ENDED = Failure("rank", "one", 143, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first", "code"),
+    [
+        ((PEER, KILLED), KILLED, 137),
+        ((NCCL, PEER, RAISED), RAISED, 65),
+        ((PEER, LOST), LOST, 69),
+        ((ENDED, KILLED), KILLED, 137),
+        ((LAUNCHER, PEER, RAISED), RAISED, 65),
+        ((PEER,), PEER, 1),
+        ((PEER, UNSEEN), UNSEEN, 137),
+        ((PEER, HUNG, LOST), HUNG, 124),
+        ((), None, 0),
+    ],
+)
+def test_the_first_cause(failures: tuple[Failure, ...], first: Failure | None, code: int) -> None:
+    assert first_cause(failures) is first
+    assert exit_code(first) == code
+
+
+@pytest.mark.parametrize(("code", "shell"), [(-9, 137), (247, 137), (1, 1), (75, 75), (241, 143), (0, 0)])
+def test_shell_code(code: int, shell: int) -> None:
+    assert shell_code(code) == shell
+
+
+def test_what_may_pass() -> None:
+    assert all(may_pass(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
+    assert not may_pass(RAISED, 65)
+    assert not may_pass(Failure("rank", "one", 69, "cluster.hosts promises 4 processes"), 69)
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (["x", "error: rank 1: out of memory", "bye"], "rank 1: out of memory"),
+        (
+            ["Traceback (most recent call last):", '  File "a", line 1', "    f()", "KeyError: 'x'"],
+            "KeyError: 'x'",
+        ),
+        (
+            ["[rank1]: Traceback (most recent call last):", "[rank1]:   File", "[rank1]: OSError: no"],
+            "OSError: no",
+        ),
+        (["step 1", "step 2"], None),
+        (["Traceback (most recent call last):"], None),
+    ],
+)
+def test_error_in(lines: list[str], error: str | None) -> None:
+    assert error_in(lines) == error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d store: TCPStore",
+        "DistBackendError: NCCL error: remote process exited or there was a network error",
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+)
+def test_a_consequence(text: str) -> None:
+    assert is_consequence(text)
+    assert not is_consequence("OutOfMemoryError: CUDA out of memory")
+
+
+def test_who_hangs() -> None:
+    def seen(rank: int, step: int, silent: float, idle: float, phase: str = "step") -> Seen:
+        return Seen(rank, "one", 1, step, phase, silent, idle)
+
+    waiting, stopped = seen(0, 9, 0.2, 70), seen(1, 8, 70, 70)
+    assert hung([waiting, stopped], 60) == [stopped]
+    behind = seen(1, 8, 0.1, 65)
+    assert hung([waiting, behind], 60) == [behind]  # the other one waits for it
+    assert hung([waiting, seen(1, 9, 0.1, 3)], 60) == [waiting]
+    assert hung([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
+
+
+def test_a_rank_that_misses_pulses_is_named_before_one_that_waits_for_it() -> None:
+    """Seen: rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
+    waiting, stopped = Seen(1, "two", 1, 24, "step", 0.3, 5.4), Seen(0, "one", 1, 24, "step", 4.4, 4.9)
+    assert hung([waiting, stopped], 5) == [stopped]
+    said = (
+        "has given no sign of life for 4 seconds, and others no progress for longer (cluster.hang_timeout 5)"
+    )
+    assert sentence([stopped], 5) == f"{said}; it was at step"
+    assert hung([stopped], 5) == []
+    assert (
+        hung([Seen(1, "two", 1, 24, "step", 0.3, 700), Seen(0, "one", 1, 24, "step", 12, 300)], 600)[0].rank
+        == 0
+    )
+    late = Seen(0, "one", 1, 24, "step", 1.9, 6)
+    assert hung([waiting, late], 5) == [waiting, late]

@@ -1,0 +1,68 @@
+"""What each host runs: ranks, commands, variables, addresses; what is printed cannot steer a terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsft.launcher.output import Voice
+from dsft.launcher.world import World, address_of
+
+WORLD = World("dsft", {"a": 2, "b": 1}, ("train.py", "x.yaml", "k=$(id)"), "/w", "/w/runs/x/logs", "j")
+
+
+def world(launcher: str) -> World:
+    return World(launcher, WORLD.hosts, WORLD.program, WORLD.folder, WORLD.logs, WORLD.job)
+
+
+@pytest.mark.parametrize("launcher", ["dsft", "slurm"])
+def test_an_order_of_ranks(launcher: str) -> None:
+    made = [world(launcher).order(host, "10.0.0.1", 1234) for host in WORLD.hosts]
+    assert [(order.ranks, order.starts_ranks) for order in made] == [((0, 1), False), ((2,), False)]
+    assert [order.job for order in made] == ["j.0", "j.1"]  # hosts may share their processes
+    assert made[1].argv == (sys.executable, "-u", *WORLD.program)
+    assert made[0].environ == {
+        "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+    }  # fmt: skip
+
+
+def test_an_order_of_deepspeeds_launcher() -> None:
+    order = world("deepspeed").order("b", "10.0.0.1", 1234)
+    info = next(word for word in order.argv if word.startswith("--world_info="))
+    assert json.loads(base64.urlsafe_b64decode(info.partition("=")[2])) == {"a": [0, 1], "b": [0]}
+    assert order.argv[-3:] == WORLD.program and "--node_rank=1" in order.argv
+    assert order.starts_ranks and order.environ == {}
+
+
+def test_an_order_of_torchrun() -> None:
+    order = world("torchrun").order("a", "h", 1)
+    assert order.argv[2:] == (
+        "-m", "torch.distributed.run", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "--nnodes=2", "--nproc_per_node=2", "--node_rank=0",
+        "--master_addr=h", "--master_port=1", *WORLD.program,
+    )  # fmt: skip
+    assert order.starts_ranks
+
+
+def test_the_address_of_rank_0() -> None:
+    addresses = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "e0": ["10.0.0.1", "fe80::1%e0"]}
+    assert address_of("a", addresses, "e0") == "10.0.0.1"
+    assert address_of("10.0.0.1", addresses, None) == "10.0.0.1"
+    assert address_of("a", {"lo": ["127.0.0.1"]}, None) == "127.0.0.1"
+
+
+def test_what_ranks_print_cannot_steer_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "launch.log").open("a") as log:
+        voice = Voice(log)
+        voice("error: \x1b]0;x\x07 \x1b[2J \x1b[31mred\x1b[0m")
+        voice("10%\r50%\r100%\r")
+        voice.close()
+    shown = "error: \\x1b]0;x\\x07 \\x1b[2J \x1b[31mred\x1b[0m\n100%\n"
+    assert capfd.readouterr().out == (tmp_path / "launch.log").read_text() == shown

@@ -1,0 +1,233 @@
+"""A rank ends with its launcher: real processes, with a launcher's name and command line, are killed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsft.rank.ancestors import Ancestor, lives
+from tests.launching import LATE, ROOT, allowed
+
+LEVEL = """
+import subprocess, sys
+sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1 :]).returncode)
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+from dsft.rank.ancestors import watch
+from dsft.rank.stopping import Stopping
+
+out, stage, saves = sys.argv[1:]
+stopping = Stopping(speaks=True)
+stopping.stage = stage
+watched = watch(stopping)
+Path(out + ".new").write_text(f"{os.getpid()} " + " ".join(each.what.split()[-1] for each in watched))
+os.rename(out + ".new", out)
+while stopping.reason is None or saves == "no":
+    time.sleep(0.02)
+print("asked by", stopping.reason, file=sys.stderr, flush=True)
+os._exit(75)
+"""
+PYTHON = os.path.realpath(sys.executable)
+
+
+class Tree:
+    """Processes under each other, in a folder that has programs of all names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.begun = folder, []
+        package = folder / "deepspeed" / "launcher"
+        package.mkdir(parents=True)
+        (package / "launch.py").write_text(LEVEL)
+        for name in ("deepspeed.py", "torchrun", "level.py"):
+            (folder / name).write_text(LEVEL)
+        (folder / "bin").mkdir()
+        (folder / "bin" / "deepspeed").write_text(LEVEL)
+        for name in ("sshd", "pdsh", "slurmstepd"):  # /proc has the name of the file that was executed
+            (folder / name).symlink_to(PYTHON)
+        (folder / "rank.py").write_text(RANK)
+        self.python = [sys.executable]
+        self.level = str(folder / "level.py")
+        self.deepspeed = [*self.python, str(folder / "bin" / "deepspeed"), "--"]
+        world = f"--world_info={secrets.token_hex(8)}"  # no other test's, nor another job's
+        self.launch = [*self.python, "-m", "deepspeed.launcher.launch", world, "--"]
+        self.torchrun = [*self.python, str(folder / "torchrun"), "--"]
+        self.slurm = [str(folder / "slurmstepd"), self.level, "--"]
+        self.pdsh = [str(folder / "pdsh"), self.level, world, "--"]
+
+    def sshd(self, terminal: str = "notty") -> list[str]:
+        return [str(self.folder / "sshd"), self.level, f"sshd: root@{terminal}", "--"]
+
+    def rank(self, stage: str = "train", saves: str = "yes") -> list[str]:
+        return [*self.python, str(self.folder / "rank.py"), str(self.folder / "pid"), stage, saves]
+
+    def shell(self, argv: list[str], before: str = "") -> list[str]:
+        return ["bash", "-c", f'{before} "$@"; true', "bash", *argv]
+
+    def start(self, argv: list[str]) -> subprocess.Popen[bytes]:
+        environ = os.environ | {"PYTHONPATH": f"{self.folder}:{ROOT}"}
+        with (self.folder / "said").open("a") as said:
+            process = subprocess.Popen(
+                argv, env=environ, stderr=said, start_new_session=True, cwd=self.folder
+            )
+        self.begun.append(process)
+        return process
+
+    def ready(self) -> tuple[psutil.Process, list[str]]:
+        """The rank, and what it watches."""
+        path = self.folder / "pid"
+        within(LATE, path.exists)
+        pid, *watched = path.read_text().split()
+        return psutil.Process(int(pid)), watched
+
+    def end(self) -> None:
+        path = self.folder / "pid"
+        left = [child for each in self.begun for child in self.below(each.pid)]
+        if path.exists():  # it may be nobody's child by now
+            left += self.below(int(path.read_text().split()[0]))
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for begun in self.begun:
+            with suppress(ProcessLookupError):  # what its own end has left of its group
+                os.killpg(begun.pid, signal.SIGKILL)
+            begun.wait()
+
+    def below(self, pid: int) -> list[psutil.Process]:
+        """With the process itself."""
+        try:
+            return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    made = Tree(tmp_path)
+    yield made
+    made.end()
+
+
+def within(seconds: float, condition: Callable[[], object]) -> float:
+    """The seconds that it took; the bound is for a quiet machine."""
+    began = time.monotonic()
+    while not condition():
+        took = time.monotonic() - began
+        assert took < seconds or took < allowed(seconds)
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_runs_command_is_gone_and_its_ranks_save(tree: Tree) -> None:
+    command = tree.start([*tree.deepspeed, *tree.launch, *tree.rank()])
+    rank, watched = tree.ready()
+    assert watched == ["launch.py", "deepspeed"]
+    command.kill()
+    within(2, lambda: ended(rank))
+    assert (tree.folder / "said").read_text() == "asked by the end of its launcher\n"
+
+
+@pytest.mark.parametrize(("stage", "seconds"), [("load", 2), ("train", 4.5)])
+def test_ranks_that_cannot_save_end_soon(tree: Tree, stage: str, seconds: float) -> None:
+    command = tree.start([*tree.deepspeed, *tree.launch, *tree.rank(stage, "no")])
+    rank, _ = tree.ready()
+    command.terminate()
+    within(seconds, lambda: ended(rank))
+    said = (tree.folder / "said").read_text()
+    assert f"deepspeed (process {command.pid}), which started this run, is gone, and so the run ends" in said
+
+
+def test_ranks_end_at_once_with_the_process_that_started_them(tree: Tree) -> None:
+    tree.start([*tree.deepspeed, *tree.launch, *tree.rank("train", "no")])
+    rank, _ = tree.ready()
+    os.kill(rank.ppid(), signal.SIGKILL)
+    assert within(2, lambda: ended(rank)) < allowed(0.5)
+
+
+def test_slurms_step(tree: Tree) -> None:
+    step = tree.start([*tree.slurm, *tree.shell(tree.rank())])
+    rank, watched = tree.ready()
+    assert watched == ["bash", "slurmstepd"]
+    step.kill()
+    within(2, lambda: ended(rank))
+
+
+def test_a_session_of_sshs(tree: Tree) -> None:
+    """As pdsh opens one on each host: the host where deepspeed was typed is another."""
+    session = tree.start([*tree.sshd(), *tree.shell([*tree.launch, *tree.rank()])])
+    rank, watched = tree.ready()
+    assert watched == ["launch.py", "bash", "sshd"]
+    session.kill()
+    within(2, lambda: ended(rank))
+
+
+@pytest.mark.parametrize(
+    ("terminal", "before", "watched"),
+    [
+        ("notty", "setsid -w", ["torchrun"]),
+        ("notty", "nohup", ["torchrun"]),
+        ("pts/0", "", ["torchrun"]),
+        ("notty", "", ["torchrun", "bash", "sshd"]),
+    ],
+)
+def test_what_was_put_into_the_background_lives_on(
+    tree: Tree, terminal: str, before: str, watched: list[str]
+) -> None:
+    tree.start([*tree.sshd(terminal), *tree.shell([*tree.torchrun, *tree.rank()], before)])
+    assert tree.ready()[1] == watched
+
+
+def test_a_shells_end_is_no_launchers(tree: Tree) -> None:
+    shell = tree.start(tree.shell([*tree.deepspeed, *tree.launch, *tree.rank()]))
+    rank, watched = tree.ready()
+    assert watched == ["launch.py", "deepspeed"]
+    shell.kill()
+    time.sleep(1.5)
+    assert not ended(rank)
+
+
+def test_without_a_launcher_nothing_is_watched(tree: Tree) -> None:
+    shell = tree.start(tree.shell(tree.rank()))
+    rank, watched = tree.ready()
+    assert not watched
+    shell.kill()
+    time.sleep(1)
+    assert not ended(rank)
+
+
+def test_where_it_was_typed_pdsh_stands_beside_the_ranks(tree: Tree) -> None:
+    typed = tree.start([*tree.deepspeed, *tree.pdsh, "sleep", "60"])
+    within(LATE, lambda: psutil.Process(typed.pid).children(recursive=True)[1:])
+    tree.start([*tree.sshd(), *tree.shell([*tree.launch, *tree.rank()])])
+    rank, watched = tree.ready()
+    assert watched == ["launch.py", "bash", "sshd", "pdsh", "deepspeed"]
+    typed.kill()
+    within(2, lambda: ended(rank))
+
+
+def test_a_number_that_another_process_has_got_is_not_taken_for_it() -> None:
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    assert lives(Ancestor(os.getpid(), ticks, "")) and not lives(Ancestor(os.getpid(), ticks - 1, ""))
+    child = subprocess.Popen(["true"])
+    within(LATE, lambda: ended(psutil.Process(child.pid)))
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    assert not lives(Ancestor(child.pid, int(stat[19]), "")), "it has ended, though nobody has asked"
+    child.wait()

@@ -1,0 +1,252 @@
+"""A world of another size than promised stops; so does a hostfile that is not there."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsft.errors import WorldError
+from dsft.rank.environment import Launched
+from dsft.rank.places import (
+    Device,
+    Place,
+    check_places,
+    devices_lines,
+    rank_map,
+    rank_map_json,
+    shared_device,
+)
+from dsft.rank.promise import Promise, _promised, check_promise, deepspeed_arguments
+from dsft.spec.schema import Cluster
+
+HOSTS = {"node1": 4, "node2": 2}
+
+
+def launched(
+    world_size: int,
+    launcher: str = "torchrun",
+    local: int | None = None,
+    hosts: int | None = None,
+    slots: tuple[int, ...] | None = None,
+) -> Launched:
+    return Launched(launcher, 0, world_size, 0, "127.0.0.1", 29500, local, hosts, slots)
+
+
+def cluster(hosts: dict[str, int], min_hosts: int | None = None) -> Cluster:
+    return Cluster(hosts=hosts, min_hosts=min_hosts)
+
+
+def test_the_promised_world_passes() -> None:
+    assert check_promise(cluster(HOSTS), launched(6)).hosts == HOSTS
+    assert check_promise(None, launched(3)).hosts is None
+    check_promise(cluster(HOSTS), launched(6, "torchrun", 2, 2))
+    check_promise(cluster(HOSTS), launched(6, "srun", 4, 2, (4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("came", "said"),
+    [
+        (launched(6, "torchrun", 6, 1), "but torchrun started 6 on 1 host: torchrun's --nnodes and"),
+        (launched(6, "torchrun", 3, 2), "but torchrun started 6 on 2 hosts: .*give --nnodes=2"),
+        (launched(6, "srun", 3, 2, (3, 3)), r"but srun started 6 on 2 hosts \(3 \+ 3\): srun's --nodes"),
+        (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
+        (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
+        (launched(2, "environment"), "but environment started 2: WORLD_SIZE says so"),
+    ],
+)
+def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(came: Launched, said: str) -> None:
+    with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\) {said}"):
+        check_promise(cluster(HOSTS), came)
+
+
+def test_fewer_hosts_pass_where_min_hosts_allows_them() -> None:
+    three = {"a": 2, "b": 2, "c": 3}
+    for hosts, sizes in ((2, (4, 5)), (3, (7,))):
+        for size in sizes:
+            check_promise(cluster(three, 2), launched(size, hosts=hosts))
+    for hosts, size in ((1, 2), (2, 6), (3, 6), (4, 9)):
+        with pytest.raises(WorldError, match="or of at least 2 of these hosts but torchrun started"):
+            check_promise(cluster(three, 2), launched(size, hosts=hosts))
+
+
+def places(*counts: int) -> list[Place]:
+    return [
+        Place(f"node{host}", f"node{host} x", local)
+        for host, count in enumerate(counts)
+        for local in range(count)
+    ]
+
+
+def test_what_came_is_compared_once_all_have_met() -> None:
+    promise = Promise({"a": 2, "b": 1, "c": 1}, 3, "cluster.hosts")
+    for counts in ((2, 1, 1), (1, 2, 1)):  # torchrun's c10d rendezvous numbers hosts as they come
+        check_places(promise, places(*counts), launched(4))
+    for counts in ((2, 2), (4,), (1, 1, 1, 1), (3, 1)):
+        with pytest.raises(
+            WorldError, match=rf"\(a 2 \+ b 1 \+ c 1\) but torchrun started 4 on {len(counts)} "
+        ):
+            check_places(promise, places(*counts), launched(4))
+    fewer = Promise({"a": 2, "b": 1, "c": 1}, 2, "cluster.hosts")
+    check_places(fewer, places(2, 1), launched(3))
+    with pytest.raises(WorldError, match="at least 2 of these hosts but torchrun started 2 on 1 host"):
+        check_places(fewer, places(2), launched(2))
+    check_places(Promise(), places(5), launched(5))
+
+
+def test_two_ranks_do_not_claim_one_device() -> None:
+    same = [Place("node1", "x", 0), Place("node1", "x", 0)]
+    assert "ranks 0 and 1 both have LOCAL_RANK=0 on node1" in (shared_device(same) or "")
+    assert shared_device([Place("node1", "x", 0), Place("node1", "y", 0)]) is None
+    gpu, other = (Device("cuda", "NVIDIA H200", uuid=uuid) for uuid in ("GPU-1", "GPU-2"))
+    both = [Place("node1", "x", 0, other), Place("node1", "x", 1, gpu), Place("node1", "x", 2, gpu)]
+    assert "ranks 1 and 2 both have the GPU GPU-1 (NVIDIA H200) of node1" in (shared_device(both) or "")
+    assert shared_device(both[:2]) is None
+
+
+def test_the_rank_map() -> None:
+    assert rank_map(places(2, 1)) == "rank map: 0-1 = node0 0-1, 2 = node1 0"
+    turned = [Place("b", "b", 1), Place("b", "b", 0), Place("a", "a", 0)]
+    assert rank_map(turned) == "rank map: 0 = b 1, 1 = b 0, 2 = a 0"
+    assert json.loads(rank_map_json(turned))[1] == {
+        "rank": 1,
+        "host": "b",
+        "local_rank": 0,
+        "device": "CPU",
+    }
+
+
+def test_the_devices() -> None:
+    assert devices_lines(places(2), "torch 2.13.0") == ["devices: 2 × CPU; torch 2.13.0"]
+    old = Device("cuda", "NVIDIA A100", 80 * 2**30, "sm_80", "550.1", "GPU-1")
+    new = Device("cuda", "NVIDIA H200", 140 * 2**30, "sm_90", None, "GPU-2")
+    line, warning = devices_lines(
+        [Place("a", "a", rank, old if rank == 2 else new) for rank in range(4)], "v"
+    )
+    assert line == (
+        "devices: NVIDIA H200 (140.0 GiB, sm_90) on rank(s) 0-1, 3; "
+        "NVIDIA A100 (80.0 GiB, sm_80, driver 550.1) on rank(s) 2; v"
+    )
+    assert warning.startswith("warning: the ranks have unlike devices")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "cause"),
+    [
+        ("python", 1, "plain python starts one"),
+        ("deepspeed", 1, "its --hostfile was left out"),
+        ("torchrun", 8, "give --nnodes=2 and --nproc_per_node, or change"),
+    ],
+)
+def test_another_world_stops_with_both_numbers(launcher: str, size: int, cause: str) -> None:
+    with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
+        check_promise(cluster(HOSTS), launched(size, launcher))
+
+
+def command(*words: str) -> list[str]:
+    return ["/env/bin/python", "/env/bin/deepspeed", *words]
+
+
+def test_the_launchers_options_end_where_the_script_begins() -> None:
+    arguments = deepspeed_arguments(command("--num_gpus", "2", "dsft/train.py", "--hostfile", "mine"))
+    assert arguments is not None and arguments.hostfile is None and arguments.num_gpus == 2
+    arguments = deepspeed_arguments(
+        command("--master_port=1", "--hostfile=h", "--force_multi", "train.py", "a=b")
+    )
+    assert arguments is not None and arguments.hostfile == "h"
+    assert deepspeed_arguments(["/env/bin/python", "-m", "pytest"]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), 6),
+        (("--num_nodes", "1"), 4),
+        (("--num_gpus", "1"), 2),
+        (("--include", "node2"), 2),
+        (("--include", "node1:0,2@node2:1"), 3),
+        (("--exclude", "node1"), 2),
+        (("--exclude", "node1:0"), 5),
+    ],
+)
+def test_how_many_processes_the_launcher_starts(options: tuple[str, ...], expected: int) -> None:
+    arguments = deepspeed_arguments(command(*options, "train.py"))
+    assert arguments is not None and sum(_promised(HOSTS, arguments).values()) == expected
+
+
+HOST_PART = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [({"node1": [0], "node2": [0, 1]}, "passed: node1 slots=1"), ({"node1": [0, 1, 2]}, "started 3")],
+)
+def test_the_part_of_deepspeed_on_each_host_tells_all_hosts(
+    tmp_path: Path, world: dict[str, list[int]], said: str
+) -> None:
+    """Under pdsh the launcher itself is on another machine, or no parent of its ranks."""
+    module = tmp_path / "deepspeed" / "launcher"
+    module.mkdir(parents=True)
+    for folder in (module.parent, module):
+        (folder / "__init__.py").touch()
+    (module / "launch.py").write_text(HOST_PART)
+    child = CHILD.replace("None,", "Cluster(hosts={'a': 1, 'b': 2}),").replace("sys.argv[1]", "3")
+    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    outcome = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.launch", child, f"--world_info={told}"],
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert said in outcome.stdout, outcome.stderr
+
+
+CHILD = """
+import sys
+from dsft.errors import WorldError
+from dsft.rank.environment import Launched
+from dsft.rank.promise import check_promise
+from dsft.spec.schema import Cluster
+try:
+    promise = check_promise(None, Launched("deepspeed", 0, int(sys.argv[1]), 0, "127.0.0.1", 1))
+    print(f"passed: {promise.hostfile}")
+except WorldError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "said"),
+    [
+        (None, 1, "--hostfile hosts does not exist"),
+        ("localhost slots=2\n", 1, "promises 2 processes but 1"),
+        ("localhost slots=2\n", 2, "passed"),
+        (
+            "node-of-nobody.invalid slots=2\n",
+            2,
+            "names node-of-nobody.invalid alone, which is not this machine",
+        ),
+    ],
+)
+def test_the_hostfile_on_the_parents_command_line_is_checked(
+    tmp_path: Path, text: str | None, world: int, said: str
+) -> None:
+    """A parent that looks like the launcher (a script named deepspeed, with its options) starts the child."""
+    if text is not None:
+        (tmp_path / "hosts").write_text(text)
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}, '{world}'])\n"
+    )
+    outcome = subprocess.run(
+        [sys.executable, str(launcher), "--hostfile", "hosts", "train.py"],
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert said in outcome.stdout, outcome.stderr

@@ -1,0 +1,107 @@
+"""What a rank tells of itself, by a real process to a real socket."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import os, sys, time
+from dsft.rank.pulse import LOGS, SOCKET, Pulse, keep_log
+keep_log(os.environ.get(LOGS), 3, 4)
+pulse = Pulse(3, 1, os.environ.get(SOCKET))
+pulse.start()
+pulse.mark("step", 7)
+print("trains", flush=True)
+os.write(2, b"a library's word\\n")
+def waits_in_a_collective():
+    sys.stdin.readline()
+waits_in_a_collective()
+pulse.mark("save")
+pulse.end(75, "stopped")
+"""
+
+
+def start(**variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={"PYTHONPATH": str(Path.cwd()), **variables},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(str(tmp_path / "pulse"))
+        yield bound
+
+
+def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
+        sent = 1
+        while (first := json.loads(listener.recv(4096)))["phase"] != "step":
+            assert (first["phase"], first["step"]) == ("start", 0)
+            sent += 1
+        assert {key: first[key] for key in ("rank", "local_rank", "host", "pid", "step")} == {
+            "rank": 3, "local_rank": 1, "host": socket.gethostname(), "pid": rank.pid, "step": 7,
+        }  # fmt: skip
+        second = json.loads(listener.recv(4096))
+        assert time.monotonic() - began > 0.9 * sent, "a second lies between two of them"
+        assert second == first, "it lives, and does not go on"
+        assert 0 < time.monotonic() - second["progress_at"] < 60, "the clock is the host's"
+        rank.communicate("go on\n")
+        last = json.loads(listener.recv(4096))
+        while "ended" not in last:
+            last = json.loads(listener.recv(4096))
+    assert (last["ended"], last["message"], last["phase"], last["step"]) == (75, "stopped", "save", 7)
+    assert last["progress_at"] > first["progress_at"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"DSFT_PULSE": "/nowhere/pulse"}, {"DSFT_LOGS": "/dev/null/logs"}])
+def test_nobody_need_listen(variables: dict[str, str]) -> None:
+    with start(**variables) as rank:
+        out, err = rank.communicate("go on\n")
+    assert (rank.returncode, out) == (0, "trains\n")
+    said = err.removesuffix("a library's word\n")
+    assert ("cannot be written" in said) == ("DSFT_LOGS" in variables)
+    assert "Traceback" not in said
+
+
+def test_a_busy_listener_holds_no_rank_up(listener: socket.socket, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                other.sendto(b"x", str(tmp_path / "pulse"))
+    with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
+        rank.communicate("go on\n")
+    assert rank.returncode == 0
+
+
+def test_all_that_a_rank_says_is_kept_with_its_stack_when_asked(tmp_path: Path) -> None:
+    logs = tmp_path / "runs" / "logs"
+    log, stack = logs / "rank-3.log", logs / "rank-3.stack"
+    for count in (1, 2):
+        with start(DSFT_LOGS=str(logs)) as rank:
+            wait_for(lambda: log.exists() and log.read_text().count("library") == count)  # noqa: B023
+            rank.send_signal(signal.SIGUSR2)
+            wait_for(lambda: stack.read_text().count("waits_in_a_collective") == count)  # noqa: B023
+            out, err = rank.communicate("go on\n")
+        assert (rank.returncode, out, err) == (0, "", "")
+    header, *lines = log.read_text().splitlines()
+    assert header.startswith(f"--- rank 3 of 4 on {socket.gethostname()}, process ")
+    assert lines[0:2] == ["trains", "a library's word"] and lines[3:5] == ["trains", "a library's word"]
+
+
+def wait_for(condition: object) -> None:
+    while not condition():  # type: ignore[operator]
+        time.sleep(0.05)
