@@ -50,7 +50,8 @@ def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None
 
 
 def outcome(records: list[dict[str, float]]) -> list[str]:
-    """Return the first and last training loss, and the last held-out metrics, as far as there are any."""
+    """Return lines for the user: the training loss at the first and the last recorded step, and the last
+    held-out metrics. What has no record has no line."""
     lines = []
     losses = [record for record in records if "train/loss" in record]
     held_out = [record for record in records if "eval/loss" in record]

@@ -213,7 +213,7 @@ def score_only(
 
     way_on = "the same command without --reference_only trains"
     if options.any_ranks:
-        way_on = f"deepspeed dsft/train.py {shlex.join([str(options.spec), *options.overrides])}"
+        way_on = f"dsft launch {shlex.join([str(options.spec), *options.overrides])}"
     score(spec, launched, stopping, pulse, way_on)
 
 

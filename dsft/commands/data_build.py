@@ -48,4 +48,4 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
     say(
         f"{folder}: {num_bytes / 1e6:,.1f} MB of tokens for this spec, after {time.monotonic() - began:.1f} s"
     )
-    say(f"next: deepspeed dsft/train.py {shlex.join([str(spec_path), *overrides])}")
+    say(f"next: dsft launch {shlex.join([str(spec_path), *overrides])}")

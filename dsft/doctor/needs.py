@@ -1,5 +1,5 @@
-"""Work out what a run needs of its hosts: the orders for each host's probe, and the known sizes. Reads the
-model's census if there is one; counts none."""
+"""Work out what a run needs of its hosts: what the probe of each host has to look at (`Needs.orders`), and
+sizes as far as they are known. Uses the model's census if one is cached; takes none."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def pong(other: int) -> None:
 
 
 def receive(other: int) -> float:
-    """Return the rate in Gbit/s of the first transfer that takes SECONDS or has MOST bytes; each has four
-    times the bytes of the last one. The clock starts with the signal to the sender, half a round trip
-    early."""
+    """Return the rate in Gbit/s of the first transfer that takes at least SECONDS or has at least MOST bytes;
+    each has four times the bytes of the one before. The time includes half a round trip, that of the signal
+    to the sender."""
     size = LEAST
     while True:
         buffer = torch.ones(size, dtype=torch.uint8)  # so that its pages are allocated

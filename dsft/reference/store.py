@@ -79,8 +79,8 @@ def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
             _check_shards(folder, key)
             if (folder / KEY).exists():
                 say(
-                    f"warning: {folder / KEY} is damaged and is not used; what is stored still is, since "
-                    "each shard names its key itself. Remove the file to be rid of this line."
+                    f"warning: {folder / KEY} is damaged and is ignored. The stored values are still used, "
+                    "since each shard names its key. Remove that file to stop this warning."
                 )
         else:
             _check(folder, held, key)

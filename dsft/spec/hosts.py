@@ -68,8 +68,8 @@ def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
             numbers += RangeSet(words)
         except RangeSetException:
             raise ValueError(
-                f"[{words}] in {shown(piece)} runs backwards, or from 01 to a number without zeros; write it "
-                "like [01-16]"
+                f"[{words}] in {shown(piece)} runs backwards, or a number with a leading zero has more or "
+                "fewer digits than the others; write it like [01-16]"
             ) from None
     return numbers
 

@@ -110,7 +110,7 @@ def _check_columns(source: Source) -> None:
 
 def _named(name: str, lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
     if name not in NEEDS:
-        raise BadRowError(f'format "{name}" is not read; the formats are {", ".join(NEEDS)}')
+        raise BadRowError(f'format "{name}" is unknown; the formats are {", ".join(NEEDS)}')
     first = next((line.row for line in lines if line.row is not None), {})
     reason = f"read as {name}, as the spec says{_as_it_stands(name, Fields(first, columns))}"
     return Format(name, reason, f"the spec says format: {name}", columns, task)

@@ -200,8 +200,8 @@ def test_a_flipped_bit_of_the_key_is_told_as_damage(folder: Path) -> None:
         store.check(folder, MINE, told.append)
     assert len(told) > len(content) / 2
     assert set(told) == {
-        f"warning: {path} is damaged and is not used; what is stored still is, since each shard names its "
-        "key itself. Remove the file to be rid of this line."
+        f"warning: {path} is damaged and is ignored. The stored values are still used, since each shard "
+        "names its key. Remove that file to stop this warning."
     }
     path.write_bytes(content)
     told.clear()
