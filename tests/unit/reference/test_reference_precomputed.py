@@ -84,7 +84,7 @@ def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
     (found.folder / "key.json").write_text("{")
     made(folder, say=said.append)
     assert len(passes) == 2
-    assert [line for line in said if "key.json is damaged and is not used" in line] == [said[-2]]
+    assert [line for line in said if "key.json is damaged and is ignored" in line] == [said[-2]]
 
 
 def test_it_goes_on_where_it_was_killed(
