@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import MicroBatch, OnAccess, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.frozen import Frozen
 from dsft.engine.partition import home_of
@@ -38,7 +37,7 @@ class Held:
     weights: Callable[[], Iterator[Tensor]]
 
 
-class WithReference(Sequence[MicroBatch]):
+class WithReference(OnAccess):
     """Micro-batches of pairs, each filled on access: a held-out set may be larger than memory."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:
@@ -48,16 +47,10 @@ class WithReference(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self._micro_batches)
 
-    @overload
-    def __getitem__(self, which: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
-    def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
-        if isinstance(which, slice):
-            return tuple(self[i] for i in range(*which.indices(len(self))))
-        batch = self._micro_batches[which]
+    def _one(self, number: int) -> MicroBatch:
+        batch = self._micro_batches[number]
         assert batch.pairs is not None, "only pairs have a reference"
-        return replace(batch, pairs=replace(batch.pairs, reference=self._logps(which, batch.pairs)))
+        return replace(batch, pairs=replace(batch.pairs, reference=self._logps(number, batch.pairs)))
 
 
 def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:

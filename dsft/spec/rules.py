@@ -1,6 +1,6 @@
 """List what DeepSpeed 0.19.8 refuses or silently gets wrong, in one table, and check specs against it.
 
-The verdict of a row is `refused` (validation fails), `mended` (dsft corrects it itself) or `warned`
+The verdict of a row is `refused` (validation fails), `fixed` (dsft corrects it itself) or `warned`
 (validation passes with a warning). `source` is a file, line and symbol of DeepSpeed, or "ran" if it was tried
 on its CPU backend. docs/limits.md has the table.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dsft.spec.document import Finding, shown
 from dsft.spec.schema import Spec
 
-Verdict = Literal["refused", "mended", "warned"]
+Verdict = Literal["refused", "fixed", "warned"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pipeline with tied embeddings, ZeRO 1 and gradients kept in another type than the weights",
-        "mended",
+        "fixed",
         (STAGES, "model"),
         None,
         "the sum over the two copies is skipped in silence, and they drift apart",
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "host memory that is page-locked",
-        "mended",
+        "fixed",
         ("parallel.offload_optimizer.pin_memory", OFFLOAD),
         None,
         "DeepSpeed locks what pin_memory says, however little the host has",
@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "how much memory torch page-locks",
-        "mended",
+        "fixed",
         ("parallel.offload_optimizer.pin_memory", OFFLOAD),
         None,
         "each tensor takes the next power of two of bytes, up to twice its own",
@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "threads of the optimizer in host memory",
-        "mended",
+        "fixed",
         (OFFLOAD,),
         None,
         "one a rank under torchrun; under deepspeed each rank starts one for every core of the host",
@@ -190,7 +190,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "clipping at ZeRO 0 in fp32",
-        "mended",
+        "fixed",
         (CLIP, ZERO, PRECISION, STAGES),
         lambda s: s.parallel.zero_stage == 0 and not _bf16(s) and s.train.max_grad_norm > 0,
         "in a pipeline DeepSpeed takes the norm of the first stage alone (weights off by 1.4e-2)",
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient norm at ZeRO 0 in fp32",
-        "mended",
+        "fixed",
         (ZERO, PRECISION),
         lambda s: s.parallel.zero_stage == 0 and not _bf16(s),
         "get_global_grad_norm always gives None",
@@ -208,7 +208,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "clipping left out of the JSON",
-        "mended",
+        "fixed",
         (CLIP,),
         None,
         "DeepSpeed then clips to 1.0",
@@ -217,7 +217,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "unknown keys in the JSON",
-        "mended",
+        "fixed",
         (),
         None,
         "DeepSpeed accepts them in silence at the top level and in eight sections",
@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         'values "auto" in the JSON',
-        "mended",
+        "fixed",
         (),
         None,
         "dropped in sections; at the top level they fail at the first step",
@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a hostfile that does not exist",
-        "mended",
+        "fixed",
         ("cluster.hosts",),
         None,
         "the launcher warns and trains on one machine",
@@ -244,7 +244,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "micro-batches that vary in number from step to step",
-        "mended",
+        "fixed",
         ("train.accumulation_steps",),
         None,
         "set_train_batch_size moves the ZeRO engines' step to a wrong micro-batch",
@@ -253,7 +253,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a loss averaged over tokens",
-        "mended",
+        "fixed",
         ("train.accumulation_steps",),
         None,
         "DeepSpeed divides by micro-batches and ranks, which is wrong where their token counts differ",
@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scaling gradients before their sum",
-        "mended",
+        "fixed",
         (ZERO,),
         None,
         "prescale_gradients fails at ZeRO 2 and 3, gradient_predivide_factor can be wrong at 3",
@@ -271,7 +271,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient checkpointing in a pipeline",
-        "mended",
+        "fixed",
         ("model.gradient_checkpointing", STAGES),
         lambda s: _pipeline(s) and s.model.gradient_checkpointing,
         "DeepSpeed's own fails on the first stage, and the others wait until a timeout",
@@ -280,7 +280,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rows of varying length in a pipeline",
-        "mended",
+        "fixed",
         (STAGES, "data.max_length"),
         lambda s: _pipeline(s),
         "with fixed shapes a rank dies or hangs at the first other length",
@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "learning rate schedules",
-        "mended",
+        "fixed",
         ("optim.lr_scheduler_type",),
         None,
         "WarmupLR warms up by the logarithm, and WarmupDecayLR replaces the learning rate by 0.001",
@@ -298,7 +298,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizers other than DeepSpeed's",
-        "mended",
+        "fixed",
         ("optim.name", ZERO, OFFLOAD),
         None,
         "ZeRO and offload refuse them by default",
@@ -307,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradients that are infinite or not a number",
-        "mended",
+        "fixed",
         ("train.max_consecutive_nonfinite",),
         None,
         "in bf16 the step is skipped in silence, in fp32 it is applied",
@@ -316,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient norms of large tensors on a CPU",
-        "mended",
+        "fixed",
         ("train.max_grad_norm", ZERO),
         None,
         "at ZeRO 0 and 1 in bf16 squares are added up in float32: 0.3 % too small at 4e7 elements, "
@@ -326,7 +326,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the loss scale of fp16 in a step in which it grows",
-        "mended",
+        "fixed",
         (PRECISION,),
         None,
         "the scale doubles before the gradient is divided by it, which comes out at half its size",
@@ -336,7 +336,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a skipped step under bf16 and offload at ZeRO 1 or 2",
-        "mended",
+        "fixed",
         (OFFLOAD, ZERO, "train.precision"),
         None,
         "its infinite gradient stays on the host, so no later step is finite either",
@@ -345,7 +345,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "checkpoints",
-        "mended",
+        "fixed",
         ("checkpoint.every",),
         None,
         "DeepSpeed's are pickles tied to the number of ranks and the ZeRO stage",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import shlex
 import shutil
@@ -72,7 +73,13 @@ class Host:
     namespace: str = ""
 
     def call(self, function: Callable[[], T]) -> T:
-        return self.thread.submit(function).result()
+        """Run `function` in the host's thread. Garbage is not collected there: a semaphore of this machine's
+        /dev/shm that is found to be unused would be looked for in the host's."""
+        gc.disable()
+        try:
+            return self.thread.submit(function).result()
+        finally:
+            gc.enable()
 
 
 @dataclass

@@ -211,6 +211,7 @@ class Makers:
             worker.kill()
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
+        self._executor, self._workers, self._told = None, [], None  # releases their semaphores
 
     def _submit(self, jobs: Sequence[Job]) -> list[Future[int]]:
         with _worker_settings():
@@ -286,7 +287,7 @@ def _start(parent: int, recipe: bytes, told: Any) -> None:
     global _worker
     die_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # the parent's mask may block SIGTERM
-    _worker = (*pickle.loads(recipe), told)
+    _worker = (*pickle.loads(recipe), told)  # bytes of the parent process, not of a file
 
 
 def _make(number: int, job: Job) -> int:

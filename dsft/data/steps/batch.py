@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import overload
 
 import numpy as np
 import torch
@@ -141,6 +142,23 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
         ends.append(ends[-1] + start + length)
     keys = np.array(ends, dtype=np.int32), np.concatenate(index)
     return tuple(map(torch.from_numpy, (begins, *keys)))
+
+
+class OnAccess(Sequence[MicroBatch]):
+    """Micro-batches that are built by `_one` when they are read, since a held-out set may be larger than
+    memory."""
+
+    @overload
+    def __getitem__(self, which: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
+    def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
+        if isinstance(which, slice):
+            return tuple(self._one(i) for i in range(*which.indices(len(self))))
+        return self._one(which)
+
+    def _one(self, number: int) -> MicroBatch:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import overload
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Drawn, Order
-from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource, first_part
+from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource, OnAccess, first_part
 from dsft.data.steps.lay import collate, lay
 from dsft.data.steps.pack import micro_batches_of, pack
 from dsft.plan.batch import BatchSizes
@@ -82,7 +81,7 @@ def evaluation(
     return Laid(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
 
 
-class Laid(Sequence[MicroBatch]):
+class Laid(OnAccess):
     """The micro-batches of one rank, each built on access, since a held-out set may be larger than memory."""
 
     def __init__(
@@ -103,14 +102,8 @@ class Laid(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self._hands)
 
-    @overload
-    def __getitem__(self, which: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
-    def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
-        if isinstance(which, slice):
-            return tuple(self[i] for i in range(*which.indices(len(self))))
-        members = self._ids[self._hands[which]]
+    def _one(self, number: int) -> MicroBatch:
+        members = self._ids[self._hands[number]]
         return _read(self._dataset, members, self._pad_id, self._alpha, packed=self._packed)
 
 

@@ -26,7 +26,7 @@ def titles(findings: Any) -> list[str]:
     return [finding.message for finding in findings]
 
 
-CONDITIONAL = [rule for rule in RULES if rule.applies is not None and rule.verdict != "mended"]
+CONDITIONAL = [rule for rule in RULES if rule.applies is not None and rule.verdict != "fixed"]
 
 # rule -> a spec that it speaks of, and the nearest one that it does not
 EXAMPLES: dict[str, tuple[Spec, Spec]] = {
