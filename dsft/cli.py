@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from dsft import __version__
-from dsft.errors import DsftError, StorageError, plain
+from dsft.errors import DsftError, StorageError, printable
 from dsft.report.redact import print_fault, redact_values
 
 app = typer.Typer(
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _say(text: str, *, error: bool = False) -> None:
-    print(plain(text), file=sys.stderr if error else sys.stdout)
+    print(printable(text), file=sys.stderr if error else sys.stdout)
 
 
 def _version(wanted: bool) -> None:

@@ -22,21 +22,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_COLOUR = r"\x1b\[[\d;]*m"
+_COLOR = r"\x1b\[[\d;]*m"
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-_OBEYED = re.compile(_CONTROL)
-_OBEYED_OR_COLOUR = re.compile(f"{_COLOUR}|{_CONTROL}")
+_CONTROL_CHARACTER = re.compile(_CONTROL)
+_CONTROL_OR_COLOR = re.compile(f"{_COLOR}|{_CONTROL}")
 
 
-def plain(text: str, *, colours: bool = False) -> str:
+def printable(text: str, *, keep_colors: bool = False) -> str:
     """Return the text with terminal control characters (all but line breaks and tabs) and marks of the
     writing direction written as escapes, such as \\x1b. Text that comes from a file passes through here
-    before it is printed. colours: leave escape sequences that set a color."""
-    if colours:
-        return _OBEYED_OR_COLOUR.sub(
+    before it is printed. keep_colors: leave escape sequences that set a color."""
+    if keep_colors:
+        return _CONTROL_OR_COLOR.sub(
             lambda found: found[0] if len(found[0]) > 1 else _escaped(found[0]), text
         )
-    return _OBEYED.sub(lambda found: _escaped(found[0]), text)
+    return _CONTROL_CHARACTER.sub(lambda found: _escaped(found[0]), text)
 
 
 def _escaped(character: str) -> str:

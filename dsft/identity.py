@@ -1,9 +1,9 @@
 """List everything that decides the numbers of a run.
 
-`of_process` and `of_inputs` are compared between all ranks at every start (`dsft.engine.world`): ranks that
-differ would train several models and average them. `built_from` and `software` go into every checkpoint and
-are compared when a run resumes from it (`dsft.checkpoint.compare`), as are the spec, the rows and, where
-parameters are frozen, the weight files.
+`process_identity` and `input_identity` are compared between all ranks at every start
+(`dsft.engine.world`): ranks that differ would train several models and average them. `build_identity` and
+`software_identity` go into every checkpoint and are compared when a run resumes from it
+(`dsft.checkpoint.compare`), as are the spec, the rows and, where parameters are frozen, the weight files.
 
 All values are JSON, under names that a message can show.
 """
@@ -33,24 +33,24 @@ _NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype"
 Identity = dict[str, Any]
 
 
-def of_process(spec: Spec, config: Mapping[str, Any]) -> Identity:
+def process_identity(spec: Spec, config: Mapping[str, Any]) -> Identity:
     """Return the part of the list that a rank knows before it joins the others. `config` is the DeepSpeed
     JSON. Values of cluster.env may be secret, so they are replaced by digests."""
     told = spec.model_dump(mode="json")
     if spec.cluster is not None:
         told["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
-    return {"spec": told, "DeepSpeed JSON": dict(config), **software()}
+    return {"spec": told, "DeepSpeed JSON": dict(config), **software_identity()}
 
 
-def software() -> Identity:
+def software_identity() -> Identity:
     """Return the versions of the packages, with a digest of dsft's own files, and the environment variables
     that select other kernels. `dsft.engine.world.join` adds the kind of device."""
     return {"versions": decisive_versions(), "environment": switches(os.environ)}
 
 
-def of_inputs(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
-    """Return the identity of the files that a rank has read from its host's disks. built: from `built_from`.
-    Raises MissingInputError for files that cannot be read."""
+def input_identity(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
+    """Return the identity of the files that a rank has read from its host's disks. built: from
+    `build_identity`. Raises MissingInputError for files that cannot be read."""
     datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
     lora = spec.model.lora
     found: Identity = {
@@ -67,7 +67,7 @@ def of_inputs(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
     return found
 
 
-def built_from(inputs: Inputs) -> Identity:
+def build_identity(inputs: Inputs) -> Identity:
     """Return what the model and its rows are built from besides the spec, the data and the weights."""
     return {
         "config.json": config_keys(inputs.config),

@@ -29,7 +29,7 @@ def can_use_sdpa(model: PreTrainedModel | type[PreTrainedModel], config: PreTrai
     return bool(model._supports_sdpa) and getattr(config, "attn_logit_softcapping", None) is None
 
 
-def plain_messages(messages: list[dict[str, Any]]) -> Sequence[Any]:
+def template_messages(messages: list[dict[str, Any]]) -> Sequence[Any]:
     """Return messages as transformers passes them to a chat template: plain data, the reasoning under each of
     its names.
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from dsft.errors import DsftError, StoppedError, WorldError, plain
+from dsft.errors import DsftError, StoppedError, WorldError, printable
 from dsft.generate.scripts import environment
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         pulse, stopping = live(launched, os.environ)
         train(options, launched, [sys.argv[0], *arguments], stopping, pulse)
     except DsftError as error:
-        message = plain(redact_values(str(error), os.environ))
+        message = printable(redact_values(str(error), os.environ))
         pulse.end(error.exit_code, message)
         asked = isinstance(error, StoppedError)
         if rank == 0 or error.of_one_rank:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
     except Exception as error:  # a bug in dsft or a library: print the traceback
-        pulse.end(1, plain(redact(f"{type(error).__name__}: {error}", os.environ)))
+        pulse.end(1, printable(redact(f"{type(error).__name__}: {error}", os.environ)))
         print_fault(error)
         return 1
     pulse.end(0)

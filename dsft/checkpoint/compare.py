@@ -10,7 +10,7 @@ from typing import Any
 from dsft.checkpoint.read import MODEL, Checkpoint
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
-from dsft.spec.differing import ABSENT, differing, flatten
+from dsft.spec.differences import ABSENT, flatten, json_differences
 from dsft.spec.schema import Spec
 
 MAY_DIFFER = (
@@ -65,7 +65,7 @@ def check_same_run(
     without = tuple(f"{key}." for key, value in flatten(checkpoint.state["spec"]) if value is None)
     differing_keys = [
         one.clause(WAS, NOW)
-        for one in differing(checkpoint.state["spec"], spec.model_dump(mode="json"))
+        for one in json_differences(checkpoint.state["spec"], spec.model_dump(mode="json"))
         if not may_differ(one.key)
         and not one.is_of_empty_values
         # Ignore keys that the older dsft did not have, but not those of a section that was left out then.
@@ -111,7 +111,7 @@ def check_same_model(
     is_same_library = all(then.get(name) == software["versions"].get(name) for name in _READERS)
     found = [
         one
-        for one in differing(checkpoint.state.get("built_from") or built_from, built_from)
+        for one in json_differences(checkpoint.state.get("built_from") or built_from, built_from)
         if is_same_library or not (ABSENT in (one.old, one.new) or one.key == "tokenizer")
     ]
     if found:
@@ -127,8 +127,8 @@ def changed_since(checkpoint: Checkpoint, software: Mapping[str, Any]) -> Iterat
     """Yield a warning for each version, variable or kind of device that is not as it was when the checkpoint
     was written: a run may go on with another one, but its numbers may then differ in rounding or more.
 
-    `software` is what `dsft.identity.software` gives."""
-    for one in differing(checkpoint.state.get("software") or software, software):
+    `software` is what `dsft.identity.software_identity` gives."""
+    for one in json_differences(checkpoint.state.get("software") or software, software):
         yield f"warning: {one.clause(WAS, NOW)}, since {checkpoint.path.name} was saved"
 
 
@@ -137,7 +137,7 @@ def changed_generation(checkpoint: Checkpoint, model_folder: Path) -> Iterator[s
     run's model folder. It decides no loss, so the run goes on, and its exports have the new value."""
     then, now = (folder / GENERATION for folder in (checkpoint.path / MODEL, model_folder))
     if then.is_file() and now.is_file():
-        for one in differing(*(json.loads(path.read_text(encoding="utf-8")) for path in (then, now))):
+        for one in json_differences(*(json.loads(path.read_text(encoding="utf-8")) for path in (then, now))):
             if one.key != "transformers_version":
                 yield f"warning: {GENERATION}: {one.clause(WAS, NOW)}, which exports have from now on"
 

@@ -65,8 +65,8 @@ class Facts:
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where parameters are frozen: names, sizes and digests of the files that they were read from
-    built_from  config, tokenizer and chat template, by `dsft.identity.built_from`
-    software  versions, variables and kind of device, by `dsft.identity.software`
+    built_from  config, tokenizer and chat template, by `dsft.identity.build_identity`
+    software  versions, variables and kind of device, by `dsft.identity.software_identity`
     new_rows  the new rows of the embeddings, as NewRows has them; None where there are none
     origin    what an export's card needs beside these: see `dsft.checkpoint.card.origin_of`
     reference  for preference pairs: the digest and components of the reference's key

@@ -24,7 +24,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import prepared, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
-from dsft.errors import DsftError, MissingInputError, plain
+from dsft.errors import DsftError, MissingInputError, printable
 from dsft.model.config import read_config
 from dsft.system.json_file import read_json
 
@@ -230,7 +230,7 @@ def _answer(talker: Talker, messages: list[Message], line: str, write: Write, on
         answer = talker.answer(messages, shown)
     except DsftError as error:
         messages.pop()
-        answer = plain(f"error: {error}")
+        answer = printable(f"error: {error}")
         write(answer)
     else:
         messages.append({"role": "assistant", "content": answer})

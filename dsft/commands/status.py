@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from dsft.errors import MissingInputError, plain
+from dsft.errors import MissingInputError, printable
 from dsft.report.jsonl import STEP
 from dsft.system.json_file import read_json
 from dsft.system.lock import NAME as LOCK
@@ -83,7 +83,7 @@ class Status:
 def print_status(run: str, *, as_json: bool) -> None:
     """Print the run's status. Raises MissingInputError if there is no such run."""
     found = status_of(folder_of(run))
-    print(json.dumps(asdict(found), indent=2) if as_json else plain("\n".join(lines(found))))
+    print(json.dumps(asdict(found), indent=2) if as_json else printable("\n".join(lines(found))))
 
 
 def folder_of(run: str) -> Path:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dsft.doctor.finding import Finding, Seen, failures, listed
 from dsft.doctor.links import Link, Network
 from dsft.doctor.software import differing, table
-from dsft.errors import WorldError, plain
+from dsft.errors import WorldError, printable
 
 SLOWEST = 12  # directions listed if there are too many hosts for a table
 
@@ -49,7 +49,7 @@ def print_findings(
         print()
         _print_table(different)
     for line in ["", *network_lines(network)] if network else ():
-        print(plain(line))
+        print(printable(line))
     counts = Counter(finding.level for finding in found)
     told = ", ".join(_counted(counts[level], level) for level in ("failure", "warning"))
     print(f"\n{_counted(len(seen.slots), 'host')} in {seconds:.1f} s: {told}, {counts['pass']} passed")
@@ -60,7 +60,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _wrapped(begin: str, text: str) -> None:
-    text = plain(text)
+    text = printable(text)
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 160))
     if not sys.stdout.isatty():  # one line each, for grep
         print(f"{begin}{text}")
@@ -77,7 +77,7 @@ def _print_table(different: Mapping[str, Mapping[str, str]]) -> None:
     rows = [["versions that differ", *map(listed, groups.values())]]
     rows += [[name, *(group[index] for group in groups)] for index, name in enumerate(different)]
     for line in _columns(rows):
-        print(plain(line))
+        print(printable(line))
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from dsft.rank.environment import Launched
 from dsft.rank.places import Device, Place, here, shared_device
 from dsft.rank.port import port_taken
 from dsft.rank.route import address_towards, interface_towards
-from dsft.spec.differing import Difference, differing
+from dsft.spec.differences import Difference, json_differences
 from dsft.spec.schema import Accelerator
 
 T = TypeVar("T")
@@ -247,7 +247,7 @@ def _unlike(values: Sequence[Any]) -> str:
     """Return the message for the values of all ranks, by rank, some of which differ from rank 0's."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(values):
-        for difference in differing(values[0], one):
+        for difference in json_differences(values[0], one):
             ranks.setdefault(_told(difference), []).append(rank)
     clauses = [f"{told} on rank{'s' if len(of) > 1 else ''} {_listed(of)}" for (_, told), of in ranks.items()]
     more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dsft.errors import Problem, SpecError
-from dsft.spec.document import shown
+from dsft.spec.document import quote
 from dsft.spec.hosts import duplicates, expand, is_host
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
@@ -64,7 +64,7 @@ def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
             if again is not None:
                 raise ValueError(f"{again} stands here a second time; name each host once")
         except ValueError as error:
-            problems.append(Problem(shown(word), str(error)))
+            problems.append(Problem(quote(word), str(error)))
             continue
         hosts |= dict.fromkeys(names, count)
     if problems:
@@ -82,7 +82,7 @@ def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
     if not colon:
         raise ValueError("has no number of slots; write it like node[01-16]:8, or give --slots")
     if not re.fullmatch(r"[0-9]{1,6}", number):
-        raise ValueError(f"{shown(number)} is no number of slots; write it like node[01-16]:8")
+        raise ValueError(f"{quote(number)} is no number of slots; write it like node[01-16]:8")
     if int(number) == 0:
         raise ValueError("a host needs at least 1 slot; write it like node[01-16]:8")
     return expand(names), int(number)

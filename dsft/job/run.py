@@ -23,7 +23,7 @@ from dsft.engine.ops import prepare_ops
 from dsft.engine.start import check_precision, set_tf32
 from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, StorageError, WorldError
-from dsft.identity import of_process
+from dsft.identity import process_identity
 from dsft.job.api import Job, Say
 from dsft.job.resolve import swap_folders
 from dsft.job.train import train
@@ -47,7 +47,7 @@ def run(job: Job) -> None:
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     job.pulse.mark("load")
-    world = join(job.launched, job.layout, say, of_process(spec, job.config), spec.accelerator)
+    world = join(job.launched, job.layout, say, process_identity(spec, job.config), spec.accelerator)
     tell_places(job, world, say)
     with together(job.stopping, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))

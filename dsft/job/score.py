@@ -8,7 +8,7 @@ from functools import partial
 
 from dsft.engine.start import check_precision, set_tf32
 from dsft.engine.world import join
-from dsft.identity import built_from, of_inputs, of_process
+from dsft.identity import build_identity, input_identity, process_identity
 from dsft.inputs import read_inputs
 from dsft.job.run import together
 from dsft.plan.reference import reference_layout
@@ -30,12 +30,12 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse,
     say: Callable[[str], None] = partial(print, flush=True) if launched.rank == 0 else lambda text: None
     places = reference_layout(spec, launched.world_size)
     pulse.mark("load")
-    world = join(launched, places, say, of_process(spec, {}), spec.accelerator)
+    world = join(launched, places, say, process_identity(spec, {}), spec.accelerator)
     with together(stopping, world) as ranks:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
-        world.prove_same(world.each(lambda: of_inputs(spec, inputs, built_from(inputs))))
+        world.prove_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
         precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, say, again=True)
         say(f"next: {way_on}")
         ranks.leave()

@@ -17,7 +17,7 @@ from dsft.checkpoint.read import Checkpoint, step_folder
 from dsft.data.steps.ahead import ahead
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
-from dsft.identity import Identity, built_from, of_inputs, software
+from dsft.identity import Identity, build_identity, input_identity, software_identity
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.job.api import Config, Job, Say
 from dsft.job.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
@@ -98,8 +98,11 @@ def read(job: Job, world: World, start: Checkpoint | None, say: Say) -> tuple[In
     """Read the inputs, and check that they are the same on every rank and as they were when `start` was
     saved. Return them, and the identities that a later start will compare. A collective."""
     inputs = world.each(lambda: read_inputs(job.spec, say, first=world.rank == 0))
-    compared = {"built_from": built_from(inputs), "software": software() | {"device": world.device.type}}
-    world.prove_same(world.each(lambda: of_inputs(job.spec, inputs, compared["built_from"])))
+    compared = {
+        "built_from": build_identity(inputs),
+        "software": software_identity() | {"device": world.device.type},
+    }
+    world.prove_same(world.each(lambda: input_identity(job.spec, inputs, compared["built_from"])))
     if start is not None:
         for line in compare_with(start, job, inputs, compared):
             say(line)

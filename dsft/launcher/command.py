@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, plain
+from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, printable
 from dsft.generate.hostfile import parse
 from dsft.launcher.agent import SILENCE
 from dsft.launcher.attempt import Attempt, Outcome, Requests, Tell, Terms
@@ -79,7 +79,7 @@ def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
     start = prepared(path, tuple(overrides), options)
     if options.dry_run:
         for line in dry_run(start):
-            print(plain(line))
+            print(printable(line))
         return 0
     if options.doctor:
         examine(start)
@@ -188,7 +188,7 @@ def examine(start: Start) -> None:
     found = [finding for finding in every if finding.check not in passed_over]
     for finding in found:
         if finding.level == "warning":
-            print(plain(f"warning: {finding}"), file=sys.stderr)
+            print(printable(f"warning: {finding}"), file=sys.stderr)
     failed = failures(found)
     if failed:
         text = "\n".join(f"  {finding}" for finding in failed)

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from dsft.errors import plain
+from dsft.errors import printable
 from dsft.system.files import atomic_write
 
 WAITING = 20_000  # lines that may wait for a terminal or a disk; beyond that the oldest are dropped
@@ -74,7 +74,8 @@ class Voice:
         self._outputs = [Background(_to(descriptor)) for descriptor in (STDOUT, log.fileno())]
 
     def __call__(self, line: str) -> None:
-        line = plain(line.rstrip("\r").rpartition("\r")[2], colours=True)  # last state of a progress bar
+        last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
+        line = printable(last_state, keep_colors=True)
         for each in self._outputs:
             each.put(line)
 

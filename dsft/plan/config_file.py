@@ -24,10 +24,10 @@ from dsft.plan.ds_values import wrong_values
 from dsft.spec.aliases import descriptions
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
+from dsft.spec.messages import sentences
 from dsft.spec.not_offered import in_json, switched_off_keys
-from dsft.spec.rules import refused
+from dsft.spec.rules import rule_findings
 from dsft.spec.schema import Spec
-from dsft.spec.wording import worded
 from dsft.system.json_file import read_json
 
 LARGEST = 2**20
@@ -219,9 +219,9 @@ def validated(values: Mapping[str, Any]) -> Spec:
     all problems."""
     try:
         spec = Spec.model_validate(values)
-        findings = [(f.path, f.message) for f in (*combinations(spec), *refused(spec))]
+        findings = [(f.path, f.message) for f in (*combinations(spec), *rule_findings(spec))]
     except ValidationError as error:
-        findings = worded(error.errors(include_url=False), values, descriptions())
+        findings = sentences(error.errors(include_url=False), values, descriptions())
     if findings:
         problems = [Problem(dotted(where), message) for where, message in findings]
         raise SpecError("What the DeepSpeed configuration decides does not go with the spec.", problems)

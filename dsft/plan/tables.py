@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsft.errors import plain
+from dsft.errors import printable
 
 PLAIN_WIDTH = 160  # characters, if the output is not a terminal
 
@@ -28,7 +28,7 @@ def rendered(parts: Iterable[RenderableType], *, terminal: bool, width: int | No
     console = Console(file=out, force_terminal=terminal, no_color=not terminal, width=width or PLAIN_WIDTH)
     for part in parts:
         console.print(part)
-    text = plain(out.getvalue(), colours=terminal)
+    text = printable(out.getvalue(), keep_colors=terminal)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError, WorldError
-from dsft.spec.document import shown
+from dsft.spec.document import quote
 from dsft.spec.hosts import duplicates, expand
 
 NODES = "SLURM_JOB_NODELIST"
@@ -51,7 +51,7 @@ def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocati
         raise _wrong(NODES, str(error)) from None
     again = next(duplicates(names), None)
     if again is not None:
-        raise _wrong(NODES, f"{again} stands in {shown(nodes)} a second time; set it to each host once")
+        raise _wrong(NODES, f"{again} stands in {quote(nodes)} a second time; set it to each host once")
     if slots is not None:
         return Allocation(dict.fromkeys(names, slots), f"--slots {slots}")
     for name in _GPUS:
@@ -73,7 +73,7 @@ def _of_tasks(names: list[str], environ: Mapping[str, str]) -> Allocation:
         counts *= len(names)
     if len(counts) != len(names):
         message = (
-            f"{shown(environ[name])} is for {len(counts)} hosts, {NODES} has {len(names)}; give --slots N"
+            f"{quote(environ[name])} is for {len(counts)} hosts, {NODES} has {len(names)}; give --slots N"
         )
         raise _wrong(name, message)
     return Allocation(dict(zip(names, counts, strict=True)), f"{name}={environ[name]}")
@@ -85,7 +85,7 @@ def _gpus(name: str, value: str) -> int:
     for part in value.split(",") if value else ():
         number = part.rpartition(":")[2]
         if not re.fullmatch(r"[0-9]{1,6}", number):
-            raise _wrong(name, f"{shown(value)} is no number of GPUs; give --slots N")
+            raise _wrong(name, f"{quote(value)} is no number of GPUs; give --slots N")
         total += int(number)
     return total
 
@@ -96,7 +96,7 @@ def _counts(name: str, value: str) -> list[int]:
     for part in value.split(","):
         match = _TIMES.fullmatch(part)
         if match is None or int(match[1]) == 0 or int(match[2] or 1) > 10_000:
-            raise _wrong(name, f"{shown(value)} is not like 2(x3),1, tasks of each host; give --slots N")
+            raise _wrong(name, f"{quote(value)} is not like 2(x3),1, tasks of each host; give --slots N")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

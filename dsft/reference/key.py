@@ -25,7 +25,7 @@ from dsft.inputs import Inputs
 from dsft.model.config import new_rows, resolve_config
 from dsft.model.files import pickled_files, weight_files
 from dsft.model.lora import CONFIG, WEIGHTS
-from dsft.spec.differing import differing, first_difference
+from dsft.spec.differences import first_difference, json_differences
 from dsft.spec.schema import Model, Spec
 
 FORMAT = 1
@@ -164,7 +164,7 @@ def _files(what: str, then: Any, now: Any) -> Iterator[str]:
 
 
 def _values(of: str, then: Any, now: Any) -> Iterator[str]:
-    for one in differing(then, now):
+    for one in json_differences(then, now):
         yield of + one.clause(WAS, NOW)
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsft.errors import plain
+from dsft.errors import printable
 
 HIDDEN = "(hidden)"  # a plain word in YAML too
 _NAME = (
@@ -47,7 +47,7 @@ def print_fault(error: BaseException) -> None:
     """Print the traceback of an unexpected exception as Python does, but without the secrets that its text or
     the source lines may contain."""
     text = "".join(traceback.format_exception(error))
-    print(plain(redact(text, os.environ)), end="", file=sys.stderr, flush=True)
+    print(printable(redact(text, os.environ)), end="", file=sys.stderr, flush=True)
 
 
 def redact_threads() -> None:

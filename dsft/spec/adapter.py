@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.schema import Lora, Spec
 
 FILE = "adapter_config.json"
@@ -58,7 +58,7 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
     except (FileNotFoundError, NotADirectoryError):
         return spec, []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        message = f"{shown(str(file))} is no config of a saved adapter ({shown(str(error))})"
+        message = f"{quote(str(file))} is no config of a saved adapter ({quote(str(error))})"
         return spec, [Finding(PATH, f"{message}; name another folder")]
     findings = [Finding(PATH, message) for message in _foreign(config)]
     findings += [
@@ -96,12 +96,12 @@ def _differs(key: str, ours: Any, theirs: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else shown(value)
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else quote(value)
 
 
 def _foreign(config: Mapping[str, Any]) -> list[str]:
     return [
-        f"{FILE} has {key} {shown(config[key])}, and dsft continues plain LoRA only; name another adapter"
+        f"{FILE} has {key} {quote(config[key])}, and dsft continues plain LoRA only; name another adapter"
         for key, plain in PLAIN.items()
         if key in config and config[key] not in plain
     ]

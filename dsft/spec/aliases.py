@@ -12,7 +12,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from dsft.spec.not_offered import is_off, of_key, of_value
+from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
 from dsft.spec.schema import Spec
 
 # name in another tool -> key of the spec, in any section
@@ -248,19 +248,19 @@ def suggestion(section: str, key: str, value: object = None) -> str:
     name = key.strip().lower().replace("-", "_")
     if name in NO_KEY_FOR_IT:
         return NO_KEY_FOR_IT[name]
-    not_offered = of_key(name) or of_value(name, value)
+    not_offered = feature_of_key(name) or feature_of_value(name, value)
     if not_offered is not None:
         return "leave it out" if is_off(value) else not_offered.clause()
-    target = meant(section, name)
+    target = likely_key(section, name)
     if target is not None:
         return f"did you mean {target}?"
     siblings = ", ".join(sorted(k.rpartition(".")[2] for k in keys() if k.rpartition(".")[0] == section))
     return f"its keys are {siblings} (docs/spec.md; docs/limits.md has what is not offered)"
 
 
-def meant(section: str, name: str) -> str | None:
+def likely_key(section: str, name: str) -> str | None:
     """Return the key that the user most likely meant by an unknown one, or None."""
-    if of_key(name) is not None:
+    if feature_of_key(name) is not None:
         return None
     here = f"{section}." if section else ""
     local = LOCAL_ALIASES.get(here + name) or (ALIASES.get(name) if here + name not in keys() else None)

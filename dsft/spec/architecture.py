@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.schema import Parallel, Spec
 
 MODEL = ("model.name_or_path", "model.from_config")
@@ -66,7 +66,7 @@ def _pipeline_findings(parallel: Parallel, config: Mapping[str, Any]) -> Iterato
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if counts and _is_count(layers) and sum(counts) != layers:
         message = (
-            f"{shown(list(counts))} are {sum(counts)} layers, the model has {layers}; write numbers that add "
+            f"{quote(list(counts))} are {sum(counts)} layers, the model has {layers}; write numbers that add "
             "up to that, or parameters"
         )
         yield Finding(("parallel", "pipeline_cut"), message, ("parallel.pipeline_cut", *MODEL))
@@ -84,7 +84,7 @@ def cut_findings(spec: Spec) -> Iterator[Finding]:
     counts, stages = _listed(spec.parallel), spec.parallel.pipeline_stages
     if not isinstance(spec.parallel.pipeline_cut, str) and len(counts) != stages:
         message = (
-            f"{shown(list(counts))} has {len(counts)} stages, parallel.pipeline_stages is {stages}; write a "
+            f"{quote(list(counts))} has {len(counts)} stages, parallel.pipeline_stages is {stages}; write a "
             f"number of layers for each stage, or parameters{_as_many(len(counts))}"
         )
         reads = ("parallel.pipeline_cut", "parallel.pipeline_stages")
@@ -105,7 +105,7 @@ def _quantized_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
         value = config.get(key)
         if value:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
-            named = f" ({shown(method)})" if method else ""
+            named = f" ({quote(method)})" if method else ""
             message = (
                 f"its config's {key}{named} says that its weights are quantized, which cannot be trained"
             )

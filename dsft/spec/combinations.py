@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsft.spec.architecture import MODEL, cut_findings
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import environment_findings, host_findings
@@ -131,7 +131,7 @@ def _trained(spec: Spec) -> Iterator[Finding]:
         yield Finding(("model", "trainable"), message)
     path = ("model", "lora", "target_modules")
     if lora is not None and isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
-        name = shown(lora.target_modules)
+        name = quote(lora.target_modules)
         yield Finding(path, f"{name} is no list; write a list of names, such as [{name}], or all-linear")
     if lora is not None and not lora.target_modules:
         yield Finding(path, "no module is named, so there would be no adapter; name some, or all-linear")
@@ -141,7 +141,7 @@ def _groups(spec: Spec) -> Iterator[Finding]:
     for index, group in enumerate(spec.optim.groups):
         if group.learning_rate is None and group.weight_decay is None:
             message = "has neither a learning_rate nor a weight_decay of its own; give one, or take it out"
-            yield Finding(("optim", "groups", index), f"{shown(group.parameters)} {message}")
+            yield Finding(("optim", "groups", index), f"{quote(group.parameters)} {message}")
 
 
 def _batch(spec: Spec) -> Iterator[Finding]:
@@ -215,7 +215,7 @@ def _decay(optim: Optim) -> Iterator[Finding]:
     if optim.lr_scheduler_type != "wsd":
         for key, value in given.items():
             if value is not None:
-                message = f"{shown(value)} has no effect with lr_scheduler_type {optim.lr_scheduler_type}"
+                message = f"{quote(value)} has no effect with lr_scheduler_type {optim.lr_scheduler_type}"
                 at = (f"optim.{key}", "optim.lr_scheduler_type")
                 yield Finding(("optim", key), f"{message}; use wsd or leave it out", at)
         return
@@ -254,7 +254,7 @@ def _batch_scale(spec: Spec) -> Iterator[Finding]:
     reads = ("optim.scale_with_batch", "optim.base_batch_size")
     if scale != "none" and base is None:
         message = (
-            f"{shown(scale)} needs base_batch_size; give the global batch that learning_rate was found for"
+            f"{quote(scale)} needs base_batch_size; give the global batch that learning_rate was found for"
         )
         yield Finding(("optim", "scale_with_batch"), message, reads)
     if scale == "none" and base is not None:
@@ -277,7 +277,7 @@ def _fp16(spec: Spec) -> Iterator[Finding]:
         ("train.reduce_dtype", spec.train.reduce_dtype, (None, "fp32")),
     ):
         if value not in built:
-            message = f"'fp16' with {key} {shown(value)} is not built yet; {way_out}"
+            message = f"'fp16' with {key} {quote(value)} is not built yet; {way_out}"
             yield Finding(path, message, ("train.precision", key))
 
 
@@ -291,7 +291,7 @@ def _optimizer(spec: Spec) -> Iterator[Finding]:
         for key in ("betas", "eps"):
             value = getattr(spec.optim, key)
             if value != Optim.model_fields[key].default:
-                message = f"{shown(value)} has no effect with sgd, which has no moments; leave it out"
+                message = f"{quote(value)} has no effect with sgd, which has no moments; leave it out"
                 yield Finding(("optim", key), message, (f"optim.{key}", "optim.name"))
 
 
@@ -308,7 +308,7 @@ def _data(spec: Spec) -> Iterator[Finding]:
     for key in ("eval_every", "eval_on_start"):
         if getattr(spec.train, key) and not evaluates(spec.data):
             message = (
-                f"{shown(getattr(spec.train, key))} needs rows to evaluate; give data.eval or "
+                f"{quote(getattr(spec.train, key))} needs rows to evaluate; give data.eval or "
                 "data.eval_fraction, or leave it out"
             )
             yield Finding(("train", key), message, (f"train.{key}", "data.eval"))
@@ -351,14 +351,14 @@ def _packing(spec: Spec) -> Iterator[Finding]:
         message += f"{spec.task_kind.unit} has no place; set it to {longest} or more"
         yield Finding(key, message, (*reads, "data.max_length"))
     if data.packing and not spec.task_kind.answers and data.on_too_long in ("drop", "truncate"):
-        message = f"{shown(data.on_too_long)} has no effect on packed pretraining, where a document goes on"
+        message = f"{quote(data.on_too_long)} has no effect on packed pretraining, where a document goes on"
         keys = ("data.on_too_long", "data.packing", "task")
         yield Finding(("data", "on_too_long"), f"{message} in the next row; leave it out", keys)
 
 
 def _attention(spec: Spec) -> Iterator[Finding]:
     if spec.model.attention.startswith("flash") and spec.train.precision == "fp32":
-        message = f"{shown(spec.model.attention)} cannot compute in fp32; use auto, or train.precision bf16"
+        message = f"{quote(spec.model.attention)} cannot compute in fp32; use auto, or train.precision bf16"
         yield Finding(("model", "attention"), message, ("model.attention", "train.precision"))
 
 
@@ -380,10 +380,10 @@ def _offload(spec: Spec) -> Iterator[Finding]:
             )
             yield Finding(("parallel", key, "device"), message, (*reads[:1], "dpo.reference"))
         if offload.device != "nvme" and offload.nvme_path is not None:
-            message = f"{shown(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
+            message = f"{quote(offload.nvme_path)} has no effect with device {offload.device}; leave it out"
             yield Finding(("parallel", key, "nvme_path"), message, reads)
         if offload.device == "none" and offload.pin_memory is not None:
-            message = f"{shown(offload.pin_memory)} has no effect with device none; leave it out"
+            message = f"{quote(offload.pin_memory)} has no effect with device none; leave it out"
             keys = (f"parallel.{key}.pin_memory", f"parallel.{key}.device")
             yield Finding(("parallel", key, "pin_memory"), message, keys)
 
@@ -391,7 +391,7 @@ def _offload(spec: Spec) -> Iterator[Finding]:
 def _paths(spec: Spec) -> Iterator[Finding]:
     for key, value in (("output_dir", spec.output_dir), ("checkpoint.resume", spec.checkpoint.resume)):
         if not value.isprintable():
-            message = f"{shown(value)} holds control characters; take them out"
+            message = f"{quote(value)} holds control characters; take them out"
             yield Finding(tuple(key.split(".")), message, (key,))
 
 

@@ -25,7 +25,7 @@ _BARE_PART = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
-class Origin:
+class Location:
     """The place of a value: a line of the file, or the text of an override."""
 
     line: int | None = None
@@ -34,24 +34,24 @@ class Origin:
 
 @dataclass
 class Document:
-    """The values of a YAML text. origins: place of every key and list item; problems: those of the YAML."""
+    """The values of a YAML text. locations: place of every key and list item; problems: those of the YAML."""
 
     data: Any = None
-    origins: dict[Path, Origin] = field(default_factory=dict)
+    locations: dict[Path, Location] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, path: Path, message: str) -> Problem:
         """Return a Problem at `path`, or at its nearest parent that the file or an override has."""
-        origin = self._origin(path)
-        if origin.override is None:
-            return Problem(dotted(path) or "spec", message, origin.line)
-        return Problem(f"override {shown(origin.override)}", f"{dotted(path)}: {message}")
+        location = self._location(path)
+        if location.override is None:
+            return Problem(dotted(path) or "spec", message, location.line)
+        return Problem(f"override {quote(location.override)}", f"{dotted(path)}: {message}")
 
-    def _origin(self, path: Path) -> Origin:
+    def _location(self, path: Path) -> Location:
         for end in range(len(path), 0, -1):
-            if path[:end] in self.origins:
-                return self.origins[path[:end]]
-        return Origin()
+            if path[:end] in self.locations:
+                return self.locations[path[:end]]
+        return Location()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def dotted(path: Path) -> str:
     return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)
 
 
-def shown(value: object, limit: int = 80) -> str:
+def quote(value: object, limit: int = 80) -> str:
     """Format a value for a message: null, true and false as in YAML, control characters escaped, at most
     `limit` characters."""
     if value is None:
@@ -85,7 +85,7 @@ def _quoted(part: str) -> str:
     return f'"{repr(part)[1:-1]}"'
 
 
-class _Reader(yaml.SafeLoader):
+class _SpecLoader(yaml.SafeLoader):
     """A YAML loader that only composes nodes; `_Builder` converts them to values."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
@@ -106,7 +106,7 @@ class _Reader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-class Writer(yaml.SafeDumper):
+class SpecDumper(yaml.SafeDumper):
     """A YAML dumper that quotes every text that the reader would not read back as a text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
@@ -119,7 +119,7 @@ class Writer(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
-Writer.add_representer(str, Writer.represent_str)
+SpecDumper.add_representer(str, SpecDumper.represent_str)
 
 
 _SCALARS = (
@@ -129,14 +129,14 @@ _SCALARS = (
     (_FLOAT, r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+0123456789."),
 )
 for _tag, _pattern, _first in _SCALARS:
-    for _class in (_Reader, Writer):
+    for _class in (_SpecLoader, SpecDumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
 def read_document(text: str) -> Document:
     """Parse a YAML text. Never raises for invalid text: the mistakes are in `problems`."""
     try:
-        reader = _Reader(text)
+        reader = _SpecLoader(text)
         node = reader.get_single_node()
         builder = _Builder()
         builder.document.data = None if node is None else builder.value(node, ())
@@ -147,7 +147,7 @@ def read_document(text: str) -> Document:
     except _TooLarge as error:
         return Document(problems=[Problem("YAML", str(error))])
     for tag, line in reader.tags:
-        message = f"the tag {shown(tag)} is not allowed; write the plain value"
+        message = f"the tag {quote(tag)} is not allowed; write the plain value"
         builder.document.problems.append(Problem("YAML", message, line))
     return builder.document
 
@@ -180,7 +180,7 @@ class _Builder:
         return _scalar(node)
 
     def _entry(self, place: yaml.Node, node: yaml.Node, path: Path) -> Any:
-        self.document.origins[path] = Origin(line=place.start_mark.line + 1)
+        self.document.locations[path] = Location(line=place.start_mark.line + 1)
         return self.value(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _Builder:
 
     def _refuse_duplicate(self, path: Path, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
-        message = f"stands twice, first on line {self.document.origins[path].line}; keep one of the two"
+        message = f"stands twice, first on line {self.document.locations[path].line}; keep one of the two"
         self.document.problems.append(Problem(dotted(path), message, line))
 
 

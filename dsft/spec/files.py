@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.document import Finding, Path, shown
+from dsft.spec.document import Finding, Path, quote
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
@@ -33,11 +33,11 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
     for path, source in _sources(spec):
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
-            yield Finding(path, f"{shown(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
+            yield Finding(path, f"{quote(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
         elif name in BUILTIN and not spec.task_kind.answers:
-            yield Finding(path, f"{shown(name)} holds conversations, no texts; name a file of text rows")
+            yield Finding(path, f"{quote(name)} holds conversations, no texts; name a file of text rows")
         elif name in BUILTIN and spec.task_kind.unit == "pair" and name not in BUILTIN_PAIRS:
-            yield Finding(path, f"{shown(name)} holds conversations, no pairs; use {BUILTIN_PAIRS[0]}")
+            yield Finding(path, f"{quote(name)} holds conversations, no pairs; use {BUILTIN_PAIRS[0]}")
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:
@@ -48,7 +48,7 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
     if spec.data.chat_template is not None:
         yield from _chat_template(spec.data.chat_template, spec)
     if spec.data.cache_dir is not None and _is_file(FilePath(spec.data.cache_dir)):
-        message = f"{shown(spec.data.cache_dir)} is a file, a folder is needed; name another"
+        message = f"{quote(spec.data.cache_dir)} is a file, a folder is needed; name another"
         yield Finding(("data", "cache_dir"), message)
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
@@ -74,10 +74,10 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        message = f"{shown(str(file))} cannot be read as JSON ({shown(str(error))}); mend the model's folder"
+        message = f"{quote(str(file))} cannot be read as JSON ({quote(str(error))}); mend the model's folder"
         return None, [Finding(("model", "name_or_path"), message)]
     if not isinstance(config, dict):
-        message = f"{shown(str(file))} holds no mapping, a model's config is one; mend the model's folder"
+        message = f"{quote(str(file))} holds no mapping, a model's config is one; mend the model's folder"
         return None, [Finding(("model", "name_or_path"), message)]
     return config, []
 
@@ -93,10 +93,10 @@ def _data(path: Path, name: str) -> Iterator[Finding]:
     try:
         is_here = local_files(name) is not None
     except NoDataFileError as error:
-        yield Finding(path, f"{shown(name)}: {error}")
+        yield Finding(path, f"{quote(name)}: {error}")
         return
     if not is_here and hub_data(name) is None:
-        yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
+        yield Finding(path, f"{quote(name)} does not exist{_searched(name)}; correct the path")
 
 
 def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
         return
     yield Finding(
         ("data", "chat_template"),
-        f"{shown(name)} does not exist{_searched(name)}; correct the path, or name one of "
+        f"{quote(name)} does not exist{_searched(name)}; correct the path, or name one of "
         f"{', '.join(CHAT_TEMPLATES)}",
     )
 
@@ -134,9 +134,9 @@ def _templates_in(folder: str) -> set[str]:
 
 def _file(path: Path, name: str, files: str) -> Iterator[Finding]:
     if _is_folder(FilePath(name)):
-        yield Finding(path, f"{shown(name)} is a folder, a file is needed; name {files}")
+        yield Finding(path, f"{quote(name)} is a folder, a file is needed; name {files}")
     elif not _is_file(FilePath(name)):
-        yield Finding(path, f"{shown(name)} does not exist{_searched(name)}; correct the path")
+        yield Finding(path, f"{quote(name)} does not exist{_searched(name)}; correct the path")
 
 
 def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
@@ -146,13 +146,13 @@ def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True)
             needed, way_out = " or ".join(one_of), "name the folder that holds it"
             if path == ("model", "name_or_path") and _is_file(folder / "adapter_config.json"):
                 way_out = "it is an adapter: name its base, and this folder in model.lora.path"
-            yield Finding(path, f"{shown(name)} is a folder without {needed}; {way_out}")
+            yield Finding(path, f"{quote(name)} is a folder without {needed}; {way_out}")
     elif _is_file(folder):
         if path != ("model", "tokenizer") or folder.suffix != ".model":  # sentencepiece's
-            yield Finding(path, f"{shown(name)} is a file, a folder is needed; name the folder that holds it")
+            yield Finding(path, f"{quote(name)} is a file, a folder is needed; name the folder that holds it")
     elif not (hub and _HUB_ID.fullmatch(name)):
         kind = "neither a folder nor a hub id (owner/name)" if hub else "not a folder"
-        yield Finding(path, f"{shown(name)} is {kind}{_searched(name)}; correct the path")
+        yield Finding(path, f"{quote(name)} is {kind}{_searched(name)}; correct the path")
 
 
 def _searched(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.sources import short_name
 
@@ -57,6 +57,6 @@ def name_findings(spec: Spec) -> Iterator[Finding]:
 def _twice(section: str, seen: dict[str | None, str], names: Sequence[str | None]) -> Iterator[Finding]:
     for index, name in enumerate(names):
         if name in seen:
-            message = f"{shown(name)} is the name of {seen[name]} too; give each a name of its own"
+            message = f"{quote(name)} is the name of {seen[name]} too; give each a name of its own"
             yield Finding(("data", section, index), message, (f"data.{section}.name", f"data.{section}.path"))
         seen.setdefault(name, f"data.{section}.{index}")

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from dsft.spec.document import Document, Finding, shown
+from dsft.spec.document import Document, Finding, quote
 from dsft.spec.schema import Spec
 
 MOST_HOSTS = 10_000
@@ -31,17 +31,17 @@ def expand(text: str) -> list[str]:
     """
     pieces = _PIECE.findall(text)
     if not pieces or ",".join(pieces) != text:
-        raise ValueError(f"{shown(text)} is no list of hosts; write it like node[01-16] or a,b[1-3]")
+        raise ValueError(f"{quote(text)} is no list of hosts; write it like node[01-16] or a,b[1-3]")
     names: list[str] = []
     for piece in pieces:
         parts = [_numbers(match, piece) for match in _PART.finditer(piece)]
         if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
-            raise ValueError(f"{shown(text)} stands for over {MOST_HOSTS} hosts; correct the range")
+            raise ValueError(f"{quote(text)} stands for over {MOST_HOSTS} hosts; correct the range")
         names += ("".join(words) for words in itertools.product(*parts))
     for name in names:
         if not is_host(name):
             raise ValueError(
-                f"{shown(name)} is neither a host name (letters, digits, '-' and '.') nor an IP address; "
+                f"{quote(name)} is neither a host name (letters, digits, '-' and '.') nor an IP address; "
                 "correct it"
             )
     return names
@@ -57,18 +57,18 @@ def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
     for words in match[1].split(","):
         found = _RANGE.fullmatch(words)
         if found is None:
-            brackets = shown(f"[{match[1]}]")
+            brackets = quote(f"[{match[1]}]")
             raise ValueError(
-                f"{brackets} in {shown(piece)} is no range of numbers; write it like [01-16] or [1-3,7]"
+                f"{brackets} in {quote(piece)} is no range of numbers; write it like [01-16] or [1-3,7]"
             )
         first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
         if (last - first) // step >= MOST_HOSTS:  # checked before the range is expanded
-            raise ValueError(f"{shown(piece)} stands for over {MOST_HOSTS} hosts; correct the range")
+            raise ValueError(f"{quote(piece)} stands for over {MOST_HOSTS} hosts; correct the range")
         try:
             numbers += RangeSet(words)
         except RangeSetException:
             raise ValueError(
-                f"[{words}] in {shown(piece)} runs backwards, or a number with a leading zero has more or "
+                f"[{words}] in {quote(piece)} runs backwards, or a number with a leading zero has more or "
                 "fewer digits than the others; write it like [01-16]"
             ) from None
     return numbers
@@ -95,12 +95,12 @@ def expand_hosts(document: Document) -> None:
         for name in names:
             other = written.setdefault(name.lower(), key)
             if name in expanded or other != key:
-                message = f"{shown(key)} has {name}, which {shown(other)} has too; name each host once"
+                message = f"{quote(key)} has {name}, which {quote(other)} has too; name each host once"
                 document.problems.append(document.problem(path, message))
                 break
             expanded[name] = slots
-            if path in document.origins:
-                document.origins.setdefault(("cluster", "hosts", name), document.origins[path])
+            if path in document.locations:
+                document.locations.setdefault(("cluster", "hosts", name), document.locations[path])
     cluster["hosts"] = expanded or {"localhost": 1}
 
 
@@ -160,11 +160,11 @@ def host_findings(spec: Spec) -> Iterator[Finding]:
         path = ("cluster", "hosts", host)
         if not is_host(host):
             message = (
-                f"{shown(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
+                f"{quote(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
             )
             yield Finding(path, message)
         elif host.lower() in seen:
-            message = f"{shown(host)} is the same host as {shown(seen[host.lower()])}; keep one of the two"
+            message = f"{quote(host)} is the same host as {quote(seen[host.lower()])}; keep one of the two"
             yield Finding(path, message)
         seen.setdefault(host.lower(), host)
 
@@ -173,7 +173,7 @@ def environment_findings(spec: Spec) -> Iterator[Finding]:
     for name, value in spec.cluster.env.items() if spec.cluster else ():
         path = ("cluster", "env", name)
         if not _VARIABLE.fullmatch(name):
-            message = f"{shown(name)} is no name of a variable; use letters, digits and '_'"
+            message = f"{quote(name)} is no name of a variable; use letters, digits and '_'"
             yield Finding(path, message)
         elif _SECRET.search(name):
             message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
@@ -182,9 +182,9 @@ def environment_findings(spec: Spec) -> Iterator[Finding]:
             yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
         elif not value.isprintable():
             message = (
-                f"{shown(value)} holds control characters, which no launch script carries; take them out"
+                f"{quote(value)} holds control characters, which no launch script carries; take them out"
             )
             yield Finding(path, message)
         elif set(value) & set(_CHANGED):
             rule = f"holds one of {_CHANGED}, which DeepSpeed's launcher changes on the way to a host"
-            yield Finding(path, f"{shown(value)} {rule}; set it on the hosts")
+            yield Finding(path, f"{quote(value)} {rule}; set it on the hosts")

@@ -17,16 +17,16 @@ from pydantic_core import ErrorDetails
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.adapter import with_saved_adapter
-from dsft.spec.aliases import descriptions, meant
+from dsft.spec.aliases import descriptions, likely_key
 from dsft.spec.architecture import model_findings
 from dsft.spec.combinations import combinations
-from dsft.spec.document import Document, Finding, Path, Writer, read_document, shown
+from dsft.spec.document import Document, Finding, Path, SpecDumper, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.hosts import expand_hosts
+from dsft.spec.messages import errors_of, key_of, path_in, sentences
 from dsft.spec.overrides import apply_overrides
-from dsft.spec.rules import refused
+from dsft.spec.rules import rule_findings
 from dsft.spec.schema import Spec
-from dsft.spec.wording import errors_of, key_of, path_in, worded
 
 MAX_BYTES = 1_000_000
 Check = Callable[[Spec], Iterable[Finding]]
@@ -66,13 +66,13 @@ def refusals(spec: Spec, more: Check = _no_more) -> list[Finding]:
 def dump_spec(spec: Spec) -> str:
     """Return the spec with all defaults as YAML; `load_spec` reads it back to an equal spec."""
     return yaml.dump(
-        spec.model_dump(mode="json"), Dumper=Writer, sort_keys=False, allow_unicode=True, width=110
+        spec.model_dump(mode="json"), Dumper=SpecDumper, sort_keys=False, allow_unicode=True, width=110
     )
 
 
 def _read(path: FilePath) -> str:
     """Return the text of the file. Raise SpecError if it is over `MAX_BYTES` or not UTF-8."""
-    name = shown(str(path))
+    name = quote(str(path))
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -98,7 +98,7 @@ def _read(path: FilePath) -> str:
 def _validate(document: Document, check_files: bool, more: Check) -> Spec | None:
     """Return the spec, or None if it is invalid; problems are added to the document's."""
     if not isinstance(document.data, dict):
-        what = "the file is empty" if document.data is None else f"{shown(document.data)} stands alone"
+        what = "the file is empty" if document.data is None else f"{quote(document.data)} stands alone"
         document.problems.append(
             Problem("spec", f"{what}; a spec is a mapping that begins with name: and task:")
         )
@@ -112,8 +112,8 @@ def _validate(document: Document, check_files: bool, more: Check) -> Spec | None
         told = [
             e for e in errors if not (e["type"] == "missing" and _stands_for(e, document.data, meant_keys))
         ]
-        sentences = worded(told, document.data, descriptions())
-        document.problems += [document.problem(path, message) for path, message in sentences]
+        found = sentences(told, document.data, descriptions())
+        document.problems += [document.problem(path, message) for path, message in found]
         refused_keys = {key_of(path_in(document.data, e)) for e in errors if e["type"] != "extra_forbidden"}
         spec, broken = None, refused_keys | meant_keys
         stand_in = _stand_in(document.data)
@@ -128,7 +128,7 @@ def _findings(spec: Spec, check_files: bool, more: Check) -> list[Finding]:
     """Return findings on more than single values: combinations, files on the disk, the model, and the
     caller's check."""
     config, unreadable = model_config(spec, check_files=check_files)
-    found = [*combinations(spec), *refused(spec), *more(spec), *source_findings(spec), *unreadable]
+    found = [*combinations(spec), *rule_findings(spec), *more(spec), *source_findings(spec), *unreadable]
     if config is not None:
         found += model_findings(spec, config)
     told = {finding.path for finding in found}
@@ -152,7 +152,7 @@ def _overlap(one: str, other: str) -> bool:
 def _meant_keys(errors: Sequence[ErrorDetails], data: Any) -> set[str]:
     """Return the spec's keys that unknown keys most likely mean; they are not also reported as missing."""
     unknown = [path_in(data, error) for error in errors if error["type"] == "extra_forbidden"]
-    targets = [meant(key_of(path[:-1]), str(path[-1])) for path in unknown]
+    targets = [likely_key(key_of(path[:-1]), str(path[-1])) for path in unknown]
     return {word.strip("(),:") for target in targets if target is not None for word in target.split()}
 
 
@@ -210,4 +210,4 @@ def _all_problems(path: FilePath | str, problems: Sequence[Problem]) -> SpecErro
     """Return the error with all problems, sorted by line; those without a line come last."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
     count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"
-    return SpecError(f"{shown(str(path))[1:-1]}: {count}", ordered)
+    return SpecError(f"{quote(str(path))[1:-1]}: {count}", ordered)

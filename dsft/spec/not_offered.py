@@ -137,13 +137,13 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 )
 
 
-def of_key(name: str) -> NotOffered | None:
+def feature_of_key(name: str) -> NotOffered | None:
     """What an unknown key of a spec asks for, in any section."""
     name = _plain(name).removeprefix("pipeline_model_")  # Megatron's pipeline_model_parallel_size is ours
     return next((one for one in NOT_OFFERED if _fits(one.keys, name)), None)
 
 
-def of_value(name: str, value: object) -> NotOffered | None:
+def feature_of_value(name: str, value: object) -> NotOffered | None:
     """Return the feature that a value asks for; None if it is none. name: the key as written, or the spec's
     dotted key."""
     asked = (one for one in NOT_OFFERED if _plain(name) in one.of)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsft.errors import Problem
-from dsft.spec.document import Document, Origin, Path, dotted, read_document, shown
+from dsft.spec.document import Document, Location, Path, dotted, quote, read_document
 
 _PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."']+))\s*(\.|$)""")
 
@@ -25,7 +25,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     for text in overrides:
         reason = _apply(document, text)
         if reason is not None:
-            document.problems.append(Problem(f"override {shown(text)}", reason))
+            document.problems.append(Problem(f"override {quote(text)}", reason))
 
 
 def parse_path(text: str) -> Path | None:
@@ -62,7 +62,7 @@ def _apply(document: Document, text: str) -> str | None:
         return "there is no '='; write key=value, such as train.max_steps=100"
     path = parse_path(name)
     if path is None:
-        return f"{shown(name)} is not a dotted path; write it like train.max_steps or data.train.0.path"
+        return f"{quote(name)} is not a dotted path; write it like train.max_steps or data.train.0.path"
     value = read_document(value_text)
     if value.problems:
         return f"the value is not YAML: {value.problems[0].message}"
@@ -71,7 +71,7 @@ def _apply(document: Document, text: str) -> str | None:
     reason = _set(document.data, path, value.data)
     if reason is None:
         _forget(document, path)
-        document.origins[path] = Origin(override=text)
+        document.locations[path] = Location(override=text)
     return reason
 
 
@@ -100,7 +100,7 @@ def _make_room(container: Any, part: str | int, path: Path, following: str | int
         key = str(part)
     else:
         return (
-            f"{dotted(path[:-1])} is {shown(container)}, not a mapping; it has no entry {shown(part)} to set"
+            f"{dotted(path[:-1])} is {quote(container)}, not a mapping; it has no entry {quote(part)} to set"
         )
     if (
         following is not None
@@ -111,6 +111,6 @@ def _make_room(container: Any, part: str | int, path: Path, following: str | int
 
 
 def _forget(document: Document, path: Path) -> None:
-    """Remove the origins at and below `path`, whose values were replaced."""
-    for old in [origin for origin in document.origins if origin[: len(path)] == path]:
-        del document.origins[old]
+    """Remove the locations at and below `path`, whose values were replaced."""
+    for old in [location for location in document.locations if location[: len(path)] == path]:
+        del document.locations[old]

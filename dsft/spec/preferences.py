@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -114,7 +114,7 @@ def _share_prompts(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
     ):
         if value not in possible:
             needed = " or ".join(str(one).lower() for one in possible)
-            message = f"true needs {key} {needed}, and it is {shown(value)}; change it, or leave this out"
+            message = f"true needs {key} {needed}, and it is {quote(value)}; change it, or leave this out"
             yield Finding(("dpo", "share_prompts"), message, ("dpo.share_prompts", key))
 
 
@@ -123,5 +123,5 @@ def _unused(dpo: Dpo, keys: tuple[str, ...], other: str, reason: str) -> Iterato
     for key in keys:
         value: Any = getattr(dpo, key)
         if value != Dpo.model_fields[key].default:
-            message = f"{shown(value)} {reason}; leave it out"
+            message = f"{quote(value)} {reason}; leave it out"
             yield Finding(("dpo", key), message, (f"dpo.{key}", f"dpo.{other}"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsft.spec.document import Finding, shown
+from dsft.spec.document import Finding, quote
 from dsft.spec.schema import Spec
 
 Verdict = Literal["refused", "fixed", "warned"]
@@ -23,7 +23,7 @@ class Rule:
 
     keys       keys of the spec that the row is about; it is reported at the first
     applies    whether the row applies to a spec; None if it does not depend on the spec
-    behaviour  what DeepSpeed does
+    behavior  what DeepSpeed does
     answer     what to write instead, or what dsft does
     """
 
@@ -31,16 +31,16 @@ class Rule:
     verdict: Verdict
     keys: tuple[str, ...]
     applies: Callable[[Spec], bool] | None
-    behaviour: str
+    behavior: str
     answer: str
     source: str
 
     def message(self, spec: Spec) -> str:
         """Return the message: the values, the rule, and what to do."""
         first, *others = (value_at(spec, key) for key in self.keys)
-        together = [f"{key} {shown(value)}" for key, value in zip(self.keys[1:], others, strict=True)]
-        values = f"{shown(first)}{' with ' if together else ''}{' and '.join(together)}"
-        return f"{values}: {self.behaviour}; {self.answer}"
+        together = [f"{key} {quote(value)}" for key, value in zip(self.keys[1:], others, strict=True)]
+        values = f"{quote(first)}{' with ' if together else ''}{' and '.join(together)}"
+        return f"{values}: {self.behavior}; {self.answer}"
 
 
 def value_at(spec: Spec, key: str) -> Any:
@@ -355,7 +355,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def refused(spec: Spec) -> Iterator[Finding]:
+def rule_findings(spec: Spec) -> Iterator[Finding]:
     """Yield a finding for each row that refuses this spec."""
     for rule in _applying(spec, "refused"):
         yield Finding(tuple(rule.keys[0].split(".")), rule.message(spec), rule.keys)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path as FilePath
 
 from dsft.errors import Problem, SpecError, StorageError
-from dsft.spec.document import read_document, shown
+from dsft.spec.document import quote, read_document
 from dsft.spec.schema import NAME_PATTERN, Spec
 from dsft.spec.task import TASKS
 
@@ -128,16 +128,16 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
     overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
-        raise _refuse("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
+        raise _refuse("--task", f"{quote(task)} is not offered; use sft, pretrain or dpo")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
-        raise _refuse("NAME", f"{shown(name)} cannot be a folder of its own; {rule}")
+        raise _refuse("NAME", f"{quote(name)} cannot be a folder of its own; {rule}")
     files = {path: _spec_text(name, task, path)}
     if not TASKS[task].answers:
         files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
     for file in files:
         if file.exists() or file.is_symlink():
-            raise _refuse("--out", f"{shown(str(file))} is there already and stays; choose another name")
+            raise _refuse("--out", f"{quote(str(file))} is there already and stays; choose another name")
     files[path.with_name(SCHEMA_FILE)] = schema_text()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
             file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(
-            f"{shown(str(path))} cannot be written ({error.strerror}); choose another place"
+            f"{quote(str(path))} cannot be written ({error.strerror}); choose another place"
         ) from error
     return tuple(files)
 

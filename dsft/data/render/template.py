@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, Bounded, OutOfTimeError
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
-from dsft.older import plain_messages
+from dsft.older import template_messages
 from dsft.spec.files import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def prepared(messages: Sequence[Message]) -> list[Message]:
     """Return messages as transformers passes them to a template: plain data, without keys that are null, the
     reasoning under each of its names. Each message is prepared independently of the others."""
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return list(plain_messages(given))
+    return list(template_messages(given))
 
 
 def template_error(reason: str, way_out: str) -> DataError:

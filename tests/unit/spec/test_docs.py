@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dsft.spec.aliases import sections_in
-from dsft.spec.document import shown
+from dsft.spec.document import quote
 from dsft.spec.not_offered import NOT_OFFERED
 from dsft.spec.rules import RULES
 from dsft.spec.schema import Spec
@@ -26,7 +26,7 @@ def rules_markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for rule in RULES:
-        lines.append(f"| {rule.title} | {rule.verdict} | {rule.behaviour} | {rule.answer} | {rule.source} |")
+        lines.append(f"| {rule.title} | {rule.verdict} | {rule.behavior} | {rule.answer} | {rule.source} |")
     return "\n".join(lines) + "\n"
 
 
@@ -63,7 +63,7 @@ def _default(field: FieldInfo) -> str:
         return "its keys' defaults"
     if isinstance(value, tuple):
         value = list(value)
-    return "" if value is None else f"`{value if isinstance(value, str) else shown(value)}`"
+    return "" if value is None else f"`{value if isinstance(value, str) else quote(value)}`"
 
 
 def _what(field: FieldInfo) -> str:

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsft.spec.document import Writer, dotted, read_document, shown
+from dsft.spec.document import SpecDumper, dotted, quote, read_document
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
 
 def test_every_entry_has_its_line() -> None:
     document = read_document("a: 1\nb:\n  c: 2\n  d:\n    - 3\n    - e: 4\n")
-    lines = {dotted(path): origin.line for path, origin in document.origins.items()}
+    lines = {dotted(path): location.line for path, location in document.locations.items()}
     assert lines == {"a": 1, "b": 2, "b.c": 3, "b.d": 4, "b.d.0": 5, "b.d.1": 6, "b.d.1.e": 6}
 
 
@@ -88,7 +88,7 @@ values = st.recursive(
 
 @given(values)
 def test_what_is_written_is_read_back(value: Any) -> None:
-    text = yaml.dump({"key": value}, Dumper=Writer, allow_unicode=True)
+    text = yaml.dump({"key": value}, Dumper=SpecDumper, allow_unicode=True)
     document = read_document(text)
     assert not document.problems
     assert document.data == {"key": value}
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_back(value: Any) -> None:
 
 @given(st.text())
 def test_no_shown_text_can_drive_a_terminal(text: str) -> None:
-    assert shown(text).isprintable()
+    assert quote(text).isprintable()
     assert dotted((text,)).isprintable()
 
 

@@ -11,7 +11,7 @@ from dsft.errors import SpecError
 from dsft.plan.config_file import merge_config_file
 from dsft.spec.aliases import ALIASES, LOCAL_ALIASES, NO_KEY_FOR_IT, keys, suggestion
 from dsft.spec.architecture import model_findings
-from dsft.spec.not_offered import NOT_OFFERED, in_json, is_off, of_key, of_value
+from dsft.spec.not_offered import NOT_OFFERED, feature_of_key, feature_of_value, in_json, is_off
 from dsft.spec.schema import Spec
 
 SPEC = Spec.model_validate(
@@ -28,7 +28,7 @@ SPEC = Spec.model_validate(
 
 def test_no_name_of_ours_or_of_an_alias_is_taken_for_something_that_is_not_offered() -> None:
     ours = {key.rpartition(".")[2] for key in (*keys(), *LOCAL_ALIASES)}
-    assert [name for name in ours | set(ALIASES) | set(NO_KEY_FOR_IT) if of_key(name)] == []
+    assert [name for name in ours | set(ALIASES) | set(NO_KEY_FOR_IT) if feature_of_key(name)] == []
 
 
 @pytest.mark.parametrize("one", NOT_OFFERED, ids=lambda one: one.title[:30])
@@ -38,7 +38,7 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
             assert suggestion("parallel", key.upper().replace("_", "-"), 2) == one.clause(), key
         assert suggestion("parallel", name, False) == "leave it out", name
     for key, value in itertools.product(one.of, one.values.split()):
-        assert of_value(key, value) is one, (key, value)
+        assert feature_of_value(key, value) is one, (key, value)
     assert one.clause().count(" is not offered; ") == 1
 
 
@@ -65,7 +65,11 @@ def test_a_part_of_a_word_is_no_name() -> None:
     for key, ours in (("tokenizer_sp", "model.tokenizer"), ("warmup_ep", "optim.warmup_steps")):
         assert suggestion("train", key, 1) == f"did you mean {ours}?"
     assert suggestion("", "pipeline_model_parallel_size", 2) == "did you mean parallel.pipeline_stages?"
-    assert of_key("spam") is None and of_key("tpu") is None and of_value("task", "pretrained") is None
+    assert (
+        feature_of_key("spam") is None
+        and feature_of_key("tpu") is None
+        and feature_of_value("task", "pretrained") is None
+    )
 
 
 def test_values_of_keys_that_mean_something_else() -> None:
@@ -74,8 +78,8 @@ def test_values_of_keys_that_mean_something_else() -> None:
     )
     assert suggestion("", "adapter", "lora") == "did you mean model.lora?"
     assert suggestion("", "stage", "ppo").endswith("the tasks are sft, pretrain and dpo")
-    assert of_value("optim.name", "paged-adamw-8bit") is of_key("galore_rank") is not None
-    assert of_value("optim.name", "adamw") is None and of_value("task", "dpo") is None
+    assert feature_of_value("optim.name", "paged-adamw-8bit") is feature_of_key("galore_rank") is not None
+    assert feature_of_value("optim.name", "adamw") is None and feature_of_value("task", "dpo") is None
 
 
 @pytest.mark.parametrize("key", [key for one in NOT_OFFERED for key in one.in_json.split()])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dsft.spec.rules import RULES, Rule, refused, value_at, warnings
+from dsft.spec.rules import RULES, Rule, rule_findings, value_at, warnings
 from dsft.spec.schema import Spec
 
 BASE: dict[str, Any] = {
@@ -69,15 +69,15 @@ EXAMPLES: dict[str, tuple[Spec, Spec]] = {
 @pytest.mark.parametrize("rule", CONDITIONAL, ids=lambda rule: rule.title)
 def test_a_rule_speaks_of_its_combination_alone(rule: Rule) -> None:
     wrong, right = EXAMPLES[rule.title]
-    spoken = titles(refused(wrong)) if rule.verdict == "refused" else list(warnings(wrong))
-    silent = titles(refused(right)) if rule.verdict == "refused" else list(warnings(right))
-    assert any(rule.behaviour in message and rule.answer in message for message in spoken)
-    assert not any(rule.behaviour in message for message in silent)
+    spoken = titles(rule_findings(wrong)) if rule.verdict == "refused" else list(warnings(wrong))
+    silent = titles(rule_findings(right)) if rule.verdict == "refused" else list(warnings(right))
+    assert any(rule.behavior in message and rule.answer in message for message in spoken)
+    assert not any(rule.behavior in message for message in silent)
 
 
 def test_the_pipeline_is_refused_at_exactly_zero_2_and_3() -> None:
     for stage, stages in itertools.product(range(4), (1, 2, 4)):
-        findings = list(refused(spec({"zero_stage": stage, "pipeline_stages": stages})))
+        findings = list(rule_findings(spec({"zero_stage": stage, "pipeline_stages": stages})))
         assert bool(findings) == (stage >= 2 and stages > 1)
 
 
@@ -91,6 +91,6 @@ def test_rules_name_keys_of_the_schema() -> None:
 def test_every_rule_says_what_to_do_and_where_it_is_known_from() -> None:
     assert len({rule.title for rule in RULES}) == len(RULES)
     for rule in RULES:
-        assert rule.answer and rule.source and rule.behaviour
+        assert rule.answer and rule.source and rule.behavior
         if rule.applies is not None:
             assert rule.keys

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dsft.spec.aliases import VALUES, suggestion
-from dsft.spec.document import Path, dotted, read_document, shown
-from dsft.spec.not_offered import of_value
+from dsft.spec.document import Path, dotted, quote, read_document
+from dsft.spec.not_offered import feature_of_value
 
 Worded = tuple[Path, str]
 
 
-def worded(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str, str]) -> list[Worded]:
+def sentences(errors: Sequence[ErrorDetails], data: Any, descriptions: Mapping[str, str]) -> list[Worded]:
     """Return (path, sentence), one per path. data: the validated data; descriptions: key without list numbers
     -> its description in the schema."""
     found: dict[Path, str] = {}
@@ -68,15 +68,15 @@ def _sentence(error: ErrorDetails, path: Path, descriptions: Mapping[str, str]) 
     if kind == "missing":
         return _missing(path, descriptions)
     if kind == "literal_error":
-        not_offered = of_value(key_of(path), value)
+        not_offered = feature_of_value(key_of(path), value)
         if not_offered is not None:
-            return f"{shown(value)}: {not_offered.clause()}"
+            return f"{quote(value)}: {not_offered.clause()}"
         return _none_of(value, context, VALUES.get(key_of(path), {}))
     worder = _WORDERS.get(kind)
     if worder is not None:
         return worder(value, context)
     description = descriptions.get(key_of(path), "").rstrip(".")
-    return f"{shown(value)} is not allowed here; choose another: {description[:1].lower()}{description[1:]}"
+    return f"{quote(value)} is not allowed here; choose another: {description[:1].lower()}{description[1:]}"
 
 
 def _unknown_key(path: Path, value: object) -> str:
@@ -93,7 +93,7 @@ def _missing(path: Path, descriptions: Mapping[str, str]) -> str:
 
 def _wrong_type(wanted: str) -> Callable[[Any, Mapping[str, Any]], str]:
     def sentence(value: Any, context: Mapping[str, Any]) -> str:
-        given = "nothing is given" if value is None else f"{shown(value)} is {_kind(value)}"
+        given = "nothing is given" if value is None else f"{quote(value)} is {_kind(value)}"
         return f"{given}, {wanted} is needed; {_way_out(value, wanted)}"
 
     return sentence
@@ -115,7 +115,7 @@ def _way_out(value: Any, wanted: str) -> str:
     elif wanted == "true or false" and lower in _TRUE | _FALSE:
         way_out = f"write {'true' if lower in _TRUE else 'false'}"
     elif wanted == "a text" and isinstance(value, (int, float)):
-        way_out = f"write it in quotes: '{shown(value)}'"
+        way_out = f"write it in quotes: '{quote(value)}'"
     else:
         way_out = _WAYS_OUT.get(wanted, "change it")
     return way_out
@@ -145,22 +145,22 @@ def _none_of(value: Any, context: Mapping[str, Any], theirs: Mapping[str, str]) 
     name = str(value).lower()
     close = [theirs[name]] if name in theirs else difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-    return f"{shown(value)} is not offered; write {listed}{f' (did you mean {close[0]}?)' if close else ''}"
+    return f"{quote(value)} is not offered; write {listed}{f' (did you mean {close[0]}?)' if close else ''}"
 
 
 def _beyond(words: str, bound: str) -> Callable[[Any, Mapping[str, Any]], str]:
     def sentence(value: Any, context: Mapping[str, Any]) -> str:
-        return f"{shown(value)} is out of range; give a number {words} {shown(context[bound])}"
+        return f"{quote(value)} is out of range; give a number {words} {quote(context[bound])}"
 
     return sentence
 
 
 def _too_short(value: Any, context: Mapping[str, Any]) -> str:
-    return f"{shown(value)} has too few entries; give at least {context['min_length']}"
+    return f"{quote(value)} has too few entries; give at least {context['min_length']}"
 
 
 def _too_long(value: Any, context: Mapping[str, Any]) -> str:
-    return f"{shown(value)} has too many entries; give at most {context['max_length']}"
+    return f"{quote(value)} has too many entries; give at most {context['max_length']}"
 
 
 def _empty(value: Any, context: Mapping[str, Any]) -> str:
@@ -168,7 +168,7 @@ def _empty(value: Any, context: Mapping[str, Any]) -> str:
 
 
 def _not_finite(value: Any, context: Mapping[str, Any]) -> str:
-    return f"{shown(value)} is not a finite number; give one that is"
+    return f"{quote(value)} is not a finite number; give one that is"
 
 
 _WORDERS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {

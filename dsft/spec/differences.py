@@ -36,7 +36,7 @@ class Difference:
         )
 
 
-def differing(old: Any, new: Any) -> list[Difference]:
+def json_differences(old: Any, new: Any) -> list[Difference]:
     """Return every leaf that differs, sorted by key."""
     before, after = dict(flatten(old)), dict(flatten(new))
     for one, other in ((before, after), (after, before)):  # drop an empty mapping that has keys in the other
