@@ -39,7 +39,7 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankStatus:
     """One rank. pulse_age, progress_age: seconds since its last heartbeat and since its last progress; None
     before the first."""
 
@@ -53,7 +53,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """The state of a run.
 
     state         starting, running, stopping, ending, silent, stopped, failed or finished
@@ -77,7 +77,7 @@ class Status:
     checkpoint: str | None = None
     exit_code: int | None = None
     command: str | None = None
-    ranks: Sequence[Rank] = ()
+    ranks: Sequence[RankStatus] = ()
 
 
 def print_status(run: str, *, as_json: bool) -> None:
@@ -96,9 +96,9 @@ def folder_of(run: str) -> Path:
     raise MissingInputError(f"{run} is no run's folder, and no name of one; {there}.")
 
 
-def status_of(folder: Path) -> Status:
+def status_of(folder: Path) -> RunStatus:
     """Return the status according to the folder's files and this host's processes."""
-    found = with_progress(Status(folder.resolve().name, str(folder), "", ""), folder)
+    found = with_progress(RunStatus(folder.resolve().name, str(folder), "", ""), folder)
     told = _json(folder / "logs" / "status.json")
     held = holder(folder / LOCK)
     if told is not None and not _is_older_start(told, folder, held):
@@ -108,7 +108,7 @@ def status_of(folder: Path) -> Status:
     return _alone(found, folder)
 
 
-def with_progress(found: Status, folder: Path) -> Status:
+def with_progress(found: RunStatus, folder: Path) -> RunStatus:
     """Return `found` with the progress that the run's own files show."""
     records = [record for record in map(_record, _tail(folder / "metrics.jsonl")) if record]
     trained = [record for record in records if "train/loss" in record]
@@ -173,7 +173,7 @@ def _is_older_start(told: Mapping[str, Any], folder: Path, held: str | None) -> 
     return held is not None or (age is not None and written is not None and age + STALE < written)
 
 
-def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Status:
+def _supervised(found: RunStatus, told: Mapping[str, Any], held: str | None) -> RunStatus:
     age, host, pid = _age(told), str(told.get("host")), told.get("pid")
     who = f"process {pid} on {host}"
     found = replace(found, exit_code=told.get("exit_code"), command=told.get("command"))
@@ -196,7 +196,7 @@ def _supervised(found: Status, told: Mapping[str, Any], held: str | None) -> Sta
     return replace(found, state=state, why=f"dsft launch by {told.get('launcher')}: {who}{start}")
 
 
-def _alone(found: Status, folder: Path) -> Status:
+def _alone(found: RunStatus, folder: Path) -> RunStatus:
     """Return the status of a run that nobody runs now and whose end was not recorded."""
     whole = found.step is not None and found.total_steps is not None and found.step >= found.total_steps
     if whole and (folder / "export" / "config.json").exists():
@@ -207,18 +207,20 @@ def _alone(found: Status, folder: Path) -> Status:
     return replace(found, state="stopped", why=why, seconds_left=None)
 
 
-def _goes_on(found: Status) -> str:
+def _goes_on(found: RunStatus) -> str:
     return f"goes on from {found.checkpoint}" if found.checkpoint else "starts anew: it has no checkpoint"
 
 
-def _ranks(told: Mapping[str, Any], age: float) -> list[Rank]:
+def _ranks(told: Mapping[str, Any], age: float) -> list[RankStatus]:
     """Parse the ranks. Ages are as of now: the recorded age plus that of status.json."""
     ranks = told.get("ranks") or {}
     found = []
     for number, each in sorted(ranks.items(), key=lambda item: int(item[0])):
         since = [None if each.get(key) is None else round(each[key] + age, 1) for key in _AGES]
         found.append(
-            Rank(int(number), str(each["host"]), each.get("pid"), each.get("step"), each.get("phase"), *since)
+            RankStatus(
+                int(number), str(each["host"]), each.get("pid"), each.get("step"), each.get("phase"), *since
+            )
         )
     return found
 
@@ -289,7 +291,7 @@ def _record(line: str) -> dict[str, float] | None:
     return record if STEP in record else None
 
 
-def lines(found: Status) -> Iterator[str]:
+def lines(found: RunStatus) -> Iterator[str]:
     """Yield the lines that a terminal shows."""
     yield f"{found.run}: {found.state} ({found.why})"
     if found.step is not None:

@@ -31,7 +31,7 @@ from dsft.loop import Doing, Progress, Record, Run
 from dsft.plan.census import Census
 from dsft.plan.flops import peak_tflops, work
 from dsft.rank.stopping import REASONS
-from dsft.report.hosts import HostWatch, Place
+from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.memory import MemoryFile, Phase
 from dsft.report.profile import StepTrace
 from dsft.report.run import Report
@@ -157,7 +157,7 @@ class Hooks(Run):
 
 def watch_hosts(world: World, say: Say) -> HostWatch:
     """Gather the host of every rank, to watch for stragglers. A collective."""
-    places = world.gather(Place(socket.gethostname(), world.local_rank, world.stage))
+    places = world.gather(RankLocation(socket.gethostname(), world.local_rank, world.stage))
     return HostWatch(places, world.rank, Waiting(world.device), world.device, say)
 
 

@@ -26,7 +26,7 @@ from dsft.plan.memory.reference import with_reference
 from dsft.plan.reference import has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.reference.model import config_of
-from dsft.report.folder import Origin, versions, write_folder
+from dsft.report.folder import Provenance, versions, write_folder
 from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
 from dsft.spec.load import dump_spec
@@ -82,7 +82,7 @@ def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None)
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
     hostfile = job.promise.hostfile if job.promise else None
-    origin = Origin(dump_spec(spec), config, hostfile, job.command, account, reference)
+    origin = Provenance(dump_spec(spec), config, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     tokenizer = inputs.tokenizer
     stops = write_model_folder(

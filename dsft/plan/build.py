@@ -12,7 +12,7 @@ from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, memory, needed
-from dsft.plan.memory.reference import Reference, with_reference
+from dsft.plan.memory.reference import ReferenceMemory, with_reference
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
@@ -42,13 +42,13 @@ class Plan:
     census: Census
     memory: Memory
     warnings: tuple[str, ...]
-    reference: Reference | None
+    reference: ReferenceMemory | None
     reference_census: Census
     traffic: tuple[Flow, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class RankRange:
     """Consecutive ranks of one pipeline stage on one host. All ranges are inclusive."""
 
     host: str
@@ -84,8 +84,8 @@ def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census
     return census(reference_model(spec), cache)
 
 
-def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:
-    """Divide all ranks into blocks, one for each stage on each host."""
+def rank_ranges(places: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
+    """Divide all ranks into ranges, one for each stage on each host."""
     found = []
     first = 0
     for host, slots in hosts.items():
@@ -95,7 +95,7 @@ def blocks(places: Layout, hosts: Mapping[str, int]) -> list[Block]:
             end = min(first + slots, (stage + 1) * places.data_parallel) - 1
             local = (start - first, end - first)
             found.append(
-                Block(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end)))
+                RankRange(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end)))
             )
             start = end + 1
         first += slots
@@ -120,7 +120,7 @@ def _check_length(spec: Spec, counted: Census) -> None:
         raise SpecError("The plan cannot be made.", [Problem("data.max_length", message)])
 
 
-def _memory_warnings(spec: Spec, sizes: Memory, reference: Reference | None) -> Iterator[str]:
+def _memory_warnings(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> Iterator[str]:
     cluster = spec.cluster
     gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
     host = cluster.host_memory_gib if cluster else None

@@ -20,7 +20,7 @@ from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory.ranks import Memory, memory, needed
-from dsft.plan.memory.reference import Reference, with_reference
+from dsft.plan.memory.reference import ReferenceMemory, with_reference
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
@@ -54,7 +54,7 @@ KEYS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutKeys:
     """One combination of the keys that define a layout. reference: value of dpo.reference, None if the loss
     has no reference."""
 
@@ -121,7 +121,7 @@ class Candidate:
     warnings   those of `dsft validate`
     """
 
-    choice: Choice
+    choice: LayoutKeys
     refused: tuple[Finding, ...]
     sizes: tuple[Size, ...]
     overrides: tuple[str, ...]
@@ -196,18 +196,18 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-def _choices(plan: Plan) -> Iterator[Choice]:
+def _choices(plan: Plan) -> Iterator[LayoutKeys]:
     """Yield all combinations, valid or not; for each number of stages that does not divide the ranks only
     one."""
     spec, ranks = plan.spec, plan.layout.world_size
     references = _references(spec)
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
         if ranks % stages:
-            yield Choice(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
+            yield LayoutKeys(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
             continue
         for one in product(range(4), DEVICES, DEVICES, (False, True), references):
             zero, optimizer, parameters, checkpointing, reference = one
-            yield Choice(zero, stages, optimizer, parameters, checkpointing, reference)
+            yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference)
 
 
 def _references(spec: Spec) -> tuple[str | None, ...]:
@@ -218,7 +218,7 @@ def _references(spec: Spec) -> tuple[str | None, ...]:
     return tuple(dict.fromkeys(ways))
 
 
-def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], Cut]) -> Candidate:
+def _candidate(plan: Plan, choice: LayoutKeys, limits: Limits, cut: Callable[[int], Cut]) -> Candidate:
     spec = _with_choice(plan.spec, choice)
     refused = tuple(refusals(spec, cluster_findings))
     if refused:
@@ -243,7 +243,7 @@ def _candidate(plan: Plan, choice: Choice, limits: Limits, cut: Callable[[int], 
     return replace(found_one, overrides=_overrides(plan, spec, (found_one.best or sizes[0]).batch))
 
 
-def _with_choice(spec: Spec, choice: Choice) -> Spec:
+def _with_choice(spec: Spec, choice: LayoutKeys) -> Spec:
     own = spec.parallel
     path = own.offload_optimizer.nvme_path or own.offload_parameters.nvme_path
 
@@ -307,7 +307,7 @@ def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
     return Size(batch, taken, flows, spent, tuple(one for one in needs if one.needs > one.limit), full)
 
 
-def _needs(taken: Memory, reference: Reference | None, limits: Limits) -> list[Need]:
+def _needs(taken: Memory, reference: ReferenceMemory | None, limits: Limits) -> list[Need]:
     """Return the memory needs of training, and of a reference pass before it, for which a limit is known;
     sorted by the ratio of need to limit, the highest first."""
     found = [Need(f"a GPU of stage {rank.stage}", rank.gpu, limits.device or 0) for rank in taken.stages]

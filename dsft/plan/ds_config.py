@@ -34,7 +34,7 @@ use."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigEntry:
     """One key of the JSON: dotted name, value (ABSENT if the key is not written), reason for the value."""
 
     key: str
@@ -81,7 +81,9 @@ def bucket_sizes(elements: Elements | None) -> Iterator[tuple[str, int]]:
     yield "stage3_prefetch_bucket_size", bucket_size(elements and elements.whole)
 
 
-def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = None) -> tuple[Entry, ...]:
+def entries(
+    spec: Spec, batch: BatchSizes | None, elements: Elements | None = None
+) -> tuple[ConfigEntry, ...]:
     """Return all keys in the order of the file. batch: None for a spec without a cluster, whose world size is
     known only at the start; elements: size of the model, None if unknown until the model is built."""
     rows = (
@@ -95,7 +97,7 @@ def entries(spec: Spec, batch: BatchSizes | None, elements: Elements | None = No
         *_pipeline(spec),
         *silence(),
     )
-    return tuple(Entry(*row) for row in rows)
+    return tuple(ConfigEntry(*row) for row in rows)
 
 
 def deepspeed_config(
@@ -105,7 +107,7 @@ def deepspeed_config(
     return nested(entries(spec, batch, elements))
 
 
-def nested(found: Iterable[Entry]) -> dict[str, Any]:
+def nested(found: Iterable[ConfigEntry]) -> dict[str, Any]:
     """Nest the entries by their sections, without those that are not written."""
     config: dict[str, Any] = {}
     for entry in found:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
-class Rule(NamedTuple):
+class ValueRule(NamedTuple):
     """A condition on a value. words: the condition, to follow "must be"; holds: the check."""
 
     words: str
@@ -27,36 +27,36 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max
 
 
-def _whole(least: int) -> Rule:
+def _whole(least: int) -> ValueRule:
     """Return a rule for whole numbers from `least` on. Floats such as 5e8 pass, since JSON files use them."""
 
     def holds(value: Any) -> bool:
         return _is_number(value) and value == int(value) and least <= value <= sys.maxsize
 
-    return Rule(f"a whole number from {least} on", holds)
+    return ValueRule(f"a whole number from {least} on", holds)
 
 
-def _one_of(*values: Any) -> Rule:
+def _one_of(*values: Any) -> ValueRule:
     """Return a rule for these values, compared with their type: 1.0 and true are not 1."""
     words = f"{', '.join(map(json.dumps, values[:-1]))} or {json.dumps(values[-1])}"
-    return Rule(words, lambda value: any(type(value) is type(one) and value == one for one in values))
+    return ValueRule(words, lambda value: any(type(value) is type(one) and value == one for one in values))
 
 
 SWITCH = _one_of(True, False)
 SIZE, COUNT = _whole(1), _whole(0)
-POSITIVE = Rule("a number from 0 on", lambda value: _is_number(value) and value >= 0)
-SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+POSITIVE = ValueRule("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+SHARE = ValueRule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 DTYPE = _one_of("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
-NAMES = Rule(
+NAMES = ValueRule(
     "a list of names",
     lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
 )
-TEXT = Rule("text", lambda value: isinstance(value, str))
+TEXT = ValueRule("text", lambda value: isinstance(value, str))
 DEVICE = _one_of("none", "cpu", "nvme")
-SECTION = Rule("a section, {…}", lambda value: isinstance(value, Mapping))
-NO_FILE = Rule("null, which prints the profile, as a file is not supported", lambda value: False)
+SECTION = ValueRule("a section, {…}", lambda value: isinstance(value, Mapping))
+NO_FILE = ValueRule("null, which prints the profile, as a file is not supported", lambda value: False)
 
-_BY_SECTION: Mapping[str, Mapping[str, Rule]] = {
+_BY_SECTION: Mapping[str, Mapping[str, ValueRule]] = {
     "": {
         "steps_per_print": SIZE,
         "disable_allgather dump_state memory_breakdown wall_clock_breakdown disable_python_gc": SWITCH,
@@ -116,7 +116,7 @@ _BY_SECTION: Mapping[str, Mapping[str, Rule]] = {
     "timers.throughput": {"enabled synchronized": SWITCH},
 }
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, ValueRule] = {
     f"{section}.{name}" if section else name: rule
     for section, rules in _BY_SECTION.items()
     for names, rule in rules.items()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsft.plan.census import Elements
-from dsft.plan.ds_config import Entry, Row, gathering, nested, silence
+from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
 from dsft.plan.reference import dpo_of, reference_stage
 from dsft.spec.schema import Spec
 
@@ -22,10 +22,10 @@ def reference_config(spec: Spec, elements: Elements | None = None) -> dict[str, 
     return nested(reference_entries(spec, elements))
 
 
-def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[Entry, ...]:
+def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[ConfigEntry, ...]:
     """Return all keys in the order of the file."""
     rows = (*_batch(), *_precision(spec), *_zero(spec, elements), *silence())
-    return tuple(Entry(*row) for row in rows)
+    return tuple(ConfigEntry(*row) for row in rows)
 
 
 def _batch() -> Iterator[Row]:

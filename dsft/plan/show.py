@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
-from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.build import Plan, RankRange, build_plan, rank_ranges
 from dsft.plan.census import Elements
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import ABSENT, Entry, deepspeed_config, entries, nested
+from dsft.plan.ds_config import ABSENT, ConfigEntry, deepspeed_config, entries, nested
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import needed
-from dsft.plan.memory.reference import Reference, ReferenceMemory
+from dsft.plan.memory.reference import ReferenceMemory, ReferenceRankMemory
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
@@ -68,7 +68,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "max_steps": spec.train.max_steps,
         "learning_rate": spec.optim.learning_rate * batch_scale(spec.optim, plan.batch.global_batch_size),
         "num_train_epochs": spec.train.num_train_epochs,
-        "layout": [dataclasses.asdict(block) for block in blocks(plan.layout, plan.hosts)],
+        "layout": [dataclasses.asdict(block) for block in rank_ranges(plan.layout, plan.hosts)],
         "model": {
             "architecture": plan.census.architecture,
             "parameters": plan.census.numel,
@@ -112,7 +112,7 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _reference_keys(plan: Plan) -> tuple[Entry, ...]:
+def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
     """Return the DeepSpeed keys of the reference; none if the policy's engine scores, or a pipeline, which
     runs without DeepSpeed."""
     if not has_engine(plan.spec) or in_stages(plan.spec):
@@ -224,7 +224,7 @@ def _ranks(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("host", "ranks", "local ranks", "pipeline stage", "data ranks"):
         table.add_column(column)
-    found = blocks(plan.layout, plan.hosts)
+    found = rank_ranges(plan.layout, plan.hosts)
     for block in _shortened(found):
         if block is None:
             table.add_row(f"… {len(found) - SHOWN_BLOCKS} more", "", "", "", "")
@@ -235,7 +235,7 @@ def _ranks(plan: Plan) -> Table:
     return table
 
 
-def _shortened(found: list[Block]) -> list[Block | None]:
+def _shortened(found: list[RankRange]) -> list[RankRange | None]:
     if len(found) <= SHOWN_BLOCKS:
         return list(found)
     return [*found[: SHOWN_BLOCKS - 1], None, found[-1]]
@@ -328,7 +328,7 @@ def _less_traffic(plan: Plan) -> Iterator[str]:
             yield f"Gradients travel between hosts after each micro-batch: {', '.join(ways)}."
 
 
-def _reference(plan: Plan, reference: Reference) -> Iterator[str]:
+def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[str]:
     """Yield lines on the reference: which it is and its memory. Beside the policy its weights are also in the
     memory table."""
     line = reference_line(plan.spec).removeprefix("reference: ")
@@ -346,7 +346,7 @@ def _reference(plan: Plan, reference: Reference) -> Iterator[str]:
             yield f"{stage} per GPU {size_text(rank.device)} while it scores: {_of_reference(rank)}."
 
 
-def _of_reference(rank: ReferenceMemory) -> str:
+def _of_reference(rank: ReferenceRankMemory) -> str:
     parts = [
         (rank.parameters, "weights"),
         (rank.offloaded, "weights in the host's memory"),
@@ -365,7 +365,7 @@ def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(f"host {host}", size_text(size)) for host, size in sizes.items()]
 
 
-def _keys(found: Sequence[Entry]) -> Table:
+def _keys(found: Sequence[ConfigEntry]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("key", "value", "reason"):
         table.add_column(column, overflow="fold")

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.build import Plan, build_plan
-from dsft.plan.compare import ROOMY, Candidate, Choice, Comparison, Need, Size, compare
+from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Need, Size, compare
 from dsft.plan.cost import assumed
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.promised import load
@@ -69,7 +69,7 @@ def _mapping(candidate: Candidate, verdict: str) -> dict[str, Any]:
     }
 
 
-def _size_mapping(size: Size, choice: Choice) -> dict[str, Any]:
+def _size_mapping(size: Size, choice: LayoutKeys) -> dict[str, Any]:
     return {
         "micro_batch_size": size.batch.micro_batch_size,
         "accumulation_steps": size.batch.accumulation_steps,
@@ -175,7 +175,7 @@ def _typed(candidate: Candidate) -> str:
     return shlex.join(candidate.overrides) if candidate.overrides else "(the spec as it is)"
 
 
-def label(choice: Choice) -> str:
+def label(choice: LayoutKeys) -> str:
     """Return the layout in words."""
     zero = "plain data parallel" if choice.zero_stage == 0 else f"ZeRO {choice.zero_stage}"
     words = [zero if choice.pipeline_stages == 1 else f"{choice.pipeline_stages} stages, {zero}"]
@@ -187,7 +187,7 @@ def label(choice: Choice) -> str:
     return ", ".join(words)
 
 
-def _details(choice: Choice) -> str:
+def _details(choice: LayoutKeys) -> str:
     checkpointing = ", checkpointing" if choice.checkpointing else ""
     return checkpointing + (f", {choice.reference} reference" if choice.reference else "")
 
@@ -255,7 +255,7 @@ def _common(group: Sequence[Candidate], whole: Sequence[Candidate]) -> str:
     """Return what distinguishes these layouts from the others: for each key their values, unless they have
     all values that occur."""
     words = []
-    for field in dataclasses.fields(Choice):
+    for field in dataclasses.fields(LayoutKeys):
         here, all_of_them = (
             list(dict.fromkeys(getattr(one.choice, field.name) for one in some)) for some in (group, whole)
         )

@@ -123,7 +123,7 @@ def _bar(terminal: Terminal, *, transient: bool = False) -> Progress:
     return Progress(*columns, console=terminal, transient=transient)
 
 
-class Pace(Protocol):
+class TaskProgress(Protocol):
     """Progress of a task: its name, what is done, and the total."""
 
     @property
@@ -144,8 +144,8 @@ class Pace(Protocol):
 @contextmanager
 def shown(
     say: Callable[[str], None], terminal: Terminal | None = None, *, first: bool = True
-) -> Iterator[Callable[[Pace], None]]:
-    """Give the block a function to call with each Pace of a task. On a terminal it updates a progress bar,
+) -> Iterator[Callable[[TaskProgress], None]]:
+    """Give the block a function to call with the progress of a task. On a terminal it updates a progress bar,
     which only the `first` rank draws, above which `say` prints, and which disappears at the end. Elsewhere
     `say` gets a line every EVERY_SECONDS, the first after the same time, so that a quick task prints
     nothing."""
@@ -155,7 +155,7 @@ def shown(
     name: str | None = None
     began = told = 0.0
 
-    def tell(pace: Pace) -> None:
+    def tell(pace: TaskProgress) -> None:
         nonlocal name, began, told
         now = time.monotonic()
         if pace.name != name:

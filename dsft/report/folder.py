@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """The origin of a run. spec: resolved, as YAML; deepspeed: the DeepSpeed JSON; hostfile: its text, None
     for a run without one; command: argv; data: the ledger, None where no rows are read; reference: the
     DeepSpeed JSON of the reference's own engine, None where it has none."""
@@ -42,7 +42,7 @@ class Origin:
     reference: Mapping[str, Any] | None = None
 
 
-def write_folder(run_dir: Path, origin: Origin) -> None:
+def write_folder(run_dir: Path, origin: Provenance) -> None:
     """Write the files. Each is replaced as a whole, except that command.txt gets one more line at each
     start."""
     texts = {

@@ -37,7 +37,7 @@ MOSTLY = 0.75
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """The place of a rank: host, local rank and pipeline stage."""
 
     host: str
@@ -88,7 +88,7 @@ class HostWatch:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[RankLocation],
         rank: int,
         waits: Waits,
         device: torch.device,
@@ -127,7 +127,7 @@ class HostWatch:
         return record
 
 
-def host_names(places: Sequence[Place]) -> list[str]:
+def host_names(places: Sequence[RankLocation]) -> list[str]:
     """Return each rank's host as it appears in the names of metrics: the first label of the host name where
     that is unique, reduced to letters, digits, - and _. Two machines of the same name are told apart since
     each local rank occurs once per machine; the second gets a number."""
@@ -177,7 +177,9 @@ class Lag:
     first records, so a rank that is slow from the start is taken for a large stage.
     """
 
-    def __init__(self, places: Sequence[Place], names: Sequence[str], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, places: Sequence[RankLocation], names: Sequence[str], seconds: float = SECONDS
+    ) -> None:
         self._places, self._names, self._seconds = places, names, seconds
         stages = {place.stage for place in places}
         self._by_itself = len(stages) == len(places)  # no two ranks do the same work

@@ -70,7 +70,7 @@ def total(phase: Phase) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankSetup:
     """The part of a model that one rank trains, and how.
 
     trained, frozen        number of elements of each parameter of the rank's stage
@@ -146,241 +146,241 @@ class Part:
         return one(elements * self.weight) if self.on_cpu and self.ranks > 1 else NONE
 
 
-def phases(part: Part) -> dict[str, Phase]:
+def phases(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases by name: between (steps), load, flattening (part of loading), forward, backward and
     the phases of the update. Without trained parameters: between, load, and at ZeRO 3 forward."""
-    if not part.trained:
-        kept: Phase = {"parameters": weights(part)}
+    if not rank.trained:
+        kept: Phase = {"parameters": weights(rank)}
         return {"between": kept, "load": kept} | (
-            {"forward": merged(kept, {"buffers": gathered(part)})} if part.zero == 3 else {}
+            {"forward": merged(kept, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
         )
-    if part.zero == 0:
-        return _whole(part)
-    if part.zero == 3:
-        return _sharded(part)
-    if part.zero == 1 and part.is_bf16 and not part.is_offloaded:
-        return _bf16(part)
-    return _partitioned(part)
+    if rank.zero == 0:
+        return _whole(rank)
+    if rank.zero == 3:
+        return _sharded(rank)
+    if rank.zero == 1 and rank.is_bf16 and not rank.is_offloaded:
+        return _bf16(rank)
+    return _partitioned(rank)
 
 
-def weights(part: Part) -> Tensors:
+def weights(rank: RankSetup) -> Tensors:
     """Return the weights as they are stored between their uses."""
-    if part.zero < 3:
-        flat = each(part.trained, part.weight) if part.zero == 0 else one(part.elements * part.weight)
-        return flat + each(part.frozen, part.weight)
-    small = [numel for numel in part.trained + part.frozen if numel <= PERSIST_BELOW]
-    return _shares(part) + each(small, part.weight)
+    if rank.zero < 3:
+        flat = each(rank.trained, rank.weight) if rank.zero == 0 else one(rank.elements * rank.weight)
+        return flat + each(rank.frozen, rank.weight)
+    small = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
+    return _shares(rank) + each(small, rank.weight)
 
 
-def _shares(part: Part) -> Tensors:
+def _shares(rank: RankSetup) -> Tensors:
     """Return a rank's shards of the weights at ZeRO 3; trained ones are one tensor (stage3.py:972
     defragment)."""
-    return one(part.share * part.weight) + each(part.shares(part.frozen), part.weight)
+    return one(rank.share * rank.weight) + each(rank.shares(rank.frozen), rank.weight)
 
 
-def _whole(part: Part) -> dict[str, Phase]:
+def _whole(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of ZeRO 0. In fp32 the plain optimizer updates the module's parameters; otherwise
     FP16_UnfusedOptimizer does, which runs one step with zero gradients when it is created
     (unfused_optimizer.py:412 initialize_optimizer_states)."""
-    low = part.weight < FP32
-    gradients = each(part.trained, part.weight)
-    copies = each(part.trained, FP32) if low else NONE
+    low = rank.weight < FP32
+    gradients = each(rank.trained, rank.weight)
+    copies = each(rank.trained, FP32) if low else NONE
     kept: Phase = {
-        "parameters": weights(part),
+        "parameters": weights(rank),
         "master": copies,
-        "moments": each(part.trained, part.moment),
+        "moments": each(rank.trained, rank.moment),
     }
-    left = gradients if part.accumulates else NONE  # else gradients appear as activations are freed
-    flat = min(part.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
-    travels = one(flat * part.weight) + (one(flat * part.reduced) if part.reduced != part.weight else NONE)
-    load: Phase = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(part)}
+    left = gradients if rank.accumulates else NONE  # else gradients appear as activations are freed
+    flat = min(rank.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
+    travels = one(flat * rank.weight) + (one(flat * rank.reduced) if rank.reduced != rank.weight else NONE)
+    load: Phase = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(rank)}
     return {
         "between": kept,
         "load": load,
-        "forward": merged(kept, {"gradients": left}, part.forward),
-        "backward": merged(kept, {"gradients": left}, part.backward),
+        "forward": merged(kept, {"gradients": left}, rank.forward),
+        "backward": merged(kept, {"gradients": left}, rank.backward),
         "reduction": merged(kept, {"gradients": gradients, "buffers": travels}),
         "update": merged(kept, {"gradients": gradients + copies}),
     }
 
 
-def _bf16(part: Part) -> dict[str, Phase]:
+def _bf16(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of ZeRO 1 in bf16: BF16_Optimizer, whose fp32 gradients are whole on every rank
     (bf16_optimizer.py:191 fp32_flat_buffer). The bf16 gradients stay allocated, set to zero
     (clear_lp_grads)."""
-    whole = one(part.elements * FP32)
-    made: Phase = {"parameters": weights(part), "master": one(part.share * FP32), "gradients": whole}
-    low: Phase = {"gradients": each(part.trained, part.weight)}
-    between = merged(made, {"moments": one(part.share * part.moment)})
+    whole = one(rank.elements * FP32)
+    made: Phase = {"parameters": weights(rank), "master": one(rank.share * FP32), "gradients": whole}
+    low: Phase = {"gradients": each(rank.trained, rank.weight)}
+    between = merged(made, {"moments": one(rank.share * rank.moment)})
     kept = merged(between, low)
-    left = kept if part.accumulates else between  # else gradients appear as activations are freed
+    left = kept if rank.accumulates else between  # else gradients appear as activations are freed
     # several groups are copied into one tensor, a single one is reduced in place (engine.py:3796 flatten)
-    joined = part.groups > 1 and part.elements <= REDUCED_AT_ONCE
+    joined = rank.groups > 1 and rank.elements <= REDUCED_AT_ONCE
     return {
         "between": between,
         "load": made,
-        "flattening": _copied(part),
-        "forward": merged(left, part.forward),
-        "backward": merged(left, part.backward),
-        "widening": merged(kept, {"buffers": one(part.largest * FP32)}),  # bf16_optimizer.py:523 hp_grad
+        "flattening": _copied(rank),
+        "forward": merged(left, rank.forward),
+        "backward": merged(left, rank.backward),
+        "widening": merged(kept, {"buffers": one(rank.largest * FP32)}),  # bf16_optimizer.py:523 hp_grad
         "reduction": merged(kept, {"buffers": whole if joined else NONE}),
-        "update": merged(kept, {"buffers": part.gathering(part.elements)}),
+        "update": merged(kept, {"buffers": rank.gathering(rank.elements)}),
     }
 
 
-def _partitioned(part: Part) -> dict[str, Phase]:
+def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp32, fp16 or with offload.
 
     If weights are narrower than fp32, gradients accumulate in one fp32 tensor for the rank's share
     (stage_1_and_2.py:1259 _use_compact_grad_partition_buffer). Otherwise they accumulate in separate tensors,
     and those of the next micro-batch are allocated before they are added.
     """
-    low = part.weight < FP32
-    share = one(part.share * FP32)
-    width = FP32 if part.zero == 1 else part.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
-    states: Phase = {"master": share, "moments": one(part.share * part.moment)}
-    kept: Phase = merged({"parameters": weights(part)}, states)
-    made: Phase = {"parameters": weights(part), "master": share}
-    if part.is_offloaded:
-        kept = {"parameters": weights(part), "offloaded": _in_host(part)}
+    low = rank.weight < FP32
+    share = one(rank.share * FP32)
+    width = FP32 if rank.zero == 1 else rank.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
+    states: Phase = {"master": share, "moments": one(rank.share * rank.moment)}
+    kept: Phase = merged({"parameters": weights(rank)}, states)
+    made: Phase = {"parameters": weights(rank), "master": share}
+    if rank.is_offloaded:
+        kept = {"parameters": weights(rank), "offloaded": _in_host(rank)}
         made = kept
-    whole = each(part.trained, width) if part.zero == 1 and part.accumulates else NONE
-    added = share if low else NONE if part.is_offloaded else share
-    again = share if not low and part.zero == 2 and part.accumulates and not part.is_offloaded else NONE
+    whole = each(rank.trained, width) if rank.zero == 1 and rank.accumulates else NONE
+    added = share if low else NONE if rank.is_offloaded else share
+    again = share if not low and rank.zero == 2 and rank.accumulates and not rank.is_offloaded else NONE
     backward: Phase = {
-        "gradients": whole + added + again + _arriving(part),
-        "buffers": _buckets(part, width),
+        "gradients": whole + added + again + _arriving(rank),
+        "buffers": _buckets(rank, width),
     }
-    update: Phase = {"gradients": added + (NONE if low or part.is_offloaded else share)}
+    update: Phase = {"gradients": added + (NONE if low or rank.is_offloaded else share)}
     # zeros (stage_1_and_2.py:937 single_grad_partition)
-    first: Phase = {} if part.is_offloaded else {"gradients": share}
+    first: Phase = {} if rank.is_offloaded else {"gradients": share}
     return {
         "between": kept,
         "load": merged(made, first),
-        "flattening": _copied(part),
-        "forward": merged(kept, {"gradients": whole + added if part.accumulates else NONE}, part.forward),
-        "backward": merged(kept, backward, part.backward),
+        "flattening": _copied(rank),
+        "forward": merged(kept, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
+        "backward": merged(kept, backward, rank.backward),
         "update": merged(kept, update),
-        "gathering": merged(kept, {"buffers": part.gathering(part.elements)}),
+        "gathering": merged(kept, {"buffers": rank.gathering(rank.elements)}),
     }
 
 
-def _copied(part: Part) -> Phase:
+def _copied(rank: RankSetup) -> Phase:
     """Return the weights and their flat copy, which exist before anything else is allocated
     (stage_1_and_2.py:505 flatten_dense_tensors_aligned, bf16_optimizer.py:167
     _flatten_dense_tensors_aligned)."""
-    return {"parameters": weights(part) + each(part.trained, part.weight)}
+    return {"parameters": weights(rank) + each(rank.trained, rank.weight)}
 
 
-def _arriving(part: Part) -> Tensors:
+def _arriving(rank: RankSetup) -> Tensors:
     """Return the gradient of one parameter before it is in a bucket. With offload below ZeRO 3, a gradient
     larger than the bucket is copied (stage_1_and_2.py:1446 grad_reduc)."""
-    arriving = one(part.largest * part.weight)
-    return arriving + arriving if part.is_offloaded and part.zero < 3 else arriving
+    arriving = one(rank.largest * rank.weight)
+    return arriving + arriving if rank.is_offloaded and rank.zero < 3 else arriving
 
 
-def _in_host(part: Part) -> Tensors:
+def _in_host(rank: RankSetup) -> Tensors:
     """Return the tensors in host memory at ZeRO 1 and 2: fp32 weights, moments and gradients, the updated
     weights on their way to the GPU, one gradient on its way from it, and in fp32 the accumulated gradients,
     one tensor per parameter (stage_1_and_2.py:560 weights_partition, stage_1_and_2.py:567 temp_buffer_bit16,
     stage_1_and_2.py:653 temp_grad_buffer_for_cpu_offload, stage_1_and_2.py:1809
     async_accumulate_grad_in_cpu_via_gpu)."""
-    share, adding = part.share, part.accumulates and part.weight == FP32
-    flat = part.in_host(share, FP32) + part.in_host(share, FP32) + part.in_host(share, part.weight)
-    pieces = [part.in_host(numel, FP32) for numel in part.shares(part.trained)] if adding else []
-    return sum(pieces, flat + one(share * part.moment) + part.in_host(part.largest, part.weight))
+    share, adding = rank.share, rank.accumulates and rank.weight == FP32
+    flat = rank.in_host(share, FP32) + rank.in_host(share, FP32) + rank.in_host(share, rank.weight)
+    pieces = [rank.in_host(numel, FP32) for numel in rank.shares(rank.trained)] if adding else []
+    return sum(pieces, flat + one(share * rank.moment) + rank.in_host(rank.largest, rank.weight))
 
 
-def _buckets(part: Part, width: int) -> Tensors:
+def _buckets(rank: RankSetup, width: int) -> Tensors:
     """Return the reduction buckets: two if reduction overlaps the backward. The reduced gradients are
     flattened, and copied again if the reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a
     parameter larger than the bucket is reduced separately. With offload, gradients pass through a buffer of
     the size of the largest one."""
-    bucket = min(part.bucket, part.elements)
-    flat = max(bucket, part.largest)
-    found = one(bucket * width) + (NONE if part.pipeline else one(bucket * width)) + one(flat * width)
-    if part.reduced != width:
-        found += one(flat * part.reduced)
-    return found + (one(part.largest * part.weight) if part.is_offloaded else NONE)
+    bucket = min(rank.bucket, rank.elements)
+    flat = max(bucket, rank.largest)
+    found = one(bucket * width) + (NONE if rank.pipeline else one(bucket * width)) + one(flat * width)
+    if rank.reduced != width:
+        found += one(flat * rank.reduced)
+    return found + (one(rank.largest * rank.weight) if rank.is_offloaded else NONE)
 
 
-def _sharded(part: Part) -> dict[str, Phase]:
+def _sharded(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of ZeRO 3. Master weights exist in fp32, too (stage3.py:1163 device is compared with
     a string and never equals it). One bucket (stage3.py:782 reduce_bucket_size) and the gradients' buffer
     (stage3.py:791 grad_partitions_flat_buffer) are allocated for the whole run."""
-    share, sub_group = part.share, min(part.share, SUB_GROUP)
+    share, sub_group = rank.share, min(rank.share, SUB_GROUP)
     states: Phase = {
         "master": one(share * FP32),
-        "moments": one(share * part.moment),
-        "gradients": one(share * part.gradient),
+        "moments": one(share * rank.moment),
+        "gradients": one(share * rank.gradient),
     }
-    if part.is_offloaded:
-        states = {"offloaded": _sharded_in_host(part)}
-    bucket = one(part.bucket * part.reduced)
-    kept = merged({"parameters": weights(part), "buffers": bucket, "offloaded": one(part.locked)}, states)
-    if part.parameters != "none":
-        flat = part.in_host(part.share, part.weight)
-        on_host = flat + each(part.shares(part.frozen), part.weight) if part.parameters == "cpu" else NONE
-        resident = [numel for numel in part.trained + part.frozen if numel <= PERSIST_BELOW]
-        kept = merged(kept, {"offloaded": on_host}) | {"parameters": each(resident, part.weight)}
-    reduced = max(min(part.bucket, part.elements), part.largest)
-    reducing = one(reduced * part.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
-    if part.on_cpu:
+    if rank.is_offloaded:
+        states = {"offloaded": _sharded_in_host(rank)}
+    bucket = one(rank.bucket * rank.reduced)
+    kept = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
+    if rank.parameters != "none":
+        flat = rank.in_host(rank.share, rank.weight)
+        on_host = flat + each(rank.shares(rank.frozen), rank.weight) if rank.parameters == "cpu" else NONE
+        resident = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
+        kept = merged(kept, {"offloaded": on_host}) | {"parameters": each(resident, rank.weight)}
+    reduced = max(min(rank.bucket, rank.elements), rank.largest)
+    reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
+    if rank.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works on a copy
-    widened = FP32 if part.gradient == FP32 else FP32 + part.gradient  # bf16 ones are flattened first
-    step = NONE if part.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
+    widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
+    step = NONE if rank.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in kept.items() if row != "moments"}
-    if part.on_cpu:
-        load = merged(load, {"parameters": each(part.shares(part.trained), part.weight)})
+    if rank.on_cpu:
+        load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})
     return {
         "between": kept,
         # stage3.py:1306 gradient_buffer, stage3.py:1172 clone
         "load": merged(load, {"buffers": one(sub_group * FP32)}),
-        "flattening": _flattening(part, kept),
-        "forward": merged(kept, {"buffers": gathered(part)}, part.forward),
+        "flattening": _flattening(rank, kept),
+        "forward": merged(kept, {"buffers": gathered(rank)}, rank.forward),
         "backward": merged(
-            kept, {"buffers": gathered(part) + reducing, "gradients": _arriving(part)}, part.backward
+            kept, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
         ),
         "update": merged(kept, {"gradients": step}),
     }
 
 
-def _flattening(part: Part, kept: Phase) -> Phase:
+def _flattening(rank: RankSetup, kept: Phase) -> Phase:
     """Return the phase in which ZeRO 3 flattens the shards of a GPU's rank; empty on a CPU. Shards that stay
     on the GPU become one tensor by way of host memory (zero/utils.py:221 cpu_buffer); those that stay in host
     memory are copied within it (stage3.py:906 pin_memory)."""
-    if part.on_cpu:
+    if rank.on_cpu:
         return {}
-    shares = each(part.shares(part.trained), part.weight)
-    if part.parameters == "none":
-        return {"parameters": weights(part), "offloaded": one(shares.total)}
+    shares = each(rank.shares(rank.trained), rank.weight)
+    if rank.parameters == "none":
+        return {"parameters": weights(rank), "offloaded": one(shares.total)}
     return {
         "parameters": kept["parameters"],
-        "offloaded": (shares + shares) if part.parameters == "cpu" else NONE,
+        "offloaded": (shares + shares) if rank.parameters == "cpu" else NONE,
     }
 
 
-def gathered(part: Part) -> Tensors:
+def gathered(rank: RankSetup) -> Tensors:
     """Return the gathered parameters at ZeRO 3: those that stay whole from forward to backward, the bucket
     into which they are gathered (gloo has a copy of it), and the shards that are sent
     (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
     parameter (_no_gather_coalesced)."""
-    if part.ranks == 1:
+    if rank.ranks == 1:
         return NONE
-    whole = [numel for numel in part.trained + part.frozen if numel > PERSIST_BELOW]
-    ahead = min(part.gathered, sum(whole))
+    whole = [numel for numel in rank.trained + rank.frozen if numel > PERSIST_BELOW]
+    ahead = min(rank.gathered, sum(whole))
     fits = sum(whole) <= LIVE
-    live = each(whole, part.weight) if fits else Tensors(0, LIVE * part.weight)
+    live = each(whole, rank.weight) if fits else Tensors(0, LIVE * rank.weight)
     return (
-        live + one(ahead * part.weight) + part.gathering(ahead) + one(-(-ahead // part.ranks) * part.weight)
+        live + one(ahead * rank.weight) + rank.gathering(ahead) + one(-(-ahead // rank.ranks) * rank.weight)
     )
 
 
-def _sharded_in_host(part: Part) -> Tensors:
+def _sharded_in_host(rank: RankSetup) -> Tensors:
     """Return the tensors in host memory at ZeRO 3: fp32 weights, moments, and gradients twice, accumulated
     and as read by the update (stage3.py:791 grad_partitions_flat_buffer, stage3.py:1338
     subgroup_gradient_buffer). If the optimizer is on NVMe, only the accumulated gradients."""
-    gradients = part.in_host(part.share, FP32)
-    if part.optimizer == "nvme":
+    gradients = rank.in_host(rank.share, FP32)
+    if rank.optimizer == "nvme":
         return gradients
-    return gradients + gradients + one(part.share * FP32) + one(part.share * part.moment)
+    return gradients + gradients + one(rank.share * FP32) + one(rank.share * rank.moment)

@@ -17,7 +17,7 @@ from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import accumulates, bucket_size, gradients_stay_bf16
 from dsft.plan.layout import Layout
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import NONE, Part, Phase, Row, Tensors, each, gathered, one, phases, total
+from dsft.plan.memory.phases import NONE, Phase, RankSetup, Row, Tensors, each, gathered, one, phases, total
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     FP32,
@@ -160,25 +160,25 @@ def stage_memory(
     """Compute the memory of one rank of a stage. tokens: maximum per micro-batch; batch: sizes of a step,
     None for a model that is not trained, which has one micro-batch at a time."""
     work = _work(stage, census, spec, _Flow(layout, batch.accumulation_steps if batch else 1, tokens))
-    part = _part(stage, census, spec, layout, batch)
-    part = replace(part, forward=work.forward, backward=work.backward)
-    named = phases(part)
+    setup = _setup(stage, census, spec, layout, batch)
+    setup = replace(setup, forward=work.forward, backward=work.backward)
+    named = phases(setup)
     found = list(named.values())
-    fullest = max(found, key=total if part.on_cpu else on_device)
+    fullest = max(found, key=total if setup.on_cpu else on_device)
     small, large = max(_sum(phase).small for phase in found), max(_sum(phase).large for phase in found)
     rows = {row: fullest.get(row, NONE).total for row in get_args(Row)}
-    if not part.on_cpu:
+    if not setup.on_cpu:
         rows["offloaded"] = max(map(_offloaded, found))
     return RankMemory(
         stage=stage,
-        elements=sum(part.trained) + sum(part.frozen),
+        elements=sum(setup.trained) + sum(setup.frozen),
         one_layer=work.one_layer,
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
         between=on_device(named["between"]),
-        forward=max(work.one_layer, work.logits) + (gathered(part).total if part.zero == 3 else 0),
-        retained=small + large - total(fullest) if part.on_cpu else 0,
-        beside=0 if part.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
+        forward=max(work.one_layer, work.logits) + (gathered(setup).total if setup.zero == 3 else 0),
+        retained=small + large - total(fullest) if setup.on_cpu else 0,
+        beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
     )
 
@@ -249,12 +249,12 @@ class _Work:
     logits: int
 
 
-def _part(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None) -> Part:
+def _setup(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None) -> RankSetup:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
-    return Part(
+    return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
         zero=parallel.zero_stage,

@@ -26,7 +26,7 @@ from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
-class ReferenceMemory:
+class ReferenceRankMemory:
     """Memory in bytes of a reference with its own engine, on one rank of a stage; on the GPU, except
     offloaded.
 
@@ -59,7 +59,7 @@ class ReferenceMemory:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceMemory:
     """Memory of the reference.
 
     stages  one rank of each stage; empty if the policy's own engine scores
@@ -67,7 +67,7 @@ class Reference:
             memory then includes it
     """
 
-    stages: tuple[ReferenceMemory, ...]
+    stages: tuple[ReferenceRankMemory, ...]
     hosts: Mapping[str, int] | None
 
 
@@ -78,7 +78,7 @@ def with_reference(
     layout: Layout,
     hosts: Mapping[str, int],
     tokens: int | None = None,
-) -> tuple[Memory, Reference | None]:
+) -> tuple[Memory, ReferenceMemory | None]:
     """Return the policy's memory with that of the reference beside it added, and the reference's own memory,
     None if the loss has no reference.
 
@@ -89,16 +89,16 @@ def with_reference(
         return sizes, None
     if not has_engine(spec):
         copies = tuple(_copies(rank, census, spec, layout) for rank in sizes.stages)
-        return _beside(sizes, copies, (0,) * len(copies), spec, layout, hosts), Reference((), None)
+        return _beside(sizes, copies, (0,) * len(copies), spec, layout, hosts), ReferenceMemory((), None)
     found = _stages(census, spec, layout, tokens or most_tokens(spec, layout))
     if dpo_of(spec).reference == "precomputed":
-        return sizes, Reference(found, _per_host(found, spec, layout, hosts))
+        return sizes, ReferenceMemory(found, _per_host(found, spec, layout, hosts))
     of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
     held, offloaded = zip(*((one.parameters, one.offloaded) for one in of_rank), strict=True)
-    return _beside(sizes, held, offloaded, spec, layout, hosts), Reference(found, None)
+    return _beside(sizes, held, offloaded, spec, layout, hosts), ReferenceMemory(found, None)
 
 
-def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceMemory, ...]:
+def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceRankMemory, ...]:
     """Return the memory of one rank of each stage, computed as for a policy without trained parameters."""
     places = reference_layout(spec, layout.world_size)
     own = spec.model_copy(update={"model": reference_model(spec), "parallel": reference_parallel(spec)})
@@ -110,13 +110,13 @@ def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[Re
     )
 
 
-def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceMemory:
+def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceRankMemory:
     parameters, offloaded = rank.parameters, 0
     if dpo_of(spec).reference_offload == "cpu":
         small = sum(p.numel for p in census.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(spec)
         parameters, offloaded = small, rank.parameters - small
     taken = (parameters, rank.buffers, rank.one_layer, rank.logits, offloaded, rank.beside)
-    return ReferenceMemory(rank.stage, rank.elements, *taken)
+    return ReferenceRankMemory(rank.stage, rank.elements, *taken)
 
 
 def _is_its(parameter: Parameter, own: Spec) -> bool:
@@ -155,7 +155,7 @@ def _beside(
 
 
 def _per_host(
-    found: tuple[ReferenceMemory, ...], spec: Spec, layout: Layout, hosts: Mapping[str, int]
+    found: tuple[ReferenceRankMemory, ...], spec: Spec, layout: Layout, hosts: Mapping[str, int]
 ) -> dict[str, int]:
     places = reference_layout(spec, layout.world_size)
     return of_host(found, spec, places, hosts)

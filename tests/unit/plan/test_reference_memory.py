@@ -10,7 +10,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import PERSIST_BELOW, bucket_size
 from dsft.plan.layout import layout
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO, Memory, memory
-from dsft.plan.memory.reference import Reference, with_reference
+from dsft.plan.memory.reference import ReferenceMemory, with_reference
 
 BIG, SMALL, RANK = 1_000_000, 100, 8
 
@@ -36,7 +36,7 @@ ADAPTER = 8 * RANK * 1000
 
 @pytest.fixture
 def planned(make_spec: Any) -> Any:
-    def run(*, lora: bool = False, **sections: Any) -> tuple[Memory, Reference | None]:
+    def run(*, lora: bool = False, **sections: Any) -> tuple[Memory, ReferenceMemory | None]:
         sections = {"task": "dpo", "train": {"precision": "bf16"}, "data": {"max_length": 64}, **sections}
         spec, hosts = make_spec(**sections), {"a": 2, "b": 2}
         counted, places = census(lora=lora), layout(spec.parallel, 4)

@@ -8,7 +8,7 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.batch import batch_sizes
-from dsft.plan.build import Block, Plan, blocks, build_plan
+from dsft.plan.build import Plan, RankRange, build_plan, rank_ranges
 from dsft.plan.census import Census, Parameter
 from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO
@@ -40,10 +40,10 @@ def text(made: Plan, **options: Any) -> str:
 
 
 def test_ranks_fall_into_blocks_of_host_and_stage() -> None:
-    assert blocks(Layout(6, 2, 3), {"a": 4, "b": 2}) == [
-        Block("a", 0, (0, 2), (0, 2), (0, 2)),
-        Block("a", 1, (3, 3), (3, 3), (0, 0)),
-        Block("b", 1, (4, 5), (0, 1), (1, 2)),
+    assert rank_ranges(Layout(6, 2, 3), {"a": 4, "b": 2}) == [
+        RankRange("a", 0, (0, 2), (0, 2), (0, 2)),
+        RankRange("a", 1, (3, 3), (3, 3), (0, 0)),
+        RankRange("b", 1, (4, 5), (0, 1), (1, 2)),
     ]
 
 

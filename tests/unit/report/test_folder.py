@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsft.report.folder import Origin, write_folder
+from dsft.report.folder import Provenance, write_folder
 from dsft.report.redact import redact, redact_command, redact_tree
 
 SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec\n    NCCL_DEBUG: WARN\n"
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
-    origin = Origin(SPEC, {"zero_optimization": {"stage": 2}}, "a slots=1\n", ["dsft/train.py", "a b", "x=1"])
+    origin = Provenance(
+        SPEC, {"zero_optimization": {"stage": 2}}, "a slots=1\n", ["dsft/train.py", "a b", "x=1"]
+    )
     write_folder(tmp_path, origin)
     write_folder(tmp_path, origin)
     assert json.loads((tmp_path / "deepspeed.json").read_text()) == {"zero_optimization": {"stage": 2}}
@@ -32,7 +34,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_hostfile_leaves_none(tmp_path: Path) -> None:
-    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"]))
+    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"]))
     assert not (tmp_path / "hostfile").exists() and not (tmp_path / "data.json").exists()
 
 
@@ -40,7 +42,7 @@ def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
     account = {
         "train": {"total": {"tokens": 5, "trained_tokens": 3}, "sources": {"web": {"path": "a.jsonl"}}}
     }
-    write_folder(tmp_path, Origin(SPEC, {}, None, ["x"], account, {"zero_optimization": {"stage": 3}}))
+    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"], account, {"zero_optimization": {"stage": 3}}))
     assert json.loads((tmp_path / "reference.deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
     assert json.loads((tmp_path / "data.json").read_text()) == account
 
@@ -49,7 +51,7 @@ def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(tm
     before = os.umask(0o077)
     try:
         (tmp_path / "run").mkdir()
-        write_folder(tmp_path / "run", Origin(SPEC, {}, "node1 slots=1\n", ["x"], {}))
+        write_folder(tmp_path / "run", Provenance(SPEC, {}, "node1 slots=1\n", ["x"], {}))
     finally:
         os.umask(before)
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
@@ -65,7 +67,7 @@ def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "train.py", "--token=canary-1", "--api-key", "canary-2", "hub.token=canary-3", "canary-hf",
         "data.train.0.path=https://user:canary-4@host/x.jsonl", "a=canary-wandb/b",
     ]  # fmt: skip
-    write_folder(tmp_path, Origin(SPEC, {"path": "/x/canary-aws", "token": "canary-5"}, None, command))
+    write_folder(tmp_path, Provenance(SPEC, {"path": "/x/canary-aws", "token": "canary-5"}, None, command))
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         assert "canary" not in path.read_text(encoding="utf-8"), path.name
 

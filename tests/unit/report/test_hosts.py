@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dsft.plan.memory.sizes import GIB
-from dsft.report.hosts import HostWatch, Lag, Place, Spent, host_names, host_record, others_medians
+from dsft.report.hosts import HostWatch, Lag, Spent, host_names, host_record, others_medians
+from dsft.report.hosts import RankLocation as At
 
 
 def spent(
@@ -21,14 +22,14 @@ def spent(
     return Spent(steps, steps * seconds, steps * (seconds - own), steps * data, steps * tokens, GIB, 4 * GIB)
 
 
-def said(places: Sequence[Place], windows: Sequence[Sequence[Spent]]) -> list[tuple[int, str]]:
+def said(places: Sequence[At], windows: Sequence[Sequence[Spent]]) -> list[tuple[int, str]]:
     """(window, line), from 1."""
     lag = Lag(places, host_names(places))
     return [(n, line) for n, ranks in enumerate(windows, start=1) for line in lag.add(ranks)]
 
 
-PAIR = [Place("node1", 0), Place("node2", 0)]
-FOUR = [Place("node1", 0), Place("node1", 1), Place("node2", 0), Place("node2", 1)]
+PAIR = [At("node1", 0), At("node2", 0)]
+FOUR = [At("node1", 0), At("node1", 1), At("node2", 0), At("node2", 1)]
 
 
 def test_a_slow_rank_is_named_once_and_when_it_no_longer_is() -> None:
@@ -52,7 +53,7 @@ def test_what_it_says() -> None:
 
 
 def test_a_process_alone_lags_behind_nobody() -> None:
-    assert said([Place("node1", 0)], [[spent(1.0)]] * 20) == []
+    assert said([At("node1", 0)], [[spent(1.0)]] * 20) == []
 
 
 def test_rows_of_unequal_length_are_nobodys_fault() -> None:
@@ -83,7 +84,7 @@ def test_a_moment_is_no_lag() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_false_alarm(ranks: int) -> None:
     """1,000 records of one step each, whose work is uneven by 20 % (standard deviation), with hiccups."""
-    draw, places = random.Random(ranks), [Place("node1", rank) for rank in range(ranks)]
+    draw, places = random.Random(ranks), [At("node1", rank) for rank in range(ranks)]
 
     def window() -> list[Spent]:
         own = [max(draw.gauss(1.0, 0.2), 0.3) * (5 if draw.random() < 0.01 else 1) for _ in places]
@@ -94,7 +95,7 @@ def test_no_false_alarm(ranks: int) -> None:
 
 def test_stages_differ_by_nature_and_are_compared_with_their_peers() -> None:
     """Two stages of two ranks: the second stage works twice as long; then one of its ranks does."""
-    places = [Place("node1", 0, 0), Place("node1", 1, 0), Place("node2", 0, 1), Place("node2", 1, 1)]
+    places = [At("node1", 0, 0), At("node1", 1, 0), At("node2", 0, 1), At("node2", 1, 1)]
     well = [spent(0.3), spent(0.3), spent(0.6), spent(0.6)]
     slow = [spent(0.3), spent(0.3), spent(0.6), spent(0.95)]
     [(number, line)] = said(places, [well] * 10 + [slow] * 10)
@@ -103,7 +104,7 @@ def test_stages_differ_by_nature_and_are_compared_with_their_peers() -> None:
 
 
 def test_a_stage_of_one_rank_is_compared_with_its_own_start() -> None:
-    places = [Place("node1", 0, 0), Place("node2", 0, 1)]
+    places = [At("node1", 0, 0), At("node2", 0, 1)]
     well, slow = [spent(0.3), spent(0.6)], [spent(0.7), spent(0.6)]
     [(number, line)] = said(places, [well] * 10 + [slow] * 10)
     assert number > 10
@@ -133,19 +134,17 @@ def test_the_record() -> None:
 
 
 def test_names_of_hosts() -> None:
-    names = host_names(
-        [Place("gpu-1.cluster.example", 0), Place("gpu-1.cluster.example", 1), Place("Zwei", 0)]
-    )
+    names = host_names([At("gpu-1.cluster.example", 0), At("gpu-1.cluster.example", 1), At("Zwei", 0)])
     assert names == ["gpu-1", "gpu-1", "Zwei"]
-    assert host_names([Place("a.one", 0), Place("a.two", 0)]) == ["a-one", "a-two"]
-    assert host_names([Place("vm", 0), Place("vm", 1), Place("vm", 0), Place("vm", 1)]) == [
+    assert host_names([At("a.one", 0), At("a.two", 0)]) == ["a-one", "a-two"]
+    assert host_names([At("vm", 0), At("vm", 1), At("vm", 0), At("vm", 1)]) == [
         "vm",
         "vm",
         "vm_2",
         "vm_2",
     ]
-    assert host_names([Place("10.77.0.1", 0), Place("10.77.0.2", 0)]) == ["10-77-0-1", "10-77-0-2"]
-    assert host_names([Place("a/b\nc$(id)", 0)]) == ["a-b-c-id-"]
+    assert host_names([At("10.77.0.1", 0), At("10.77.0.2", 0)]) == ["10-77-0-1", "10-77-0-2"]
+    assert host_names([At("a/b\nc$(id)", 0)]) == ["a-b-c-id-"]
 
 
 class Waits:
