@@ -111,7 +111,7 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from dsft.engine.partition import keep_for
+    from dsft.engine.partition import sharding_for
     from dsft.model.build import build_model
     from dsft.model.config import TokenFacts
     from dsft.plan.cut import balanced
@@ -135,7 +135,7 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
         stage, stages = (world.rank, world.world_size) if variant == "pipeline" else (0, 1)
         layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
         model, facts = Model(name_or_path=str(folder)), TokenFacts(TINY["vocab_size"], None, None, None)
-        cut, keep = balanced([1] * layers, stages), keep_for(config, world)
+        cut, keep = balanced([1] * layers, stages), sharding_for(config, world)
         return build_model(model, facts, 0, torch.bfloat16, stage, cut, keep)
 
     return transformers_loads if variant.startswith("from_pretrained") else dsft_loads

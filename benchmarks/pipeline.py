@@ -234,12 +234,12 @@ def rows(number: int, tokens: int) -> list[Any]:
 
 def ours(zero_stage: int, stages: int, world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     from dsft.engine.build import build_engine
-    from dsft.engine.partition import keep_for
+    from dsft.engine.partition import sharding_for
     from dsft.objective.next_token import next_token
 
     spec = spec_of(zero_stage, stages)
     config = config_of(spec, world)
-    policy = part(spec, world.stage, stages, keep_for(config, world))
+    policy = part(spec, world.stage, stages, sharding_for(config, world))
     engine: Any = build_engine(policy, spec, config, world, next_token())
     all_rows = rows(MICRO_BATCHES[-1], tokens)
 
@@ -256,13 +256,13 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     from deepspeed.pipe import DualPipeVModule
     from torch import nn
 
-    from dsft.engine.start import start
-    from dsft.model.weights import Keep
+    from dsft.engine.initialize import start
+    from dsft.model.weights import Sharding
     from dsft.objective.next_token import next_token
 
     spec, objective, made = spec_of(1, RANKS), next_token(), rows(MICRO_BATCHES[-1], tokens)
     own = (world.rank, 2 * RANKS - 1 - world.rank)
-    policies = {number: part(spec, number, 2 * RANKS, Keep()) for number in own}
+    policies = {number: part(spec, number, 2 * RANKS, Sharding()) for number in own}
     to_come = {number: iter(made) for number in own}
 
     class Stage(nn.Module):

@@ -30,7 +30,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.lay import collate, lay
 from dsft.data.tokenizer.load import tokenizer_of
-from dsft.engine.proof import whole_rows
+from dsft.engine.self_check import whole_rows
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts

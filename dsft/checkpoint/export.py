@@ -131,7 +131,7 @@ def read_model_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors that a model's file has beside the parameters (`kept_beside`) into the model
+    """Write the tensors that a model's file has beside the parameters (`persistent_buffers`) into the model
     folder."""
     if not tensors:
         return

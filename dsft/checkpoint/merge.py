@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import Checkpoint
 from dsft.engine.api import Kind
-from dsft.model.build import first_values, has_frozen
+from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import fingerprint
 from dsft.model.lora import PREFIX, inject, scale
 from dsft.model.vocabulary import NewRows, vocabulary_names
@@ -104,7 +104,7 @@ class WholeModel:
         self._meta = meta
         self._lora = model_of(checkpoint).lora
         seed = checkpoint.state["spec"]["train"]["seed"]
-        self._base = first_values(model_of(checkpoint), meta, seed, dtype, rows_of(checkpoint))
+        self._base = initial_values(model_of(checkpoint), meta, seed, dtype, rows_of(checkpoint))
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:

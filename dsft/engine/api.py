@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.engine.partition import Remembered
+from dsft.engine.partition import Snapshot
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 
@@ -59,7 +59,7 @@ class LossScale:
         return self.scale > LOWEST_SCALE
 
 
-Kept = Callable[[Tensor, MicroBatch], Tensor]
+ScoreOutput = Callable[[Tensor, MicroBatch], Tensor]
 """What `Scorer.score` returns for a micro-batch, computed from the log-probabilities (B, T) of its
 targets."""
 
@@ -89,7 +89,11 @@ class Scorer(Protocol):
     """The scoring half of an engine, for the policy or for a frozen model."""
 
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         """Return `kept` of each micro-batch, on the device: by default its targets' log-probabilities (B, T)
         float32.
@@ -118,7 +122,7 @@ class Engine(Scorer, Protocol):
         """Return this rank's sums (n_terms,) float64, without gradients; zeros where it has no last stage."""
         ...
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
+    def snapshot(self, parameters: Iterable[nn.Parameter]) -> Snapshot:
         """Return a snapshot of these parameters of the policy, to score with it later."""
         ...
 
@@ -126,7 +130,7 @@ class Engine(Scorer, Protocol):
         """Return the full shape of every parameter that this rank's stage trains, by Hugging Face name."""
         ...
 
-    def owned(self) -> Iterator[Fragment]:
+    def owned_fragments(self) -> Iterator[Fragment]:
         """Yield the state that this rank owns; over all ranks each element occurs exactly once."""
         ...
 

@@ -24,13 +24,13 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.engine.api import Kept, log_probabilities
+from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.partition import home_of, place_buffers
 from dsft.engine.world import World
-from dsft.model.policy import Policy, Scored, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, behind_inputs
 
 
-class Frozen:
+class FrozenEngine:
     """An engine that only scores, as `Scorer.score`; parameters are all that it stores."""
 
     def __init__(self, policy: Policy, module: Any, world: World) -> None:
@@ -39,7 +39,11 @@ class Frozen:
 
     @torch.no_grad()
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         """See `Scorer.score`."""
         self._module.train(training)
@@ -73,8 +77,8 @@ class Frozen:
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities (B, T); None where this rank does not have the last stage."""
         inputs = batch.input_ids if self._policy.is_first else self._received(batch)
-        output: Tensor | Scored = self._module(inputs, *behind_inputs(batch, noisy=False))
-        if isinstance(output, Scored):
+        output: Tensor | PolicyOutput = self._module(inputs, *behind_inputs(batch, noisy=False))
+        if isinstance(output, PolicyOutput):
             return output.logps
         dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)
         return None
@@ -100,16 +104,16 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def build_frozen(policy: Policy, config: Mapping[str, Any], world: World) -> Frozen:
+def build_frozen_engine(policy: Policy, config: Mapping[str, Any], world: World) -> FrozenEngine:
     """Build the engine of a model that is not trained. A collective. `policy`: the stage `world.stage` of
-    `world.layout.pipeline_stages`, filled with `keep_for(config, world)`. Its parameters are frozen from here
-    on."""
+    `world.layout.pipeline_stages`, filled with `sharding_for(config, world)`. Its parameters are frozen from
+    here on."""
     policy.requires_grad_(False)
     policy.eval()
     place_buffers(policy, world.device)
     if world.layout.pipeline_stages > 1:
-        return Frozen(policy, policy.to(world.device), world)
+        return FrozenEngine(policy, policy.to(world.device), world)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(model=policy, config=own, dist_init_required=False)
-    return Frozen(policy, engine, world)
+    return FrozenEngine(policy, engine, world)

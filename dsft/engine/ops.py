@@ -35,7 +35,7 @@ from dsft.spec.schema import Spec
 from dsft.system.lock import NAME, holder
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 CPU_ADAM = "zero_force_ds_cpu_optimizer"
 """The key of DeepSpeed's configuration that selects the Adam on the CPU; true: DeepSpeed's."""
@@ -60,7 +60,7 @@ class Ranks(Protocol):
     def hosts_first(self, work: Callable[[], object]) -> None: ...
 
 
-def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
+def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Log) -> dict[str, Any]:
     """Load the ops that the spec needs on all ranks, and return the configuration with `CPU_ADAM` set. A
     collective.
 
@@ -86,7 +86,7 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Say) -
     return decided
 
 
-def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
+def load_everywhere(builder: Any, ranks: Ranks, say: Log) -> None:
     """Load the op on all ranks, on one of each host first. A collective. `say` gets a line before and after a
     compile. Raises on all ranks what `load_op` raises on one."""
     is_here = is_compiled(builder.name, _accelerator())
@@ -99,7 +99,7 @@ def load_everywhere(builder: Any, ranks: Ranks, say: Say) -> None:
         say(f"built {builder.name} in {time.monotonic() - start:.0f} s")
 
 
-def load_op(builder: Any, say: Say) -> Any:
+def load_op(builder: Any, say: Log) -> Any:
     """Return the op's module; compile it first where necessary. DeepSpeed's own later call finds it loaded.
     `say` gets a line while another process compiles.
 
@@ -133,7 +133,7 @@ def _accelerator() -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path, say: Say) -> Iterator[None]:
+def _alone_in(folder: Path, say: Log) -> Iterator[None]:
     """Lock dsft's folder and make torch build there. The kernel releases the lock when its process dies.
     torch's own lock, the mere existence of a file (torch/utils/file_baton.py), outlives a killed build, and
     torch waits for it without end: here no other process can own it, so it is removed."""

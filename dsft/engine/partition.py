@@ -1,4 +1,4 @@
-"""Keep this rank's share of a model while it is being filled: all of it, or its partition under ZeRO 3.
+"""Sharding this rank's share of a model while it is being filled: all of it, or its partition under ZeRO 3.
 
 ZeRO 3 partitions one parameter after the other, so that no rank ever has the whole model.
 `zero.Init(module=…)` would send each whole parameter from rank 0 to all; here the ranks read their own
@@ -21,14 +21,14 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
 from dsft.engine.world import World
-from dsft.model.weights import Keep
+from dsft.model.weights import Sharding
 
 
-def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -> Keep:
-    """Return the `Keep` of a layout: the whole of each parameter, except under ZeRO 3. frozen: the model is
-    not trained."""
+def sharding_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -> Sharding:
+    """Return the `Sharding` of a layout: the whole of each parameter, except under ZeRO 3. frozen: the model
+    is not trained."""
     if config["zero_optimization"]["stage"] != 3:
-        return Keep()
+        return Sharding()
     # An empty module: only for what zero.Init does besides partitioning, such as its own linear function.
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
 
@@ -52,7 +52,7 @@ def keep_for(config: Mapping[str, Any], world: World, *, frozen: bool = False) -
                 _set_partition(parameter, _at_home(part, parameter, init, frozen))
         parameter.partition()
 
-    return Keep(span, take)
+    return Sharding(span, take)
 
 
 def _at_home(part: Tensor, parameter: Any, init: Any, frozen: bool) -> Tensor:
@@ -118,7 +118,7 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
         buffer.data = buffer.data.to(device)
 
 
-class Remembered:
+class Snapshot:
     """A snapshot of parameter values that can be swapped in temporarily. Under ZeRO 3 the values are this
     rank's shares, and what was gathered from other values is released on entry and on exit. The optimizer's
     state is not changed.

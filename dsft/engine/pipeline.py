@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.copies import to_device
-from dsft.engine.api import Kept, StepResult, log_probabilities
-from dsft.engine.start import TrainingEngine
+from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
+from dsft.engine.initialize import TrainingEngine
 from dsft.engine.world import World
-from dsft.model.policy import Policy, Scored, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, behind_inputs
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -80,7 +80,11 @@ class PipelineEngine(TrainingEngine):
             self._stage.as_in_training = False
 
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         scored: list[Tensor] = []
         self._keep = lambda logps, micro_batch: scored.append(kept(logps, micro_batch))
@@ -90,7 +94,7 @@ class PipelineEngine(TrainingEngine):
             self._keep = None
         return tuple(scored)
 
-    def _loss(self, scored: Scored, micro_batch: MicroBatch) -> Tensor:
+    def _loss(self, scored: PolicyOutput, micro_batch: MicroBatch) -> Tensor:
         """Return a micro-batch's loss; DeepSpeed calls this on the last stage. Add up its sums here, since
         DeepSpeed would round them to float32."""
         if self._keep is not None:
@@ -119,13 +123,13 @@ class _Stage(nn.Module):
         self.as_in_training = False  # with dropout, though DeepSpeed evaluates
         self.micro_batches: Iterator[MicroBatch] = iter(())
 
-    def forward(self, inputs: Tensor) -> Tensor | Scored:
+    def forward(self, inputs: Tensor) -> Tensor | PolicyOutput:
         """Return (B, T, hidden), or what the policy returns on the last stage. inputs: (B, T) tokens on the
         first stage, else (B, T, hidden)."""
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
-        output: Tensor | Scored = self.policy(inputs, *behind_inputs(batch))
+        output: Tensor | PolicyOutput = self.policy(inputs, *behind_inputs(batch))
         return output
 
 

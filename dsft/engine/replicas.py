@@ -78,13 +78,13 @@ def digest(tensor: Tensor) -> Tensor:
     return torch.stack([block.sum(dtype=torch.int64) for block in words.split(BLOCK)]).sum()
 
 
-def replicated(causal_lm: nn.Module, masters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def replicated(causal_lm: nn.Module, master_weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors that a rank has whole, by name: parameters that ZeRO 3 has not sharded, buffers, and
-    `masters`, the float32 copies of parameters where every data-parallel rank has all of them (ZeRO 0 in bf16
-    or fp16)."""
+    `master_weights`, the float32 copies of parameters where every data-parallel rank has all of them (ZeRO 0
+    in bf16 or fp16)."""
     found: dict[str, Tensor] = _buffers(causal_lm)
     found |= {name: p for name, p in causal_lm.named_parameters() if not hasattr(p, "ds_tensor")}
-    found |= {f"{name} in float32": master for name, master in masters}
+    found |= {f"{name} in float32": master for name, master in master_weights}
     return {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
 
 

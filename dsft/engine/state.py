@@ -7,7 +7,7 @@ what DeepSpeed does are those of version 0.19.8.
     ZeRO 0, bf16       fp32 copies beside the parameters, by parameter or flat; equal on all ranks of a stage
     ZeRO 1, 2          a flat fp32 partition per parameter group; `param._hp_mapping` says which part is here
     ZeRO 3             a flat fp32 partition per sub-group, of which each parameter has an equal, padded part;
-                       offloaded to NVMe, sub-groups of 1 MiB and more are files (swapped.py)
+                       offloaded to NVMe, sub-groups of 1 MiB and more are files (nvme.py)
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.engine.api import Fragment, Kind, ReadRange
-from dsft.engine.swapped import forget_moments, in_memory, is_swapped, mapped, put_in_place
+from dsft.engine.nvme import discard_moments, is_swapped, memory_map, swapped_in, write_parameters
 from dsft.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Held:
+class StateShard:
     """The part of one parameter whose fp32 value and moments are on this rank.
 
     start   index of its first element in the flattened parameter
@@ -48,20 +48,22 @@ class Held:
     home: Tensor
     offset: int
 
-    def part(self, start: int, stop: int) -> Held:
+    def part(self, start: int, stop: int) -> StateShard:
         """Return the elements [start, stop), counted in the flattened parameter and limited to this part."""
         start, stop = max(start, self.start), min(stop, self.start + self.size)
-        return Held(start, max(stop - start, 0), self.home, self.offset + start - self.start)
+        return StateShard(start, max(stop - start, 0), self.home, self.offset + start - self.start)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the view (size,) of this part in `tensor`, which is shaped like `home`."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
-Locate = Callable[[nn.Parameter], Held | None]
+Locate = Callable[[nn.Parameter], StateShard | None]
 
 
-def owned(engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int) -> Iterator[Fragment]:
+def owned_fragments(
+    engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int
+) -> Iterator[Fragment]:
     """Yield the state that this rank owns; over all ranks each element occurs exactly once.
 
     `named` maps Hugging Face names to the engine's parameters. A tied parameter with two names occurs once,
@@ -82,7 +84,7 @@ def owned(engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shard
                 yield Fragment(name, kind, held.start, held.of(tensor))
 
 
-def masters(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     """Yield the float32 values of trained parameters, as `owned` reads them, where all ranks of a stage have
     the same and they are not the parameters themselves."""
     locate, is_replicated = _locator(engine.optimizer)
@@ -112,15 +114,15 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
         else:
             put()
     for home in homes:
-        with in_memory(optimizer, home):
+        with swapped_in(optimizer, home):
             _fresh_state(optimizer, home, applied_steps)
             for later in swapped[id(home)]:
                 later()
-    put_in_place(optimizer)
+    write_parameters(optimizer)
 
 
 def _put(
-    optimizer: Any, name: str, parameter: Any, held: Held | None, kinds: Iterable[Kind], read: ReadRange
+    optimizer: Any, name: str, parameter: Any, held: StateShard | None, kinds: Iterable[Kind], read: ReadRange
 ) -> None:
     _set_value(name, parameter, held, read)
     if held is not None and held.size:
@@ -129,7 +131,7 @@ def _put(
             held.of(moment).copy_(read(name, kind, held.start, held.start + held.size))
 
 
-def forget_first_step(engine: Any) -> None:
+def undo_first_step(engine: Any) -> None:
     """Undo the step that the optimizers of ZeRO 0 in bf16 take, with zero gradients, when they are built
     (unfused_optimizer.py:412 initialize_optimizer_states, fused_optimizer.py:125
     initialize_optimizer_states): it counts in Adam's bias correction and decays weights. Other optimizers are
@@ -139,13 +141,13 @@ def forget_first_step(engine: Any) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
-def make_moments(engine: Any) -> None:
+def allocate_moments(engine: Any) -> None:
     """Allocate the moments, as zeros after one step, except those swapped to a disk, which take no memory.
-    Undone by `forget_steps`."""
+    Undone by `reset_state`."""
     _empty_state(engine.optimizer, 1)
 
 
-def forget_steps(engine: Any) -> None:
+def reset_state(engine: Any) -> None:
     """Remove the moments and the step count, as before a first step; for steps that have changed no
     weight."""
     _empty_state(engine.optimizer, 0)
@@ -179,7 +181,7 @@ def _tensor(optimizer: Any, home: Tensor, kind: Kind) -> Tensor | None:
     """Return all of `home`, or a moment of it, in memory or on disk; None where there is no such moment
     yet."""
     if is_swapped(optimizer, home):
-        return mapped(optimizer, home, kind)
+        return memory_map(optimizer, home, kind)
     if kind == "value":
         return home
     moment: Tensor | None = _base(optimizer).state.get(home, {}).get(kind)
@@ -206,32 +208,32 @@ def _locator(optimizer: Any) -> tuple[Locate, bool]:
     if isinstance(optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
         return _masters(optimizer).__getitem__, True
     if isinstance(optimizer, torch.optim.Optimizer):
-        return lambda parameter: Held(0, parameter.numel(), parameter, 0), True
+        return lambda parameter: StateShard(0, parameter.numel(), parameter, 0), True
     raise CheckpointError(
         f"DeepSpeed's {type(optimizer).__name__} is not understood; its state cannot be saved."
     )
 
 
-def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> Held | None:
+def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> StateShard | None:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by deepspeed's link_hp_params
     if mapping is None:
         return None
     here, home = mapping.lp_fragment_address, mapping.hp_fragment_address
     flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
-    return Held(here.start, here.numel, flat, home.start)
+    return StateShard(here.start, here.numel, flat, home.start)
 
 
-def _held_zero3(optimizer: Any, parameter: Any) -> Held:
+def _held_zero3(optimizer: Any, parameter: Any) -> StateShard:
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]  # size with padding
     start = size * parameter.ds_zero_partition_rank
     home = optimizer.fp32_partitioned_groups_flat[group]
-    return Held(start, max(min(size, parameter.ds_numel - start), 0), home, offset)
+    return StateShard(start, max(min(size, parameter.ds_numel - start), 0), home, offset)
 
 
-def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
+def _masters(optimizer: Any) -> dict[nn.Parameter, StateShard]:
     """Return the parts at ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (DeepSpeed's
     FusedAdam)."""
-    found: dict[nn.Parameter, Held] = {}
+    found: dict[nn.Parameter, StateShard] = {}
     for index, group in enumerate(optimizer.fp16_groups):
         offset = 0
         for position, parameter in enumerate(group):
@@ -239,7 +241,7 @@ def _masters(optimizer: Any) -> dict[nn.Parameter, Held]:
                 home, offset = optimizer.fp32_groups[index][position], 0
             else:
                 home = optimizer.fp32_groups_flat[index]
-            found[parameter] = Held(0, parameter.numel(), home, offset)
+            found[parameter] = StateShard(0, parameter.numel(), home, offset)
             offset += parameter.numel()
     return found
 
@@ -257,7 +259,7 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
     for swapped-out tensors."""
     base = _base(optimizer)
     base.state.clear()
-    forget_moments(optimizer)
+    discard_moments(optimizer)
     _unlink_moments(optimizer)
     for home in _homes(optimizer):
         if not is_swapped(optimizer, home):
@@ -311,7 +313,7 @@ def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
         )
 
 
-def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) -> None:
+def _set_value(name: str, parameter: Any, held: StateShard | None, read: ReadRange) -> None:
     """Set the fp32 value that this rank stores, and the weights in the type that forward and backward use."""
     if not hasattr(parameter, "ds_tensor"):
         whole = read(name, "value", 0, parameter.numel())
@@ -322,7 +324,9 @@ def _set_value(name: str, parameter: Any, held: Held | None, read: ReadRange) ->
     assert held is not None, "ZeRO 3 gives every rank a part of each parameter"
     part = read(name, "value", held.start, held.start + held.size) if held.size else torch.empty(0)
     held.of(held.home).copy_(part)
-    if parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:  # else `put_in_place` writes its file
+    if (
+        parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE
+    ):  # else `write_parameters` writes its file
         parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
     if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are whole on every rank
         parameter.data.copy_(read(name, "value", 0, parameter.ds_numel).view(parameter.ds_shape))

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dsft.engine.device import describe_device, take_device
-from dsft.engine.ops import Say, load_everywhere
+from dsft.engine.ops import Log, load_everywhere
 from dsft.errors import DsftError, WorldError
 from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
@@ -124,7 +124,7 @@ class World:
         self.each(lambda: work() if leads else None)
         self.each(lambda: None if leads else work())
 
-    def prove_same(self, mine: Mapping[str, Any]) -> None:
+    def check_same(self, mine: Mapping[str, Any]) -> None:
         """Raise WorldError on every rank, with the differing keys and values, unless all ranks give the same
         JSON values by the same names."""
         digests = self.gather({name: _digest(value) for name, value in mine.items()})
@@ -139,7 +139,7 @@ class World:
 def join(
     launched: Launched,
     layout: Layout,
-    say: Say = silent,
+    say: Log = silent,
     identity: Mapping[str, Any] | None = None,
     promised: Accelerator | None = None,
 ) -> World:
@@ -183,7 +183,7 @@ def join(
         # as DeepSpeed's TorchBackend does: NCCL connects at once, and splits this group for each new one
         device_id=device if name == "cuda" and world.world_size > 1 else None,
     )
-    world.prove_same(identity or {})  # again: after a change of hosts the store has what others wrote
+    world.check_same(identity or {})  # again: after a change of hosts the store has what others wrote
     if name == "cpu":  # DeepSpeed finds its op loaded
         load_everywhere(ShareMemCommBuilder(), world, say)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a message about its op, on every rank

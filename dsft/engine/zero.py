@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.copies import to_device
-from dsft.engine.api import Kept, StepResult, log_probabilities
+from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
+from dsft.engine.initialize import TrainingEngine
 from dsft.engine.partition import place_buffers
-from dsft.engine.start import TrainingEngine
 from dsft.engine.world import World
-from dsft.model.policy import Policy, Scored, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, behind_inputs
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -60,7 +60,11 @@ class ZeroEngine(TrainingEngine):
 
     @torch.no_grad()
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         self._engine.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
@@ -71,6 +75,6 @@ class ZeroEngine(TrainingEngine):
         batch = micro_batch.to(self._world.device)
         return self._objective.term_sums(*self._scored(batch), batch)
 
-    def _scored(self, batch: MicroBatch) -> Scored:
-        scored: Scored = self._engine(batch.input_ids, *behind_inputs(batch))
+    def _scored(self, batch: MicroBatch) -> PolicyOutput:
+        scored: PolicyOutput = self._engine(batch.input_ids, *behind_inputs(batch))
         return scored

@@ -15,8 +15,8 @@ from dsft.checkpoint.read import Checkpoint
 from dsft.data.steps.steps import Laid, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for, share_buffers
-from dsft.engine.proof import prove_rows
+from dsft.engine.partition import sharding_for, share_buffers
+from dsft.engine.self_check import check_rows
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.job.api import Job
@@ -24,7 +24,7 @@ from dsft.job.resolve import Resolved
 from dsft.loop import Progress, Record
 from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable, switch_off_dropout
-from dsft.model.names import kept_beside
+from dsft.model.names import persistent_buffers
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.objective.api import Objective, evaluation_record
@@ -82,7 +82,7 @@ def build(
     the precomputed log-probabilities of the reference, None where an engine computes them."""
     spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
-    keep = keep_for(config, world)
+    keep = sharding_for(config, world)
 
     switched_off: list[str] = []
     attention: list[str] = []
@@ -110,7 +110,7 @@ def build(
     files: dict[str, bytes] = {}
 
     def write() -> None:
-        write_beside(job.model_folder, kept_beside(policy.causal_lm))
+        write_beside(job.model_folder, persistent_buffers(policy.causal_lm))
         files.update(read_model_files(job.model_folder))
 
     world.first(write)
@@ -136,7 +136,7 @@ def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world
 def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) -> Iterator[str]:
     """Run the checks on real rows that must pass before training, and yield a line for each. fresh: no step
     has been done yet."""
-    yield from prove_rows(built.engine, built.policy, job.spec, inputs.train, world, inputs.pad_id)
+    yield from check_rows(built.engine, built.policy, job.spec, inputs.train, world, inputs.pad_id)
     if built.reference and fresh and dpo_of(job.spec).reference_model is None:
         yield prove_start(job, inputs, world, built, built.reference)
 

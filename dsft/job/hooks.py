@@ -18,8 +18,8 @@ from dsft.checkpoint.save import save
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.engine.api import Scorer
+from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.replicas import Replicas
-from dsft.engine.waiting import Waiting
 from dsft.engine.world import Agreement, World
 from dsft.errors import DsftError
 from dsft.identity import Identity
@@ -95,7 +95,7 @@ class Hooks(Run):
             engine, kept = self.built.engine, self.job.spec.checkpoint
             line = save(
                 self.job.folder,
-                engine.owned(),
+                engine.owned_fragments(),
                 engine.shapes(),
                 facts,
                 self.world,
@@ -158,7 +158,7 @@ class Hooks(Run):
 def watch_hosts(world: World, say: Say) -> HostWatch:
     """Gather the host of every rank, to watch for stragglers. A collective."""
     places = world.gather(RankLocation(socket.gethostname(), world.local_rank, world.stage))
-    return HostWatch(places, world.rank, Waiting(world.device), world.device, say)
+    return HostWatch(places, world.rank, CommunicationTimer(world.device), world.device, say)
 
 
 def mfu_of(

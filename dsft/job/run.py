@@ -19,8 +19,8 @@ import torch
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.read import Checkpoint, find
 from dsft.ending import finish
+from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
-from dsft.engine.start import check_precision, set_tf32
 from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, StorageError, WorldError
 from dsft.identity import process_identity

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from dsft.engine.start import check_precision, set_tf32
+from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.world import join
 from dsft.identity import build_identity, input_identity, process_identity
 from dsft.inputs import read_inputs
@@ -35,7 +35,7 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse,
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
-        world.prove_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
+        world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
         precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, say, again=True)
         say(f"next: {way_on}")
         ranks.leave()

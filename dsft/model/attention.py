@@ -29,7 +29,7 @@ from transformers import (
 
 from dsft.data.steps.batch import Borders, borders_of
 from dsft.errors import DsftError, Problem, SpecError
-from dsft.model.attention_choice import FUNCTIONS, Choice, choose
+from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.older import can_use_sdpa
@@ -56,7 +56,7 @@ def attend_per_segment(
     if attention == "auto":
         choice = choose(causal_lm, device)
     elif attention == "sdpa":
-        choice = Choice(SEGMENTS, "segment by segment, as model.attention is sdpa")
+        choice = AttentionChoice(SEGMENTS, "segment by segment, as model.attention is sdpa")
     else:
         return f"attention of packed rows: {attention}, as model.attention says"
     use(causal_lm, choice.name)

@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 
 from dsft.errors import DsftError
 from dsft.model.attention_loop import SEGMENTS, segment_attention
-from dsft.model.attention_varlen import Form, Kernel, package_kernel, torch_kernel, varlen_attention
+from dsft.model.attention_varlen import (
+    AttentionArguments,
+    Kernel,
+    package_kernel,
+    torch_kernel,
+    varlen_attention,
+)
 
 VARLEN, PACKAGE = "dsft_varlen", "dsft_package"
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
@@ -38,7 +44,7 @@ ROUNDING = 0.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionChoice:
     """The chosen attention. name: its key in FUNCTIONS; said: which it is, and why none before it."""
 
     name: str
@@ -46,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionRequirements:
     """All that a model's layers ask of their attention: every head size, scale and window that one of them
     has, and what is the same for all."""
 
@@ -60,18 +66,20 @@ class Asked:
     is_uneven: bool  # values have heads of another size than keys
 
 
-def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:
+def choose(causal_lm: PreTrainedModel, device: torch.device) -> AttentionChoice:
     """Return the first function that computes what `causal_lm` asks, in the type of its parameters, on
     `device`."""
     loop = "segment by segment"
     dtype = next(causal_lm.parameters()).dtype
     if device.type != "cuda":
-        return Choice(SEGMENTS, f"{loop}, as FlashAttention needs a GPU")
+        return AttentionChoice(SEGMENTS, f"{loop}, as FlashAttention needs a GPU")
     if dtype not in FLASH_TYPES:
-        return Choice(SEGMENTS, f"{loop}, as FlashAttention does not compute in {_short(dtype)}")
-    asked = asked_by(causal_lm)
+        return AttentionChoice(SEGMENTS, f"{loop}, as FlashAttention does not compute in {_short(dtype)}")
+    asked = requirements_of(causal_lm)
     if asked.is_uneven:
-        return Choice(SEGMENTS, f"{loop}, as FlashAttention needs keys and values with heads of one size")
+        return AttentionChoice(
+            SEGMENTS, f"{loop}, as FlashAttention needs keys and values with heads of one size"
+        )
     refused = ""
     for name, kernel, flash_3, said in (
         (VARLEN, torch_kernel(), True, "FlashAttention 3"),
@@ -84,11 +92,11 @@ def choose(causal_lm: PreTrainedModel, device: torch.device) -> Choice:
         except Exception as error:  # what torch, the packages and the driver raise
             refused += f"; not {said}: {(str(error).splitlines() or [type(error).__name__])[0]}"
         else:
-            return Choice(name, said + refused)
-    return Choice(SEGMENTS, loop + refused)
+            return AttentionChoice(name, said + refused)
+    return AttentionChoice(SEGMENTS, loop + refused)
 
 
-def asked_by(causal_lm: PreTrainedModel) -> Asked:
+def requirements_of(causal_lm: PreTrainedModel) -> AttentionRequirements:
     """Read what a model asks from the attributes of its modules and the keys of its config, under
     transformers' names."""
     text: Any = causal_lm.config.get_text_config()
@@ -97,7 +105,7 @@ def asked_by(causal_lm: PreTrainedModel) -> Asked:
     sizes = {size for m in modules if isinstance(size := getattr(m, "head_dim", None), int)}
     scales = {scale for m in modules if isinstance(scale := getattr(m, "scaling", None), float)}
     dropout = (getattr(text, key, None) for key in ("attention_dropout", "attn_pdrop", "attn_dropout"))
-    return Asked(
+    return AttentionRequirements(
         heads,
         getattr(text, "num_key_value_heads", None) or heads,
         tuple(sorted(sizes)) or (text.hidden_size // heads,),
@@ -128,7 +136,7 @@ def _flash_3(wanted: bool) -> Iterator[None]:
         raise
 
 
-def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device) -> None:
+def _try(kernel: Kernel, asked: AttentionRequirements, dtype: torch.dtype, device: torch.device) -> None:
     """Run a kernel forward and backward on two segments, the first with one key before it, with a window of
     two tokens where layers have a window. Raises what the kernel raises, and DsftError where its output or a
     gradient differs from the definition's by more than rounding. Dropout is run but not compared."""
@@ -147,7 +155,7 @@ def _try(kernel: Kernel, asked: Asked, dtype: torch.dtype, device: torch.device)
             )
         )
         reach = (-1, 0) if window is None else (1, 0)
-        form = Form(tokens, scaling, reach, asked.softcap, asked.dropout)
+        form = AttentionArguments(tokens, scaling, reach, asked.softcap, asked.dropout)
         with torch.enable_grad():
             output = kernel(query, key, value, (begins, keys), form)
             mine = (output, *torch.autograd.grad(output, (query, key, value), pull))
@@ -168,7 +176,7 @@ def are_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return bool(apart) and bool(torch.stack(apart).any())
 
 
-def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: AttentionArguments) -> Tensor:
     """Compute attention score by score over BORDERS' segments, of which the first has one key more than
     queries; shapes as in dsft.model.attention_varlen's Kernel."""
     outputs = []

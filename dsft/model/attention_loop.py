@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dsft.errors import DsftError
 
-NOT_SAID = -1  # for a model that passes no window at all; one without a window passes None
+WINDOW_NOT_GIVEN = -1  # for a model that passes no window at all; one without a window passes None
 # Keywords of models to their attention that change nothing here; is_causal is checked.
 HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict"})
 
@@ -47,11 +47,11 @@ def segment_attention(
 
     Raises DsftError for anything else that the model asks of its attention.
     """
-    segments, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", NOT_SAID)
+    segments, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", WINDOW_NOT_GIVEN)
     softcap = asked.pop("softcap", None)
     refuse_unknown(module, attention_mask, segments is not None, window, asked)
     longest = max(length + start for length, start in segments)
-    reach = min(window, longest) if window not in (None, NOT_SAID) else longest
+    reach = min(window, longest) if window not in (None, WINDOW_NOT_GIVEN) else longest
     band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
@@ -163,15 +163,16 @@ def _band(length: int, reach: int, device: torch.device) -> Tensor:
 def refuse_unknown(
     module: nn.Module,
     attention_mask: Tensor | None,
-    is_told: bool,
+    has_segments: bool,
     window: int | None,
     asked: Mapping[str, Any],
 ) -> None:
-    """Raise DsftError where a model asks more of its attention than is computed here. is_told: the attention
-    got the segments; window: NOT_SAID where the model passes none; asked: the other keywords."""
+    """Raise DsftError where a model asks more of its attention than is computed here. has_segments: the
+    attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none; asked: the other
+    keywords."""
     unknown = [name for name, value in asked.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
-    if not is_told:
+    if not has_segments:
         reason = "hands no segments down to its attention"
     elif attention_mask is not None:
         reason = "makes a mask of its own for its attention"
@@ -179,7 +180,7 @@ def refuse_unknown(
         reason = f"asks {' and '.join(sorted(unknown))} of its attention"
     elif not asked.get("is_causal", getattr(module, "is_causal", True)):
         reason = "looks ahead"
-    elif window == NOT_SAID and getattr(config, "sliding_window", None) is not None:
+    elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None) is not None:
         reason = "does not tell its attention which layers have a sliding window"
     else:
         return

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from dsft.errors import DsftError
-from dsft.model.attention_loop import NOT_SAID, refuse_unknown
+from dsft.model.attention_loop import WINDOW_NOT_GIVEN, refuse_unknown
 
 KEY_INDEX = "key_index"
 """Keyword of the indices (K,) of the row's tokens that are the segments' keys; None: each token once."""
 
 
-class Form(NamedTuple):
+class AttentionArguments(NamedTuple):
     """Parameters of an attention call.
 
     longest  the most keys that a segment may have
@@ -45,7 +45,12 @@ class Kernel(Protocol):
     D). borders: of the queries' segments and of the keys', (n + 1,) int32 each."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        borders: tuple[Tensor, Tensor],
+        form: AttentionArguments,
     ) -> Tensor: ...
 
 
@@ -57,7 +62,9 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
     """
     known = frozenset(inspect.signature(attend).parameters)
 
-    def call(query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form) -> Tensor:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments
+    ) -> Tensor:
         needed = (
             ("windows", "window_size" not in known and form.window != (-1, 0)),
             ("scales other than 1 ÷ √D", "scale" not in known and form.scale != query.shape[-1] ** -0.5),
@@ -82,7 +89,7 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
 
 
 def package_kernel(
-    query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: Form
+    query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments
 ) -> Tensor:
     """Call flash_attn_varlen_func of the package flash-attn, 2.6 or later, which has soft-caps and
     dropout."""
@@ -121,14 +128,14 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         borders = asked.pop("cu_seq_lens_q", None), asked.pop("cu_seq_lens_k", None)
         longest, _ = asked.pop("max_length_q", None), asked.pop("max_length_k", None)
         index, softcap = asked.pop(KEY_INDEX, None), asked.pop("softcap", None)
-        window = asked.pop("sliding_window", NOT_SAID)
+        window = asked.pop("sliding_window", WINDOW_NOT_GIVEN)
         refuse_unknown(module, attention_mask, borders[0] is not None, window, asked)
-        reach = -1 if window in (None, NOT_SAID) or window >= longest else window - 1
+        reach = -1 if window in (None, WINDOW_NOT_GIVEN) or window >= longest else window - 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
-        form = Form(longest, scale, (reach, 0), softcap, dropout)
+        form = AttentionArguments(longest, scale, (reach, 0), softcap, dropout)
         return kernel(q, k, v, borders, form)[None], None
 
     return attend

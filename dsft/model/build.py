@@ -18,23 +18,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import Problem, SpecError
 from dsft.model.config import TokenFacts, new_rows, resolve_config
-from dsft.model.files import FileValues, NotUnderstood, weight_files
+from dsft.model.files import SafetensorsReader, UnsupportedConversionError, weight_files
 from dsft.model.init import FreshWeights
-from dsft.model.joints import check_cut
 from dsft.model.kernels import use_liger
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
+from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
-from dsft.model.vocabulary import NewRows, Values, WithNewRows
-from dsft.model.weights import Keep, Weights
+from dsft.model.vocabulary import ExtendedReader, NewRows, TensorReader
+from dsft.model.weights import Sharding, Weights
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
-WHOLE = Keep()
+WHOLE = Sharding()
 
 MIXING = ("experts", "router", "router_gate")
 """transformers' names of the parts of a mixture of experts."""
@@ -50,7 +50,7 @@ def build_model(
     dtype: torch.dtype,
     stage: int = 0,
     cut: Cut | None = None,
-    keep: Keep = WHOLE,
+    keep: Sharding = WHOLE,
 ) -> Policy:
     """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
     engine's `keep` decides which range of each parameter is filled, and takes each parameter once it is
@@ -61,7 +61,7 @@ def build_model(
     """
     config = resolve_config(model, facts)
     cut = cut or Cut((config.num_hidden_layers,))
-    joints = check_cut(config, cut) if cut.stages > 1 else None
+    split_points = check_cut(config, cut) if cut.stages > 1 else None
     causal_lm = _on_meta(config)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
@@ -69,8 +69,8 @@ def build_model(
         offload = model.activation_offload and on_gpu
         checkpoint_activations(causal_lm, offload)
     choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
-    if joints is not None:
-        cut_to_stage(causal_lm, joints, stage, cut)
+    if split_points is not None:
+        cut_to_stage(causal_lm, split_points, stage, cut)
     if model.kernels == "liger":
         use_liger(causal_lm)
     if model.compile:
@@ -83,7 +83,7 @@ def build_model(
     return policy
 
 
-def first_values(
+def initial_values(
     model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None = None
 ) -> Callable[[str], Tensor]:
     """Return a function from a parameter's name to its value before any training, on the CPU. `causal_lm` is
@@ -145,8 +145,8 @@ def _weights(
     """Return the source of values; it is set up before the model is changed. Files that cannot be read tensor
     by tensor are read whole, by transformers' own loader."""
 
-    def weights_of(values: Values) -> ReadWeights:
-        return ReadWeights(causal_lm, WithNewRows(causal_lm, values, rows) if rows else values)
+    def weights_of(values: TensorReader) -> ReadWeights:
+        return ReadWeights(causal_lm, ExtendedReader(causal_lm, values, rows) if rows else values)
 
     name = model.name_or_path
     if name is None:
@@ -154,9 +154,9 @@ def _weights(
     try:
         files = weight_files(name)
         if files:
-            return weights_of(FileValues(causal_lm, files, f"model.name_or_path {name!r}"))
+            return weights_of(SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}"))
         reason = "it has no safetensors files"
-    except NotUnderstood as error:
+    except UnsupportedConversionError as error:
         reason = f"{error} is not understood"
     config = causal_lm.config
     weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))

@@ -20,9 +20,9 @@ from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import TokenFacts, resolve_config, token_facts
-from dsft.model.joints import joints_of
 from dsft.model.names import plain_name
-from dsft.model.stage import Joints
+from dsft.model.split_points import find_split_points
+from dsft.model.stage import SplitPoints
 from dsft.spec.schema import Model
 
 NOT_ASKED = "where its layers come apart was not asked"
@@ -37,14 +37,14 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_trainable(causal_lm)
     choose_trained(causal_lm, model)
-    joints = joints_of(config) if cuts else NOT_ASKED
-    before = joints.before if isinstance(joints, Joints) else ()
+    split_points = find_split_points(config) if cuts else NOT_ASKED
+    before = split_points.before if isinstance(split_points, SplitPoints) else ()
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "parameters": _parameters(causal_lm, config.num_hidden_layers, before),
-        "uncuttable": joints if isinstance(joints, str) else None,
+        "uncuttable": split_points if isinstance(split_points, str) else None,
     }
 
 

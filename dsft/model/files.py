@@ -53,7 +53,7 @@ PIECE = 2**20  # elements that are read at a time
 SAMPLES, SAMPLE = 64, 2**12  # number of samples that hosts compare per file, and bytes of each
 
 
-class NotUnderstood(Exception):
+class UnsupportedConversionError(Exception):
     """A conversion that cannot be derived from shapes alone."""
 
 
@@ -126,13 +126,13 @@ class File:
             left = left[count:]
 
 
-class FileValues:
-    """The values of a model in safetensors files; implements `Values`."""
+class SafetensorsReader:
+    """The values of a model in safetensors files; implements `TensorReader`."""
 
     def __init__(self, model: PreTrainedModel, files: Sequence[Path], where: str) -> None:
         """Plan the reads. `model` is on the meta device, as transformers builds it. Raises MissingInputError
-        for a file that cannot be read, NotUnderstood for a conversion that cannot be planned without the
-        values."""
+        for a file that cannot be read, UnsupportedConversionError for a conversion that cannot be
+        planned without the values."""
         self.where = where
         self._file_of = {key: file for file in map(File, files) for key in file.keys}
         tensors = model.state_dict()
@@ -152,7 +152,7 @@ class FileValues:
         self._converted: dict[str, Tensor] = {}
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """See `Values.read`."""
+        """See `TensorReader.read`."""
         if name in self._keys:
             key = self._keys[name]
             self._file_of[key].read(key, start, out)
@@ -164,7 +164,7 @@ class FileValues:
         out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
 
     def origin(self, name: str) -> str:
-        """See `Values.origin`; for a tensor that is made from several, the first of these."""
+        """See `TensorReader.origin`; for a tensor that is made from several, the first of these."""
         key = self._keys[name] if name in self._keys else self._conversions[name].parts[0][1]
         return f"{self._file_of[key].path.name}: {key}"
 
@@ -190,7 +190,9 @@ class FileValues:
         try:
             return {name: tuple(value.shape) for name, value in conversion.apply(parts, self._model).items()}
         except Exception as error:  # whatever an operation of transformers does with tensors without values
-            raise NotUnderstood(f"{type(conversion.transform).__name__} of {conversion.first}") from error
+            raise UnsupportedConversionError(
+                f"{type(conversion.transform).__name__} of {conversion.first}"
+            ) from error
 
 
 def weight_files(name_or_path: str) -> list[Path]:

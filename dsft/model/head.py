@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.products import aligned_empty, blocks, multiply, pieces, product, tile_of
-from dsft.model.softmax import Choice, Shaping, Softmax, chosen
+from dsft.model.softmax import Shaping, Softmax, SoftmaxChoice, choose_softmax
 from dsft.plan.memory.sizes import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
     """Return what transformers 5.23 does after the output layer. For a class not listed the soft-cap of its
-    config is used, and engine/proof.py checks whether that is all."""
+    config is used, and engine/self_check.py checks whether that is all."""
     config: Any = causal_lm.config
     scale = SCALES.get(config.model_type, lambda _: 1.0)(causal_lm)
     softcap = next((cap for key in SOFTCAPS if (cap := getattr(config, key, None)) is not None), None)
@@ -86,9 +86,9 @@ class Head(nn.Linear):
         logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
         return logps
 
-    def softmax_on(self, device: torch.device, smoothing: float) -> Choice:
+    def softmax_on(self, device: torch.device, smoothing: float) -> SoftmaxChoice:
         """Return what computes the softmax part of the chunks."""
-        return chosen(Softmax(self.shaping, smoothing), self.weight.dtype, device)
+        return choose_softmax(Softmax(self.shaping, smoothing), self.weight.dtype, device)
 
     def _is_frozen(self) -> bool:
         return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from dsft.model.weights import Keep, Named, Places, has_nan, in_order, no_value, own_tensors
+from dsft.model.weights import NamedModule, Sharding, TensorSlots, has_nan, in_order, no_value, own_tensors
 
 
 class FreshWeights:
@@ -31,14 +31,14 @@ class FreshWeights:
         self._tied = _tied(model)
         self._finished = _finished(self._order, self._tied)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
         """See `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the
         input embedding. Raises DsftError where transformers leaves a tensor of this architecture without a
         value."""
-        places = Places(root)
+        places = TensorSlots(root)
         made: dict[int, Tensor] = {}  # by the id of the meta tensor
         tied: set[int] = set()
-        with initialising():
+        with init_scope():
             for named, finished in zip(self._order, self._finished, strict=True):
                 if not places.has(named.module):
                     continue
@@ -48,13 +48,15 @@ class FreshWeights:
                         if id(old) in self._tied:
                             tied.add(id(made[id(old)]))
                 torch.default_generator.manual_seed(module_seed(self._seed, named.name))
-                initialise(named, tied)
+                initialize_module(named, tied)
                 for key in finished:
                     if key in made:
                         self._finish(named, made[key], dtype, places, keep)
         places.end(keep, self._kind)
 
-    def _finish(self, named: Named, tensor: Tensor, dtype: torch.dtype, places: Places, keep: Keep) -> None:
+    def _finish(
+        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, places: TensorSlots, keep: Sharding
+    ) -> None:
         if not isinstance(tensor, nn.Parameter):
             return
         if has_nan(tensor):
@@ -65,12 +67,12 @@ class FreshWeights:
 
 
 @contextmanager
-def initialising() -> Iterator[None]:
+def init_scope() -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), guard_torch_init_functions():
         yield
 
 
-def initialise(named: Named, tied: Set[int]) -> None:
+def initialize_module(named: NamedModule, tied: Set[int]) -> None:
     """Initialize a module's tensors. A tied tensor gets its value from the first module that has it, the
     input embedding."""
     named.owner._init_weights(named.module)
@@ -95,18 +97,18 @@ def _tied(model: nn.Module) -> frozenset[int]:
     return frozenset(key for key, number in found.items() if number > 1)
 
 
-def _finished(order: Sequence[Named], tied: frozenset[int]) -> list[list[int]]:
+def _finished(order: Sequence[NamedModule], tied: frozenset[int]) -> list[list[int]]:
     """Return, by module, the tensors that have their final value once it is initialized. They are found on
     the meta device, by the count of writes that torch keeps of each tensor: GPT-2's attention, for one,
     writes again into the projection inside it. Where an architecture cannot be initialized there, all are
     final at the end."""
     last: dict[int, int] = {}
     try:
-        with initialising():
+        with init_scope():
             for index, named in enumerate(order):
                 tensors = [*named.module.parameters(), *named.module.buffers()]
                 before = [tensor._version for tensor in tensors]
-                initialise(named, tied)
+                initialize_module(named, tied)
                 own = {id(tensor) for tensor in own_tensors(named.module)}
                 for tensor, version in zip(tensors, before, strict=True):
                     if tensor._version != version or id(tensor) in own - last.keys():

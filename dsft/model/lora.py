@@ -22,7 +22,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.init import module_seed
 from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.vocabulary import vocabulary_names
-from dsft.model.weights import Keep, Weights, check_finite
+from dsft.model.weights import Sharding, Weights, check_finite
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
@@ -60,10 +60,12 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     return config
 
 
-def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Keep) -> Keep:
+def with_adapters(
+    causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Sharding
+) -> Sharding:
     """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have any: those of
     the adapter at `lora.path`, else fresh ones. Values that depend on the adapted weights are set when those
-    are filled: fill them with the returned `Keep`.
+    are filled: fill them with the returned `Sharding`.
 
     Fresh: A uniform within ±1/√in, as in peft, drawn from (seed, its name); B zero; a magnitude the 2-norm of
     each row of the weight, so that the adapted model equals the model. Raises MissingInputError for a `path`
@@ -92,10 +94,10 @@ def with_adapters(causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torc
         keep.take(parameter, part)
 
     # a norm needs whole rows, and the file replaces whole tensors
-    return Keep(take=take) if lora.use_dora or read is not None else Keep(keep.span, take)
+    return Sharding(take=take) if lora.use_dora or read is not None else Sharding(keep.span, take)
 
 
-def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
     """Call `Weights.fill` on a model with adapters. They are taken out meanwhile, since some models
     initialize what is below a module by its name (GPT-2's attention). Then `keep` takes them."""
     from peft.tuners.lora import LoraLayer

@@ -40,7 +40,7 @@ def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def kept_beside(model: PreTrainedModel) -> dict[str, Tensor]:
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of a model's file that are no parameters, and that no training changes, by their
     names in the module: the layer scalars of Gemma 4."""
     return {

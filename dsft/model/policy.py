@@ -19,10 +19,10 @@ from dsft.data.steps.batch import Borders, MicroBatch
 from dsft.model.attention import LONGEST, packed_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.names import plain_name
-from dsft.model.stage import Entry, Exit
+from dsft.model.stage import StageInput, StageOutput
 
 
-class Scored(NamedTuple):
+class PolicyOutput(NamedTuple):
     """What a policy returns for a micro-batch. A named tuple with a dictionary, since DeepSpeed's ZeRO 3
     looks for tensors in these.
 
@@ -46,8 +46,8 @@ class Policy(nn.Module):
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
         self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice
-        self._entry = [m for m in causal_lm.modules() if isinstance(m, Entry)]  # a list: the same reason
-        self._exit = [m for m in causal_lm.modules() if isinstance(m, Exit)]
+        self._entry = [m for m in causal_lm.modules() if isinstance(m, StageInput)]  # a list: the same reason
+        self._exit = [m for m in causal_lm.modules() if isinstance(m, StageOutput)]
         self._label_smoothing = 0.0
 
     def set_loss(self, uniform: bool, label_smoothing: float) -> None:
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         if head is not None:
             head.uniform, head.label_smoothing = uniform, label_smoothing
 
-    def softmax_said(self, device: torch.device) -> str:
+    def softmax_description(self, device: torch.device) -> str:
         """Return a clause that says what computes the softmax part of the head on `device`; empty where there
         is no choice."""
         (head,) = self._head
@@ -73,7 +73,7 @@ class Policy(nn.Module):
         num_targets: int | None = None,
         starts: tuple[int, ...] | None = None,
         borders: Borders | None = None,
-    ) -> Scored | Tensor:
+    ) -> PolicyOutput | Tensor:
         """Return the targets' log-probabilities; before the last stage hidden states (B, T, hidden) for the
         next one.
 
@@ -92,11 +92,11 @@ class Policy(nn.Module):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
             smoothing = self._label_smoothing if self.training else 0.0
-            return Scored(target_logps(output.logits, targets, smoothing), {})
+            return PolicyOutput(target_logps(output.logits, targets, smoothing), {})
         if self._exit:
             return self._exit[0].taken()
         hidden: Tensor = output.last_hidden_state
-        return Scored(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
+        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return trained parameters by Hugging Face name; a tied one once, by the name of the input

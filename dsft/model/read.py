@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError
-from dsft.model.init import initialise, initialising, leave_alone
-from dsft.model.vocabulary import Values
-from dsft.model.weights import Keep, Named, Places, check_finite, in_order, own_tensors
+from dsft.model.init import init_scope, initialize_module, leave_alone
+from dsft.model.vocabulary import TensorReader
+from dsft.model.weights import NamedModule, Sharding, TensorSlots, check_finite, in_order, own_tensors
 
 SHOWN = 5
 """Number of tensors that an error names."""
@@ -30,7 +30,7 @@ SHOWN = 5
 class ReadWeights:
     """Weights from `values`, such as a model's files; implements `Weights`."""
 
-    def __init__(self, model: PreTrainedModel, values: Values) -> None:
+    def __init__(self, model: PreTrainedModel, values: TensorReader) -> None:
         """Check the values. `model` is on the meta device, as transformers builds it. Raises
         MissingInputError where the values are not exactly this model's."""
         self._kind = type(model).__name__
@@ -39,10 +39,10 @@ class ReadWeights:
         self._names = _names(model)
         _check(model, values, self._names)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
         """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
-        places = Places(root)
-        with initialising():
+        places = TensorSlots(root)
+        with init_scope():
             for named in self._order:
                 if not places.has(named.module):
                     continue
@@ -58,7 +58,7 @@ class ReadWeights:
         self._read(old, 0, value)
         return value.view(old.shape)
 
-    def _fill_parameter(self, old: Tensor, dtype: torch.dtype, places: Places, keep: Keep) -> None:
+    def _fill_parameter(self, old: Tensor, dtype: torch.dtype, places: TensorSlots, keep: Sharding) -> None:
         start, stop = keep.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
         self._read(old, start, part)
@@ -82,7 +82,7 @@ class ReadWeights:
                     "tied; set tie_word_embeddings to false there, or give the folder as it was saved."
                 )
 
-    def _fill_buffers(self, named: Named, places: Places) -> None:
+    def _fill_buffers(self, named: NamedModule, places: TensorSlots) -> None:
         """Read buffers of the file whole; the others are computed by transformers' own initialization."""
         buffers = [old for old in named.module._buffers.values() if old is not None and old.is_meta]
         if not buffers:
@@ -90,13 +90,13 @@ class ReadWeights:
         for parameter in named.module.parameters(recurse=False):
             leave_alone(parameter)
         made = [places.blank(old) for old in buffers]
-        initialise(named, frozenset())
+        initialize_module(named, frozenset())
         for old, new in zip(buffers, made, strict=True):
             if any(name in self._values.shapes for name in self._names.get(id(old), ())):
                 self._read(old, 0, new.view(-1))
 
 
-class WholeValues:
+class LoadedModelReader:
     """The values of a model that transformers' own loader has read: all tensors are in this rank's memory."""
 
     def __init__(self, model: PreTrainedModel, unexpected: Iterable[str], where: str) -> None:
@@ -114,7 +114,7 @@ class WholeValues:
 
 def read_whole(
     config: PreTrainedConfig, name_or_path: str, dtype: torch.dtype, vocab_size: int
-) -> WholeValues:
+) -> LoadedModelReader:
     """Read a model by transformers' own loader, with as many tokens as the files have. Raises
     MissingInputError where it cannot be read, or only in part."""
     config = copy.deepcopy(config)
@@ -135,7 +135,7 @@ def read_whole(
     read, info = pair
     if info["missing_keys"]:
         raise _unfit(where, [f"{name} is missing" for name in sorted(info["missing_keys"])])
-    return WholeValues(read, info["unexpected_keys"], where)
+    return LoadedModelReader(read, info["unexpected_keys"], where)
 
 
 def _names(model: PreTrainedModel) -> dict[int, list[str]]:
@@ -146,7 +146,7 @@ def _names(model: PreTrainedModel) -> dict[int, list[str]]:
     return found
 
 
-def _check(model: PreTrainedModel, values: Values, names: Mapping[int, list[str]]) -> None:
+def _check(model: PreTrainedModel, values: TensorReader, names: Mapping[int, list[str]]) -> None:
     tensors = model.state_dict()
     missing = [same for same in names.values() if not any(name in values.shapes for name in same)]
     report = LoadStateDictInfo(

@@ -58,7 +58,7 @@ class Softmax:
         logits = self.shaping(product)
         values, rows = self._values(logits, targets), len(product) if kept is None else len(kept)
         slope = self.shaping.slope(logits[:rows])
-        sums = normalise(logits)
+        sums = normalize_(logits)
         columns = targets[:rows, None]
         gradient = self._gradient(logits[:rows], columns, torch.ones_like(columns), product.shape[1])
         if not _is_one(slope):
@@ -103,7 +103,7 @@ class Softmax:
         return gradient.scatter_add_(1, columns, shares.to(gradient.dtype) * (1.0 - self.smoothing))
 
 
-def normalise(logits: Tensor) -> Tensor:
+def normalize_(logits: Tensor) -> Tensor:
     """Turn (n, V) logits into probabilities in place; return their maximum and Σ exp(z - maximum), (n, 2).
     These stay separate, since the rounding of a large log-sum would carry over to every probability."""
     top = logits.amax(1, keepdim=True)
@@ -135,7 +135,7 @@ nearly equal numbers may be rounded to neighbors."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class SoftmaxChoice:
     """The softmax that a head uses. said: a clause about it, empty where there is no choice."""
 
     softmax: Softmax
@@ -143,31 +143,35 @@ class Choice:
 
 
 @functools.cache
-def chosen(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose_softmax(plain: Softmax, dtype: torch.dtype, device: torch.device) -> SoftmaxChoice:
     """Return the implementation that a head with weights of `dtype` uses on `device`: on a GPU the Triton
     kernel, where it compiles and agrees with torch's operations on random logits; else `plain`, which uses
     those."""
     if device.type != "cuda":
-        return Choice(plain)
+        return SoftmaxChoice(plain)
     try:
-        from dsft.model.softmax_kernel import InOneKernel  # here: only GPU builds come with Triton
+        from dsft.model.softmax_kernel import TritonSoftmax  # here: only GPU builds come with Triton
 
-        return tried(plain, InOneKernel(plain.shaping, plain.smoothing), dtype, device)
+        return choose_exact(plain, TritonSoftmax(plain.shaping, plain.smoothing), dtype, device)
     except Exception as error:  # what Triton, its compilers, a C compiler and the driver raise
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return Choice(plain, f"its softmax by torch's operations, as the Triton kernel failed ({reason})")
+        return SoftmaxChoice(
+            plain, f"its softmax by torch's operations, as the Triton kernel failed ({reason})"
+        )
 
 
-def tried(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose_exact(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> SoftmaxChoice:
     """Return `kernel` if it agrees with `plain`, else `plain`."""
-    values, gradients = apart(plain, kernel, dtype, device)
+    values, gradients = largest_differences(plain, kernel, dtype, device)
     found = f"{values:.1g} nats and {gradients:.1g} of the largest gradient from torch's operations"
     if values <= VALUES_APART and gradients <= GRADIENTS_APART[dtype]:
-        return Choice(kernel, f"its softmax by a Triton kernel, {found}")
-    return Choice(plain, f"its softmax by torch's operations, as the Triton kernel was {found}")
+        return SoftmaxChoice(kernel, f"its softmax by a Triton kernel, {found}")
+    return SoftmaxChoice(plain, f"its softmax by torch's operations, as the Triton kernel was {found}")
 
 
-def apart(plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def largest_differences(
+    plain: Softmax, kernel: Softmax, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
     """Return how far two implementations differ on random logits: values in nats, gradients relative to the
     largest."""
     (rows, words), draw = TRIED, torch.Generator().manual_seed(0)

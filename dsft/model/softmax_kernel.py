@@ -99,7 +99,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
             tl.store(gradient + start + words, by_product.to(gradient.dtype.element_ty), inside)
 
 
-class InOneKernel(Softmax):
+class TritonSoftmax(Softmax):
     """The softmax part by `softmax_kernel`, for float32 products."""
 
     def score(

@@ -21,7 +21,7 @@ from dsft.plan.cut import Cut
 
 
 @dataclass(frozen=True)
-class Joints:
+class SplitPoints:
     """Where a model can be cut, by the names of its modules.
 
     layers    the list of its layers
@@ -50,7 +50,7 @@ class PassThrough(nn.Module):
         return (hidden_states,) if self.in_tuple else hidden_states
 
 
-class Entry(PassThrough):
+class StageInput(PassThrough):
     """Replaces the first layer: returns what the previous stage has sent."""
 
     received: Tensor | None = None
@@ -61,7 +61,7 @@ class Entry(PassThrough):
         return super().forward(hidden)
 
 
-class Exit(PassThrough):
+class StageOutput(PassThrough):
     """Replaces the last layer: keeps what goes to the next stage."""
 
     leaving: Tensor | None = None
@@ -76,7 +76,7 @@ class Exit(PassThrough):
         return hidden
 
 
-class Absent(nn.Module):
+class Placeholder(nn.Module):
     """Replaces an embedding or a norm of another stage, whose result is unused: returns hidden states (B, T,
     H) unchanged, and for positions or a mask (B, T) a zero, to be added."""
 
@@ -84,25 +84,25 @@ class Absent(nn.Module):
         return inputs if inputs.dim() == 3 else torch.zeros((), device=inputs.device)
 
 
-def cut_to_stage(model: PreTrainedModel, joints: Joints, stage: int, cut: Cut) -> None:
+def cut_to_stage(model: PreTrainedModel, split_points: SplitPoints, stage: int, cut: Cut) -> None:
     """Reduce `model` to the layers of one stage, with what comes before them on the first and what comes
     after them on the last. An embedding that is tied to the head is on both."""
-    layers: Any = model.get_submodule(joints.layers)
+    layers: Any = model.get_submodule(split_points.layers)
     is_first, is_last = stage == 0, stage == cut.stages - 1
     owned = cut.layers(stage)
     for index, layer in enumerate(layers):
         if index not in owned:
-            layers[index] = PassThrough(layer, joints.in_tuple)
+            layers[index] = PassThrough(layer, split_points.in_tuple)
     if not is_first:
-        layers[0] = Entry(layers[0], joints.in_tuple)
+        layers[0] = StageInput(layers[0], split_points.in_tuple)
     if not is_last:
-        layers[-1] = Exit(layers[-1], joints.in_tuple)
-    kept = {id(p) for p in _parameters(model, joints.after)} if is_last else set()
-    for name in () if is_first else joints.before:
+        layers[-1] = StageOutput(layers[-1], split_points.in_tuple)
+    kept = {id(p) for p in _parameters(model, split_points.after)} if is_last else set()
+    for name in () if is_first else split_points.before:
         if not kept.intersection(map(id, model.get_submodule(name).parameters())):
-            model.set_submodule(name, Absent())
-    for name in () if is_last else joints.after:
-        model.set_submodule(name, Absent())
+            model.set_submodule(name, Placeholder())
+    for name in () if is_last else split_points.after:
+        model.set_submodule(name, Placeholder())
 
 
 def _parameters(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Parameter]:

@@ -21,7 +21,7 @@ PIECE = 2**20
 """Number of elements that are read at a time."""
 
 
-class Values(Protocol):
+class TensorReader(Protocol):
     """Tensors by their names in the module."""
 
     @property
@@ -70,10 +70,10 @@ class NewRows:
         return f"embeddings stay at {self.held:,} rows, of which some were spare: {rows}"
 
 
-class WithNewRows:
+class ExtendedReader:
     """`values`, extended by the new rows."""
 
-    def __init__(self, model: PreTrainedModel, values: Values, rows: NewRows) -> None:
+    def __init__(self, model: PreTrainedModel, values: TensorReader, rows: NewRows) -> None:
         """Wrap the values. `model`: on the meta device, with the new rows."""
         self.where, self.unexpected = values.where, values.unexpected
         self._values = values
@@ -91,7 +91,7 @@ class WithNewRows:
         self.origin = values.origin
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """See `Values.read`."""
+        """See `TensorReader.read`."""
         width = math.prod(self._held.get(name, ())[1:])
         first, stop = (self._rows.first * width, self._rows.stop * width) if name in self._held else (0, 0)
         if first == stop:

@@ -32,7 +32,7 @@ def _nothing(parameter: nn.Parameter, part: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class Keep:
+class Sharding:
     """What this rank keeps of the parameters; by default all of each.
 
     span  number of elements -> the range of the flattened parameter whose values are needed
@@ -48,14 +48,14 @@ class Keep:
 class Weights(Protocol):
     """A source of a model's values."""
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
         """Give all tensors on the meta device under `root` their values, on the CPU: parameters in `dtype`,
         buffers in their own type. Tensors that have values already (an adapter) are left as they are. Every
         parameter goes through `keep.take` once. Raises DsftError where there is no value for a tensor."""
         ...
 
 
-class Named(NamedTuple):
+class NamedModule(NamedTuple):
     """A module of the model as transformers built it, with its name. owner: the nearest model above it, or
     itself."""
 
@@ -64,24 +64,24 @@ class Named(NamedTuple):
     owner: PreTrainedModel
 
 
-def in_order(model: PreTrainedModel) -> tuple[Named, ...]:
+def in_order(model: PreTrainedModel) -> tuple[NamedModule, ...]:
     """Return the modules, children first, then the module itself: transformers' own order of
     initialization."""
     return tuple(_in_order(model, "", model))
 
 
-def _in_order(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[Named]:
+def _in_order(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[NamedModule]:
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         yield from _in_order(child, f"{name}.{child_name}" if name else child_name, child_owner)
-    yield Named(module, name, owner)
+    yield NamedModule(module, name, owner)
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
     return [t for slot in (module._parameters, module._buffers) for t in slot.values() if t is not None]
 
 
-class Places:
+class TensorSlots:
     """The modules that refer to each tensor under a root. A tied tensor has several places, and stays one
     tensor."""
 
@@ -114,12 +114,12 @@ class Places:
         dtype, value = (torch.float32, math.nan) if floating else (old.dtype, 0)
         return self.put(old, torch.full(old.shape, value, dtype=dtype))
 
-    def take(self, parameter: Tensor, keep: Keep, part: Tensor | None = None) -> None:
+    def take(self, parameter: Tensor, keep: Sharding, part: Tensor | None = None) -> None:
         if isinstance(parameter, nn.Parameter) and id(parameter) not in self._taken:
             self._taken.add(id(parameter))
             keep.take(parameter, part)
 
-    def end(self, keep: Keep, kind: str) -> None:
+    def end(self, keep: Sharding, kind: str) -> None:
         """Take parameters that came from elsewhere (an adapter), and check that no tensor was left without a
         value."""
         for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.tokenizer.load import load_tokenizer
-from dsft.engine.frozen import Frozen, build_frozen
-from dsft.engine.partition import keep_for
-from dsft.engine.proof import prove_rows
+from dsft.engine.frozen import FrozenEngine, build_frozen_engine
+from dsft.engine.partition import sharding_for
+from dsft.engine.self_check import check_rows
 from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
@@ -54,7 +54,7 @@ class Reference:
     log-probabilities until it is closed."""
 
     policy: Policy
-    engine: Frozen
+    engine: FrozenEngine
 
 
 def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
@@ -62,7 +62,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
     scoring pass, with the layout of `reference_layout`. Raises as `build_model`."""
     model, counted = reference_model(spec), _counted(spec, facts)
     config, cut = _config(spec, counted), cut_of(reference_parallel(spec), counted)
-    keep = keep_for(config, world, frozen=True)
+    keep = sharding_for(config, world, frozen=True)
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
@@ -74,7 +74,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
         return policy
 
     policy = world.each(part)
-    return Reference(policy, build_frozen(policy, config, world))
+    return Reference(policy, build_frozen_engine(policy, config, world))
 
 
 def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
@@ -83,7 +83,7 @@ def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> It
     other = dpo_of(spec).reference_model
     if other is not None:
         yield world.each(lambda: same_tokens(other, inputs.tokenizer))
-    yield from prove_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
+    yield from check_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
 
 
 def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:

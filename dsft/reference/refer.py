@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch, OnAccess, Pairs
 from dsft.engine.api import Engine
-from dsft.engine.frozen import Frozen
+from dsft.engine.frozen import FrozenEngine
 from dsft.engine.partition import home_of
 from dsft.model.names import is_adapter
 from dsft.model.policy import Policy
@@ -80,7 +80,7 @@ def look_up(logps: NDArray[np.float64]) -> Refer:
     return lambda micro_batches: WithReference(micro_batches, lambda _, pairs: table[pairs.ids])
 
 
-def refer_to_engine(engine: Frozen) -> Held:
+def refer_to_engine(engine: FrozenEngine) -> Held:
     """Use a second engine beside the policy's as reference. All micro-batches of a call are scored right
     away, without gradients and dropout."""
 
@@ -96,13 +96,13 @@ def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
     (model.lora.modules_to_save).
 
     Under ZeRO 3 a new adapter is copied too: its product is 0, and DeepSpeed, which prefetches the modules
-    that the last pass used next, then sees the same modules in every pass. Raises as `Remembered` does.
+    that the last pass used next, then sees the same modules in every pass. Raises as `Snapshot` does.
     """
     lora = spec.model.lora
     assert lora is not None, "validated"
     by_copy = lora.path is not None or spec.parallel.zero_stage == 3
     trained = policy.named_trained().items()
-    at_start = engine.remember([p for name, p in trained if by_copy or not is_adapter(name)])
+    at_start = engine.snapshot([p for name, p in trained if by_copy or not is_adapter(name)])
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         with nullcontext() if by_copy else adapter_off(policy), at_start.in_place():

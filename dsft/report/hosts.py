@@ -75,11 +75,11 @@ class Spent(NamedTuple):
 WIDTH = len(Spent._fields)
 
 
-class Waits(Protocol):
-    """The part of `dsft.engine.waiting.Waiting` that is used here."""
+class WaitTimer(Protocol):
+    """The part of `dsft.engine.comm_timer.CommunicationTimer` that is used here."""
 
-    def counted(self) -> AbstractContextManager[None]: ...
-    def taken(self) -> float: ...
+    def timing(self) -> AbstractContextManager[None]: ...
+    def pop_seconds(self) -> float: ...
 
 
 class HostWatch:
@@ -90,7 +90,7 @@ class HostWatch:
         self,
         places: Sequence[RankLocation],
         rank: int,
-        waits: Waits,
+        waits: WaitTimer,
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
@@ -101,13 +101,13 @@ class HostWatch:
 
     def counted(self) -> AbstractContextManager[None]:
         """Time the waiting within a step, including its data."""
-        return self._waits.counted()
+        return self._waits.timing()
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
         """Return this rank's row in a (ranks · WIDTH,) float64 tensor on the device; the others' rows are 0.
         Describes the window since `began`, a value of time.perf_counter; data: seconds of waiting for data;
         tokens: positions computed. Does not synchronize with the device."""
-        waiting = self._waits.taken()
+        waiting = self._waits.pop_seconds()
         seconds = time.perf_counter() - began
         allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
         used = psutil.virtual_memory().used if self._places[self._rank].local_rank == 0 else 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.model.names import kept_beside
+from dsft.model.names import persistent_buffers
 
 VOCABULARY = 128
 SMALL: dict[str, Any] = {
@@ -198,6 +198,6 @@ def small_model(kind: str, seed: int = 11, **more: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(small_config(kind, **more)).eval()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *kept_beside(model).values()):
+        for tensor in (*model.parameters(), *persistent_buffers(model).values()):
             tensor.add_(0.02 * torch.randn_like(tensor))
     return model

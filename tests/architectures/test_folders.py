@@ -24,7 +24,7 @@ from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import DECODERS, TokenFacts
-from dsft.model.names import kept_beside
+from dsft.model.names import persistent_buffers
 from dsft.model.policy import Policy
 from dsft.spec.schema import Model
 from tests.architectures.cases import (
@@ -88,7 +88,7 @@ def exported(policy: Policy, folder: Path) -> Path:
     """What a run of no step would leave."""
     causal_lm, model_folder = policy.causal_lm, folder / "model"
     causal_lm.config.save_pretrained(model_folder)
-    write_beside(model_folder, kept_beside(causal_lm))
+    write_beside(model_folder, persistent_buffers(causal_lm))
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})

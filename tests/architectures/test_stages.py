@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import switch_off_dropout
-from dsft.model.joints import joints_of
 from dsft.model.policy import Policy
-from dsft.model.stage import Joints, cut_to_stage
+from dsft.model.split_points import find_split_points
+from dsft.model.stage import SplitPoints, cut_to_stage
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.architecture import CUTTABLE
@@ -41,7 +41,7 @@ def packed() -> MicroBatch:
     return MicroBatch(ids, positions, targets, tuple(map(len, ROWS)))
 
 
-def stages_of(model: PreTrainedModel, joints: Joints, cut: Cut) -> list[Policy]:
+def stages_of(model: PreTrainedModel, joints: SplitPoints, cut: Cut) -> list[Policy]:
     parts = [copy.deepcopy(model) for _ in range(cut.stages)]
     for stage, part in enumerate(parts):
         cut_to_stage(part, joints, stage, cut)
@@ -88,8 +88,8 @@ def test_stages_are_the_whole(kind: str) -> None:
     """Padded rows through three stages, packed ones through two; with gradient checkpointing."""
     model = small_model(kind, **deeper(kind)).train()
     switch_off_dropout(model)
-    joints = joints_of(model.config)
-    assert isinstance(joints, Joints), joints
+    joints = find_split_points(model.config)
+    assert isinstance(joints, SplitPoints), joints
     checkpoint_activations(model)
     two, three = (stages_of(model, joints, Cut(counts)) for counts in ((1, 3), (1, 2, 1)))
     whole = Policy(model)
@@ -111,5 +111,5 @@ def test_what_can_be_cut_is_listed() -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused_by_name(kind: str) -> None:
-    found = joints_of(small_config(kind))
+    found = find_split_points(small_config(kind))
     assert isinstance(found, str) and kind in found and REFUSED[kind] in found

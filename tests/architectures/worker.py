@@ -43,15 +43,15 @@ from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import Facts, save
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
-from dsft.model.names import kept_beside
+from dsft.model.names import persistent_buffers
 from dsft.model.policy import Policy
-from dsft.model.weights import Keep
+from dsft.model.weights import Sharding
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
@@ -101,15 +101,15 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         attention = attention_for_packed(folder / kind)
         spec = make_spec(folder / kind, mode, attention)
         config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
-        policy = build(spec, keep_for(config, world))
+        policy = build(spec, sharding_for(config, world))
         if mode == "zero3":  # else so small a model is kept whole on every rank, in one group
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
-        world.first(lambda: write_beside(folder / f"{kind}-model", kept_beside(policy.causal_lm)))
+        world.first(lambda: write_beside(folder / f"{kind}-model", persistent_buffers(policy.causal_lm)))
         engine: Any = build_engine(policy, spec, config, world, next_token())
         outcome = run(engine, policy, steps, world, attention)
         facts = Facts({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
         save(
-            folder / f"{kind}-{mode}", engine.owned(), engine.shapes(), facts, world,
+            folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
             model_files=read_files(folder / f"{kind}-model"), retention=Retention(None, None),
         )  # fmt: skip
         engine._engine.destroy()
@@ -137,7 +137,7 @@ def attention_for_packed(folder: Path) -> str:
 def try_packed(spec: Spec) -> None:
     """Raises DsftError where the attention cannot be exact, which it says in a packed row's first pass, or
     where a changed neighbour shows it."""
-    policy = build(spec, Keep())
+    policy = build(spec, Sharding())
     one, other, row = ([1, 2, 3], [True] * 3), ([9, 8, 7], [True] * 3), ([4, 5, 6, 7, 8, 9], [True] * 6)
     with torch.no_grad():
         before, after = (score(policy, packed([neighbour, row])) for neighbour in (one, other))
@@ -150,7 +150,7 @@ def score(policy: Policy, batch: MicroBatch) -> Tensor:
     return logps
 
 
-def build(spec: Spec, keep: Keep) -> Policy:
+def build(spec: Spec, keep: Sharding) -> Policy:
     """As a run does."""
     policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, keep=keep)
     check_trainable(policy.causal_lm)
@@ -273,7 +273,7 @@ def shared_prompts(folder: Path) -> dict[str, float]:
     rounding: the larger of both, of the padded rows against themselves in float64."""
     if attention_for_packed(folder) != "auto":
         return {}
-    policy, task = build(make_spec(folder, "zero2"), Keep()), plain.make_pairs(5, (3,), 1, VOCABULARY)[0]
+    policy, task = build(make_spec(folder, "zero2"), Sharding()), plain.make_pairs(5, (3,), 1, VOCABULARY)[0]
     shared = answers_of(policy, pairs.micro_batch(plain.rows_of(task), 0, "shared"))
     with own_attention(policy.causal_lm):
         padded = pairs.micro_batch(plain.rows_of(task), 0, "padded")

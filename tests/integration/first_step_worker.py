@@ -29,8 +29,8 @@ from dsft.data.sets.load import HeldOut
 from dsft.data.steps.lay import collate
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
-from dsft.engine.proof import whole_rows
+from dsft.engine.partition import sharding_for
+from dsft.engine.self_check import whole_rows
 from dsft.engine.world import World, join
 from dsft.errors import SpecError
 from dsft.model.attention import attend_per_segment
@@ -116,7 +116,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     dataset = dataset_of(pairs, pairs=True)
     logps = reference_logps(case, build_model(spec.model, FACTS, SEED, dtype), pairs)
 
-    keep, cut = keep_for(config, world), balanced([1] * 4, case.stages)
+    keep, cut = sharding_for(config, world), balanced([1] * 4, case.stages)
     policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, cut, keep)
     if not case.dropout:
         switch_off_dropout(policy.causal_lm)

@@ -25,7 +25,7 @@ from deepspeed.utils import groups
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.job.hooks import watch_hosts
 from dsft.loop import Progress, Record, Run, Schedule, fit
@@ -145,7 +145,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
         }
     )  # fmt: skip
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
-    keep, cut = keep_for(config, world), balanced([1] * 4, case.stages)
+    keep, cut = sharding_for(config, world), balanced([1] * 4, case.stages)
     policy = build_model(spec.model, FACTS, 1, torch.float32, world.stage, cut, keep)
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)

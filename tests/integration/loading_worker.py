@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from transformers import AutoModelForCausalLM
 
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -75,7 +75,7 @@ def compare(
     facts = TokenFacts(64, None, None, None)
     if tokens is not None:
         facts = TokenFacts(tokens, None, None, None, first_new=FIRST)
-    keep = keep_for(config, world)
+    keep = sharding_for(config, world)
     policy = build_model(spec.model, facts, 0, DTYPES[precision], keep=keep)
     frozen = sum(not parameter.requires_grad for parameter in policy.parameters())
     engine: Any = build_engine(policy, spec, config, world, next_token())

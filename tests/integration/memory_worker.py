@@ -115,7 +115,7 @@ def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
     hosts = {"here": ranks.world_size}
     rank = memory(census, spec, ranks, hosts).stages[0]
     held = live_bytes()
-    state.forget_steps(engine)
+    state.reset_state(engine)
     freed = held - live_bytes() >= 0.99 * 8 * LAYERS * WIDTH**2 / (
         ranks.world_size if spec.parallel.zero_stage else 1
     )

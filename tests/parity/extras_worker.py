@@ -20,11 +20,11 @@ from transformers import LlamaForCausalLM
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import Policy, Scored
+from dsft.model.policy import Policy, PolicyOutput
 from dsft.objective.api import Objective, Term
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
@@ -51,7 +51,7 @@ class Sized(Policy):
     """Returns the squares of what goes into the head, (B, T) of each position, whose gradient reaches the
     weights on a way of its own."""
 
-    def forward(self, *inputs: Any) -> Scored:
+    def forward(self, *inputs: Any) -> PolicyOutput:
         found: list[Tensor] = []
         hook = self.causal_lm.base_model.register_forward_hook(
             lambda module, given, output: found.append(output.last_hidden_state)
@@ -60,7 +60,7 @@ class Sized(Policy):
             scored = super().forward(*inputs)
         finally:
             hook.remove()
-        assert isinstance(scored, Scored)
+        assert isinstance(scored, PolicyOutput)
         return scored._replace(extras={"size": found[0].square().sum(-1)})
 
 
@@ -110,7 +110,7 @@ def compared(zero_stage: int, world: World) -> dict[str, Any]:
     config = deepspeed_config(spec, batch_sizes(spec.train, world.world_size))
     model: Any = build_model(spec.model, FACTS, 1, torch.float32).causal_lm
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    policy = build_model(spec.model, FACTS, 1, torch.float32, keep=keep_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.float32, keep=sharding_for(config, world))
     policy.__class__ = Sized
     engine: Any = build_engine(policy, spec, config, world, OBJECTIVE)
     mine = [laid(ids) for ids in rows(world.world_size)[world.data_rank]]
@@ -118,7 +118,7 @@ def compared(zero_stage: int, world: World) -> dict[str, Any]:
     sums = world.sum(result.sums)
     gradients, expected = plain(model, world.world_size)
     apart, step = 0.0, 0.0
-    for owned in engine.owned():
+    for owned in engine.owned_fragments():
         stop = owned.start + owned.data.numel()
         moved = before[owned.name].flatten()[owned.start : stop] - owned.data
         by_plain = gradients[owned.name].flatten()[owned.start : stop]

@@ -33,7 +33,7 @@ from torch import Tensor
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -253,7 +253,7 @@ def losses(
     batch = batch_sizes(spec.train, world.layout.data_parallel)
     config = deepspeed_config(spec, batch)
     cut = balanced([1] * 4, world.layout.pipeline_stages)
-    keep = keep_for(config, world)
+    keep = sharding_for(config, world)
     policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, cut, keep=keep)
     engine: Any = build_engine(policy, spec, config, world, next_token())
     if asking is not None:

@@ -68,7 +68,7 @@ def trained(config: dict[str, Any], world: World) -> tuple[list[Tensor], list[fl
         engine.backward(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    fragments = state.owned(engine, named, world.shard_rank, world.layout.shards)
+    fragments = state.owned_fragments(engine, named, world.shard_rank, world.layout.shards)
     found = [fragment.data.clone() for fragment in fragments]
     engine.destroy()
     return found, norms

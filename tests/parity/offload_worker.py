@@ -22,7 +22,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.plan.layout import Layout
@@ -41,7 +41,7 @@ def main(output: Path) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     world = join(detect(os.environ), Layout(2, 2, 1))
-    spans = world.gather(keep_for(in_host_memory(), world).span(10))  # before any pipeline
+    spans = world.gather(sharding_for(in_host_memory(), world).span(10))  # before any pipeline
     found = {name: copies(world, **case) for name, case in CASES.items()}
     if world.rank == 0:
         apart, moved = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))

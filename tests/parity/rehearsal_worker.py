@@ -23,7 +23,7 @@ from deepspeed.utils import groups
 
 from dsft.engine import state
 from dsft.engine.build import build_engine
-from dsft.engine.start import COUNTERS
+from dsft.engine.initialize import COUNTERS
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.objective.next_token import next_token
@@ -76,7 +76,7 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
         found[f"norm {number}"] = torch.as_tensor(float(result.grad_norm))
         for name in COUNTERS[:4]:
             found[f"{name} {number}"] = torch.tensor(getattr(engine._engine, name))
-    for part in engine.owned():
+    for part in engine.owned_fragments():
         found[f"{part.kind} {part.name} {part.start}"] = part.data.clone()
     engine._engine.destroy()
     groups.mpu = None
@@ -86,7 +86,7 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
 
 def rehearse(engine: Any) -> dict[str, Any]:
     """Rehearse on a micro-batch longer than any of the steps', and look at the optimizer in between."""
-    forget, step, seen = state.forget_steps, engine.step, {}
+    forget, step, seen = state.reset_state, engine.step, {}
 
     def with_moments() -> int:
         return sum(len(held) > 0 for held in state._base(engine._engine.optimizer).state.values())
@@ -100,11 +100,11 @@ def rehearse(engine: Any) -> dict[str, Any]:
         seen["rates"] = [group["lr"] for group in state._base(inner.optimizer).param_groups]
         forget(inner)
 
-    state.forget_steps, engine.step = look_after, look_before
+    state.reset_state, engine.step = look_after, look_before
     try:
         engine.rehearse(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
     finally:
-        state.forget_steps = forget
+        state.reset_state = forget
         del engine.step
     return seen
 

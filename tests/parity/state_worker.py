@@ -121,7 +121,7 @@ class Case:
                 len(info.tensors)
                 for info in self.engine.optimizer.optimizer_swapper.swap_params_info.values()
             )
-        state.forget_first_step(self.engine)
+        state.undo_first_step(self.engine)
         tie(self.engine, ties, self.world.shard_rank)
 
     def step(self, index: int) -> Tensor:
@@ -145,7 +145,7 @@ class Case:
 
     def save(self, run: Path, step: int) -> None:
         shards = self.world.layout.shards
-        fragments = state.owned(self.engine, self.named, self.world.shard_rank, shards)
+        fragments = state.owned_fragments(self.engine, self.named, self.world.shard_rank, shards)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
         facts = Facts({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
         save(

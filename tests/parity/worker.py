@@ -51,10 +51,10 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine import state
 from dsft.engine.build import build_engine
-from dsft.engine.frozen import build_frozen
+from dsft.engine.frozen import build_frozen_engine
 from dsft.engine.ops import CPU_ADAM
-from dsft.engine.partition import keep_for
-from dsft.engine.proof import prove_packing
+from dsft.engine.partition import sharding_for
+from dsft.engine.self_check import check_packing
 from dsft.engine.world import World, join
 from dsft.loop import Record
 from dsft.model.attention import attend_per_segment
@@ -164,7 +164,7 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
     if case.torch_adam:
         config[CPU_ADAM] = False
     policy = build_model(
-        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, keep_for(config, world)
+        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
     )
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
@@ -195,7 +195,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     refer = task.refer(policy, engine)
     sums, norms = [], []
     if case.packed and not case.of_pairs:
-        prove_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
+        check_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
     gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
@@ -309,11 +309,11 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
     config = reference_config(spec)
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
-    keep, dtype = keep_for(config, world), DTYPES[case.precision]
+    keep, dtype = sharding_for(config, world), DTYPES[case.precision]
     policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.cut, keep)
     if case.packed:
         attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
-    return refer_to_engine(build_frozen(policy, config, world)).refer
+    return refer_to_engine(build_frozen_engine(policy, config, world)).refer
 
 
 def make_spec(case: Case) -> Spec:
@@ -534,7 +534,7 @@ def full_gradient(parameter: Any) -> Tensor:
 
 def assemble(world: World, engine: Any) -> dict[str, Tensor]:
     """The fp32 values over all ranks, from what each says it owns; every element must come exactly once."""
-    values = ((f.name, f.start, f.data) for f in engine.owned() if f.kind == "value")
+    values = ((f.name, f.start, f.data) for f in engine.owned_fragments() if f.kind == "value")
     return put_together(world, values, engine.shapes())
 
 
@@ -548,7 +548,7 @@ def copies_apart(case: Case, world: World, engine: Any) -> float:
     mine = {name: p for name, p in engine._trained.items() if name in tied}
     for parameter in mine.values():
         parameter.ds_pipe_replicated = False  # else only the first stage's is given
-    held = list(state.owned(engine._engine, mine, world.shard_rank, world.layout.shards))
+    held = list(state.owned_fragments(engine._engine, mine, world.shard_rank, world.layout.shards))
     shapes = {f"{f.kind} {f.name} {world.stage}": engine.shapes()[f.name] for f in held}
     parts = ((f"{f.kind} {f.name} {world.stage}", f.start, f.data) for f in held)
     found = put_together(world, parts, shapes)

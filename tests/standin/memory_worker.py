@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.world import join
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.weights import DTYPES, Keep, Places
+from dsft.model.weights import DTYPES, Sharding, TensorSlots
 from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Elements, census_from
@@ -123,8 +123,8 @@ def cases() -> Iterator[Case]:
 class NoValues:
     """A source of weights that gives them memory and nothing else."""
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Keep) -> None:
-        places = Places(root)
+    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+        places = TensorSlots(root)
         for parameter in list(root.parameters()):
             if parameter.is_meta:
                 places.take(places.put(parameter, torch.empty(parameter.shape, dtype=dtype)), keep)
@@ -150,7 +150,7 @@ def measure(case: Case) -> dict[str, Any]:
     config = sized(deepspeed_config(spec, batch), Elements(census.numel, census.trained), frozenset())
     meter = MemoryMeter(world.device)
     meter.enter("load")
-    keep = keep_for(config, world)
+    keep = sharding_for(config, world)
     policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], keep=keep)
     attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
     objective = next_token()
@@ -165,7 +165,7 @@ def measure(case: Case) -> dict[str, Any]:
     meter.enter("evaluation")
     engine.evaluate([longest])
     meter.enter("save")
-    for part in engine.owned():
+    for part in engine.owned_fragments():
         assert part.data.numel() >= 0
     meter.enter("start")
     plan = memory(census, spec, ranks, {"here": 1}, case.tokens).stages[0]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, Pairs
 from dsft.engine.build import build_engine
-from dsft.engine.partition import keep_for
+from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World, join
 from dsft.job.hooks import watch_hosts
@@ -116,7 +116,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         }
     )  # fmt: skip
     config = deepspeed_config(spec, batch_sizes(spec.train, 1))
-    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, keep=keep_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, keep=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", LENGTH)
     objective = preference(Dpo(loss_type="hinge")) if task == "dpo" else next_token()
     engine = build_engine(policy, spec, config, world, objective)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import TrainSteps
-from dsft.engine.api import Kept, log_probabilities
+from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.job.hooks import skipped_rows
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
@@ -41,7 +41,11 @@ class Scorer:
         self.faults, self.passes = torch.tensor([PAD, *(100 + i for i in faults)]), 0
 
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         self.passes += 1
         found = (torch.isin(batch.input_ids, self.faults) for batch in micro_batches)

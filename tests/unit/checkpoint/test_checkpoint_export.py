@@ -25,7 +25,7 @@ from transformers import (
 from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
 from dsft.checkpoint.read import Checkpoint
 from dsft.errors import CheckpointError, LockedError, StorageError
-from dsft.model.names import kept_beside
+from dsft.model.names import persistent_buffers
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
 
@@ -236,7 +236,7 @@ def test_what_a_file_holds_beside_the_parameters_comes_with_it(
         num_key_value_heads=1, head_dim=8, layer_types=["full_attention"],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    scalars = kept_beside(model)
+    scalars = persistent_buffers(model)
     assert list(scalars) == ["model.layers.0.layer_scalar"]
     scalars["model.layers.0.layer_scalar"].fill_(0.5)
     write_model_folder(tmp_path / "gemma4", config, tokenizer)
@@ -245,7 +245,7 @@ def test_what_a_file_holds_beside_the_parameters_comes_with_it(
     export(saved(type(maker)(tmp_path / "other", tmp_path / "gemma4", tensors)), tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report
-    assert kept_beside(loaded)["model.layers.0.layer_scalar"] == 0.5
+    assert persistent_buffers(loaded)["model.layers.0.layer_scalar"] == 0.5
     assert not (tmp_path / "out" / "beside.safetensors").exists()
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model.eval()(TOKENS).logits)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dsft.engine.start import set_tf32
+from dsft.engine.initialize import set_tf32
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from dsft.model import head, products
-from dsft.model.softmax import Choice, Softmax
-from dsft.model.softmax_kernel import InOneKernel
+from dsft.model.softmax import Softmax, SoftmaxChoice
+from dsft.model.softmax_kernel import TritonSoftmax
 
 
 def pytest_configure(config: Any) -> None:
-    head.chosen = by_kernel  # type: ignore[assignment]
+    head.choose_softmax = by_kernel  # type: ignore[assignment]
     products.TILE["cpu"] = 8
 
 
-def by_kernel(plain: Softmax, dtype: torch.dtype, device: torch.device) -> Choice:
-    return Choice(InOneKernel(plain.shaping, plain.smoothing))
+def by_kernel(plain: Softmax, dtype: torch.dtype, device: torch.device) -> SoftmaxChoice:
+    return SoftmaxChoice(TritonSoftmax(plain.shaping, plain.smoothing))

@@ -19,9 +19,18 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
 from dsft.errors import DsftError, SpecError
 from dsft.model import attention_choice, attention_loop
 from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
-from dsft.model.attention_choice import FUNCTIONS, PACKAGE, VARLEN, Asked, Choice, _try, asked_by, choose
+from dsft.model.attention_choice import (
+    FUNCTIONS,
+    PACKAGE,
+    VARLEN,
+    AttentionChoice,
+    AttentionRequirements,
+    _try,
+    choose,
+    requirements_of,
+)
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
-from dsft.model.attention_varlen import KEY_INDEX, Form, Kernel, torch_kernel, varlen_attention
+from dsft.model.attention_varlen import KEY_INDEX, AttentionArguments, Kernel, torch_kernel, varlen_attention
 from dsft.model.policy import Policy, behind_inputs
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
@@ -539,7 +548,7 @@ def flash_attn_varlen_func(
     keywords.pop("softcap")
     window, scale = keywords.pop("window_size"), keywords.pop("softmax_scale")
     assert not keywords
-    return torch_kernel()(q, k, v, (borders, of_keys), Form(longest, scale, window, None, 0.0))
+    return torch_kernel()(q, k, v, (borders, of_keys), AttentionArguments(longest, scale, window, None, 0.0))
 
 
 given: list[dict[str, Any]] = []
@@ -589,14 +598,14 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
 
 
 def test_what_a_model_asks_of_its_attention() -> None:
-    plain = asked_by(small("llama"))
+    plain = requirements_of(small("llama"))
     assert (plain.heads, plain.key_heads, plain.head_sizes, plain.scales) == (4, 2, (8,), (8**-0.5,))
     assert (plain.windows, plain.softcap, plain.dropout, plain.is_uneven) == ((None,), None, 0.0, False)
-    assert set(asked_by(small("mistral")).windows) == {None, 5}
-    assert asked_by(small("gemma2")).softcap == 50.0
-    assert asked_by(small("granite", attention_multiplier=0.5)).scales == (0.5,)
-    assert asked_by(small("gpt2", **LEARNED | {"attn_pdrop": 0.1})).dropout == 0.1
-    assert asked_by(small("gpt_neox")).head_sizes == (8,)
+    assert set(requirements_of(small("mistral")).windows) == {None, 5}
+    assert requirements_of(small("gemma2")).softcap == 50.0
+    assert requirements_of(small("granite", attention_multiplier=0.5)).scales == (0.5,)
+    assert requirements_of(small("gpt2", **LEARNED | {"attn_pdrop": 0.1})).dropout == 0.1
+    assert requirements_of(small("gpt_neox")).head_sizes == (8,)
 
 
 def test_what_is_chosen_is_said() -> None:
@@ -606,7 +615,9 @@ def test_what_is_chosen_is_said() -> None:
     assert attend_per_segment(model, "sdpa", 64).endswith("segment by segment, as model.attention is sdpa")
     assert attend_per_segment(model, "eager", 64).endswith("eager, as model.attention says")
     of_fp32 = choose(model, torch.device("cuda"))
-    assert of_fp32 == Choice(SEGMENTS, "segment by segment, as FlashAttention does not compute in float32")
+    assert of_fp32 == AttentionChoice(
+        SEGMENTS, "segment by segment, as FlashAttention does not compute in float32"
+    )
 
 
 def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,7 +650,7 @@ WRONG: dict[str, Callable[[Kernel], Kernel]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtype) -> None:
-    asked = Asked(4, 2, (16,), (None, 0.2), (None, 64), None, 0.0, is_uneven=False)
+    asked = AttentionRequirements(4, 2, (16,), (None, 0.2), (None, 64), None, 0.0, is_uneven=False)
     kernel = WRONG[wrong](torch_kernel())
     with nullcontext() if wrong == "right" else pytest.raises(DsftError, match="not those of the definition"):
         _try(kernel, asked, dtype, torch.device("cpu"))

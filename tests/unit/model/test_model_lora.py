@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.build import build_model, choose_trained, first_values
+from dsft.model.build import build_model, choose_trained, initial_values
 from dsft.model.lora import PREFIX, WEIGHTS, scale
 from dsft.model.names import plain_name
 from dsft.model.policy import Policy
@@ -166,7 +166,7 @@ def test_a_saved_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 def test_a_base_that_is_not_there_is_told(tmp_path: Path) -> None:
     gone = Model(name_or_path=str(tmp_path / "gone"))
     with pytest.raises(MissingInputError, match=r"gone' has no readable weights"):
-        first_values(gone, policy().causal_lm, 3, torch.float32)
+        initial_values(gone, policy().causal_lm, 3, torch.float32)
 
 
 def test_patterns_choose_what_is_trained() -> None:

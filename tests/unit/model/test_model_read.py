@@ -21,7 +21,7 @@ from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
-from dsft.model.weights import Keep
+from dsft.model.weights import Sharding
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 
@@ -55,8 +55,8 @@ def save(
     return model
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32, keep: Keep | None = None) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, keep=keep or Keep())
+def read(folder: Path, dtype: torch.dtype = torch.float32, keep: Sharding | None = None) -> Policy:
+    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, keep=keep or Sharding())
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def shares(folder: Path, dtype: torch.dtype, rank: int, ranks: int = 3) -> dict[
         assert parameter.untyped_storage().nbytes() <= 4, "of a share the rest takes no memory"
         taken[id(parameter)] = part
 
-    policy = read(folder, dtype, Keep(span, take))
+    policy = read(folder, dtype, Sharding(span, take))
     named = dict(policy.causal_lm.named_parameters())
     assert taken.keys() == {id(p) for p in named.values()}
     return {name: taken[id(p)] for name, p in named.items()}

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from dsft.model import products
 from dsft.model.products import aligned_empty, multiply, pieces, product
-from dsft.model.softmax import Choice, Shaping, Softmax, apart, chosen, tried
+from dsft.model.softmax import (
+    Shaping,
+    Softmax,
+    SoftmaxChoice,
+    choose_exact,
+    choose_softmax,
+    largest_differences,
+)
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -50,17 +57,17 @@ class Wrong(Softmax):
 
 def test_where_there_is_no_kernel_torchs_operations_are_taken_and_the_line_says_why() -> None:
     plain = Softmax()
-    assert chosen(plain, torch.bfloat16, CPU) == Choice(plain)
+    assert choose_softmax(plain, torch.bfloat16, CPU) == SoftmaxChoice(plain)
     if not torch.cuda.is_available():
-        found = chosen(plain, torch.bfloat16, torch.device("cuda"))
+        found = choose_softmax(plain, torch.bfloat16, torch.device("cuda"))
         assert found.softmax == plain and "as the Triton kernel failed (" in found.said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_that_is_apart_is_not_used(dtype: torch.dtype) -> None:
     plain, same, wrong = Softmax(smoothing=0.1), Softmax(smoothing=0.1), Wrong(smoothing=0.1)
-    assert tried(plain, same, dtype, CPU).softmax is same
-    found = tried(plain, wrong, dtype, CPU)
+    assert choose_exact(plain, same, dtype, CPU).softmax is same
+    found = choose_exact(plain, wrong, dtype, CPU)
     assert found.softmax is plain and "0.03 of the largest gradient" in found.said
 
 
@@ -103,9 +110,9 @@ def test_a_product_may_be_narrower_than_what_it_is_written_to(add: bool) -> None
 
 
 def both(shaping: Shaping, smoothing: float) -> tuple[Softmax, Softmax]:
-    from dsft.model.softmax_kernel import InOneKernel
+    from dsft.model.softmax_kernel import TritonSoftmax
 
-    return Softmax(shaping, smoothing), InOneKernel(shaping, smoothing)
+    return Softmax(shaping, smoothing), TritonSoftmax(shaping, smoothing)
 
 
 @in_the_interpreter
@@ -114,7 +121,9 @@ def both(shaping: Shaping, smoothing: float) -> tuple[Softmax, Softmax]:
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 def test_the_kernel_is_taken(shaping: Shaping, smoothing: float, dtype: torch.dtype) -> None:
     plain, kernel = both(shaping, smoothing)
-    assert tried(plain, kernel, dtype, CPU).softmax is kernel, apart(plain, kernel, dtype, CPU)
+    assert choose_exact(plain, kernel, dtype, CPU).softmax is kernel, largest_differences(
+        plain, kernel, dtype, CPU
+    )
 
 
 @in_the_interpreter

@@ -16,7 +16,7 @@ from dsft.errors import MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.policy import Policy
-from dsft.model.weights import Keep
+from dsft.model.weights import Sharding
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
 from tests.unit.model.test_model_read import FACTS, change, save
@@ -25,9 +25,9 @@ LARGER = replace(FACTS, vocab_size=101)  # the folders have 96
 
 
 def built(
-    folder: Path, facts: TokenFacts, dtype: torch.dtype = torch.float32, keep: Keep | None = None
+    folder: Path, facts: TokenFacts, dtype: torch.dtype = torch.float32, keep: Sharding | None = None
 ) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, keep=keep or Keep())
+    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, keep=keep or Sharding())
 
 
 def resized(held: Tensor, first: int, stop: int) -> Tensor:
@@ -110,7 +110,7 @@ def shares(folder: Path, facts: TokenFacts, dtype: torch.dtype, rank: int, ranks
         assert part is not None and parameter.untyped_storage().nbytes() <= 4
         taken[id(parameter)] = part
 
-    policy = built(folder, facts, dtype, Keep(span, take))
+    policy = built(folder, facts, dtype, Sharding(span, take))
     return {name: taken[id(p)] for name, p in policy.causal_lm.named_parameters()}
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.lay import collate
-from dsft.engine.api import Kept, log_probabilities
-from dsft.engine.proof import whole_rows
+from dsft.engine.api import ScoreOutput, log_probabilities
+from dsft.engine.self_check import whole_rows
 from dsft.errors import SpecError
 from dsft.objective.answers import answer_logps
 from dsft.reference import check
@@ -48,7 +48,11 @@ class Engine:
     is_last: bool = True
 
     def score(
-        self, micro_batches: Sequence[MicroBatch], kept: Kept = log_probabilities, *, training: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kept: ScoreOutput = log_probabilities,
+        *,
+        training: bool = False,
     ) -> tuple[Tensor, ...]:
         scored = tuple(kept(self.logps(batch, training), batch) for batch in micro_batches)
         return scored if self.is_last else ()

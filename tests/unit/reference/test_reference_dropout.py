@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import Laid
-from dsft.engine.frozen import Frozen
+from dsft.engine.frozen import FrozenEngine
 from dsft.inputs import Inputs, read_inputs
-from dsft.model.attention_choice import asked_by
+from dsft.model.attention_choice import requirements_of
 from dsft.model.build import build_model
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
@@ -44,10 +44,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, Frozen]:
+def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, FrozenEngine]:
     """As `open_reference` gives it, without DeepSpeed. The modules begin in training mode."""
     policy = build_model(reference_model(asked), inputs.facts, asked.train.seed, torch.float32).train()
-    return policy.requires_grad_(False), Frozen(policy, policy, ALONE)
+    return policy.requires_grad_(False), FrozenEngine(policy, policy, ALONE)
 
 
 def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
@@ -62,14 +62,14 @@ def plain(policy: Policy, batches: Sequence[MicroBatch], *, dropout: bool) -> Te
     return torch.cat([logps for _, logps in found])[numbers.argsort()]
 
 
-def live(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
+def live(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> Tensor:
     batches = list(refer_to_engine(frozen).refer(micro_batches(asked, inputs)))
     pairs = [batch.pairs for batch in batches if batch.pairs is not None]
     found = torch.cat([each.reference for each in pairs if each.reference is not None])
     return found[torch.cat([each.ids for each in pairs]).argsort()]
 
 
-def precomputed(asked: Spec, inputs: Inputs, frozen: Frozen, policy: Policy) -> Tensor:
+def precomputed(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> Tensor:
     key = key_of(asked, reference_model(asked), inputs)
     folder = store.store_folder(asked, key)
     store.prepare(folder, key)
@@ -102,8 +102,10 @@ def test_the_attention_of_packed_rows_is_chosen_without_dropout(
     inputs = read_inputs(asked, lambda text: None)
     chosen: list[float] = []
     monkeypatch.setattr(
-        reference_of, "attend_per_segment", lambda causal_lm, *_: chosen.append(asked_by(causal_lm).dropout)
+        reference_of,
+        "attend_per_segment",
+        lambda causal_lm, *_: chosen.append(requirements_of(causal_lm).dropout),
     )
-    monkeypatch.setattr(reference_of, "build_frozen", lambda policy, config, world: None)
+    monkeypatch.setattr(reference_of, "build_frozen_engine", lambda policy, config, world: None)
     reference_of.open_reference(asked, inputs.facts, ALONE)
     assert chosen == [0.0]

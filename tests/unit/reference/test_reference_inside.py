@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
-from dsft.engine.partition import Remembered
+from dsft.engine.partition import Snapshot
 from dsft.errors import CheckpointError, DsftError, MissingInputError, WorldError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -74,8 +74,8 @@ class Alone:
                 kept(self.policy(b.input_ids, b.position_ids, b.targets).logps, b) for b in micro_batches
             )
 
-    def remember(self, parameters: Any) -> Remembered:
-        return Remembered(SimpleNamespace(zero_optimization_stage=lambda: 0), parameters)
+    def snapshot(self, parameters: Any) -> Snapshot:
+        return Snapshot(SimpleNamespace(zero_optimization_stage=lambda: 0), parameters)
 
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
@@ -135,7 +135,7 @@ def test_the_adapter_is_on_again_whatever_happens() -> None:
 
 def test_remembered_values_come_and_go_without_a_copy() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    remembered = Alone().remember([parameter])
+    remembered = Alone().snapshot([parameter])
     parameter.data += 1
     place = parameter.data_ptr()
 

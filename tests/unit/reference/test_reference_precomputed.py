@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsft.engine import proof
+from dsft.engine import self_check
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.reference import precomputed, store
@@ -214,8 +214,8 @@ def test_random_pairs_of_all_datasets_are_chosen() -> None:
 
 def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_with_the_tokens() -> None:
     for tokens, times in ((0, 1.0), (1, 1.0), (4, 2.0), (100, 10.0), (400, 40.0)):
-        assert allowed("fp32", tokens) == pytest.approx(times * proof.ALONE["fp32"])
-        assert allowed("bf16", tokens) == pytest.approx(times * proof.ALONE["bf16"])
+        assert allowed("fp32", tokens) == pytest.approx(times * self_check.ALONE["fp32"])
+        assert allowed("bf16", tokens) == pytest.approx(times * self_check.ALONE["bf16"])
 
 
 def test_what_is_scored_otherwise_is_refused_with_both_values(folder: Path, passes: list[Pass]) -> None:

@@ -151,10 +151,10 @@ class Waits:
     def __init__(self, waited: float) -> None:
         self._waited = waited
 
-    def counted(self) -> nullcontext[None]:
+    def timing(self) -> nullcontext[None]:
         return nullcontext()
 
-    def taken(self) -> float:
+    def pop_seconds(self) -> float:
         return self._waited
 
 

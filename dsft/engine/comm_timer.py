@@ -24,11 +24,11 @@ CALLS = (
     "reduce_scatter", "reduce_scatter_tensor", "send", "recv",
 )  # fmt: skip
 """The methods of DeepSpeed's backend that engines call in a step."""
-HELD = 1024
+MAX_PENDING = 1024
 """Number of event pairs above which the finished ones are read and dropped."""
 
 
-class Waiting:
+class CommunicationTimer:
     """A clock of this rank's waits. On a CPU only waits of the thread that built it count; other threads work
     beside the step."""
 
@@ -40,7 +40,7 @@ class Waiting:
         self._events: deque[tuple[Any, Any]] = deque()
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def timing(self) -> Iterator[None]:
         """Count the waits in this block: those of a step, not of a checkpoint."""
         with ExitStack() as undo:
             self._clock(Work, "wait", undo)
@@ -49,7 +49,7 @@ class Waiting:
                     self._clock(deepspeed_comm.cdb, name, undo)
             yield
 
-    def taken(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds since the last call; on a GPU those of finished waits, the others with the next
         call."""
         self._read()
@@ -91,5 +91,5 @@ class Waiting:
             last.record()
             self._events.append((first, last))
             self._inside = False
-            if len(self._events) > HELD:
+            if len(self._events) > MAX_PENDING:
                 self._read()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import Problem, SpecError
 from dsft.model.policy import Policy
-from dsft.model.stage import Joints, cut_to_stage
+from dsft.model.stage import SplitPoints, cut_to_stage
 from dsft.plan.cut import Cut
 from dsft.spec.architecture import uncuttable
 
@@ -37,9 +37,9 @@ class _Unfit(Exception):
     """The reason why a model cannot be cut."""
 
 
-def check_cut(config: PreTrainedConfig, cut: Cut) -> Joints:
-    """Return the joints of this model; raise SpecError where it cannot be cut like this."""
-    found = joints_of(config)
+def check_cut(config: PreTrainedConfig, cut: Cut) -> SplitPoints:
+    """Return the split points of this model; raise SpecError where it cannot be cut like this."""
+    found = find_split_points(config)
     if isinstance(found, str):
         raise _error(f"{found}; set it to 1")
     if cut.num_layers != config.num_hidden_layers:
@@ -47,8 +47,8 @@ def check_cut(config: PreTrainedConfig, cut: Cut) -> Joints:
     return found
 
 
-def joints_of(config: PreTrainedConfig) -> Joints | str:
-    """Return the joints of a model, or the reason why it cannot be cut into stages."""
+def find_split_points(config: PreTrainedConfig) -> SplitPoints | str:
+    """Return the split points of a model, or the reason why it cannot be cut into stages."""
     return _found(_Key(config))
 
 
@@ -66,7 +66,7 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=8)
-def _found(key: _Key) -> Joints | str:
+def _found(key: _Key) -> SplitPoints | str:
     config = key.config
     reason = uncuttable(config.to_dict())
     if reason is not None or config.num_hidden_layers == 1:
@@ -76,14 +76,14 @@ def _found(key: _Key) -> Joints | str:
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             model = _small_model(config)
-            joints = _trace(model)
-            _prove(model, joints)
+            split_points = _trace(model)
+            _prove(model, split_points)
     except _Unfit as error:
         return f"a {config.model_type} model cannot be cut into stages, since {error}"
     except Exception as error:  # any error of a class that was not written to be cut
         text = str(error).strip().splitlines()[:1] or [type(error).__name__]
         return f"a {config.model_type} model cannot be cut into stages: a small one failed with {text[0]}"
-    return joints
+    return split_points
 
 
 # --- the small model ----------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
 # --- order of the calls -------------------------------------------------------------------------------------
 
 
-def _trace(model: PreTrainedModel) -> Joints:
-    """Find the joints in one forward pass. Raises _Unfit where something with parameters is used neither
-    before nor after the layers alone."""
+def _trace(model: PreTrainedModel) -> SplitPoints:
+    """Find the split points in one forward pass. Raises _Unfit where something with parameters is used
+    neither before nor after the layers alone."""
     name = layers_of(model)
     layers: Any = model.get_submodule(name)
     outside = dict(_outside(model, name))
@@ -173,7 +173,7 @@ def _trace(model: PreTrainedModel) -> Joints:
     odd = sorted(outside.keys() - {*before, *after})
     if odd:
         raise _Unfit(f"{' and '.join(odd)} is used neither before nor after the layers alone")
-    return Joints(name, before, after, isinstance(calls[first][1], tuple))
+    return SplitPoints(name, before, after, isinstance(calls[first][1], tuple))
 
 
 def layers_of(model: PreTrainedModel) -> str:
@@ -202,13 +202,13 @@ def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[s
 # --- the proof ----------------------------------------------------------------------------------------------
 
 
-def _prove(model: PreTrainedModel, joints: Joints) -> None:
+def _prove(model: PreTrainedModel, split_points: SplitPoints) -> None:
     """Raise _Unfit where two stages do not compute what the whole does."""
-    number = len(model.get_submodule(joints.layers))  # type: ignore[arg-type]
+    number = len(model.get_submodule(split_points.layers))  # type: ignore[arg-type]
     cut = Cut((1, number - 1))
     parts = [copy.deepcopy(model) for _ in range(cut.stages)]
     for stage, part in enumerate(parts):
-        cut_to_stage(part, joints, stage, cut)
+        cut_to_stage(part, split_points, stage, cut)
     stages = [Policy(part, is_first=not n, is_last=n == 1) for n, part in enumerate(parts)]
     whole = Policy(model)
     for rows in ROWS:

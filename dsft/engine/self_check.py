@@ -28,7 +28,7 @@ from dsft.spec.schema import Spec
 Precision = Literal["fp32", "bf16", "fp16"]
 
 # The same kernels run on the same shapes, so a neighbor's tokens change nothing unless a border is crossed.
-NEIGHBOUR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
+NEIGHBOR = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # nats, of any one token
 # Alone a row is computed by other kernels: this is how far their rounding may move one token's loss. The
 # mean of n tokens differs less, by the square root of n, down to a tenth.
 ALONE = {"fp32": 1e-3, "bf16": 0.3, "fp16": 0.1}  # nats
@@ -39,21 +39,21 @@ KERNELS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 ROUNDING = 1e-5  # nats
 SHORT, LONG = 16, 1024  # tokens: the rows are the shortest of at least SHORT and one of at most LONG
 WIDE = 256  # tokens of a row whose logits are computed whole
-LOOKED_AT = 1000  # examples from which the rows are chosen
+EXAMPLES_SEARCHED = 1000  # examples from which the rows are chosen
 
 
-def prove_rows(
+def check_rows(
     engine: Scorer, policy: Policy, spec: Spec, dataset: Dataset, world: World, pad_id: int
 ) -> Iterator[str]:
     """Run the checks below that the spec needs, and yield a line for each. A collective."""
-    yield prove_head(engine, policy, dataset, world, pad_id)
+    yield check_head(engine, policy, dataset, world, pad_id)
     if spec.model.kernels != "torch":
-        yield prove_kernels(engine, policy, dataset, world, pad_id)
+        yield check_kernels(engine, policy, dataset, world, pad_id)
     if spec.data.packing:
-        yield prove_packing(engine, policy, dataset, world, spec.train.precision, pad_id)
+        yield check_packing(engine, policy, dataset, world, spec.train.precision, pad_id)
 
 
-def prove_packing(
+def check_packing(
     engine: Scorer, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
 ) -> str:
     """Check that packing is exact, on a few of the dataset's rows. A collective.
@@ -79,7 +79,7 @@ def prove_packing(
     return f"{said}; so have the answers of real pairs that share their prompt" if pairs else said
 
 
-def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
     """Score two of the dataset's rows by the head and by the model's own logits. A collective. Where they
     differ, every rank computes the model's logits from then on. Returns a line that says which it is, and on
     a GPU what computes the head's softmax, whose gradients were compared when it was chosen."""
@@ -98,7 +98,7 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     compared = [_apart(a[is_target], b[is_target], HEAD[dtype]) for a, b in zip(found, own, strict=True)]
     apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
     if apart <= allowed:
-        said = sorted(set(world.gather(policy.softmax_said(world.device))) - {""})
+        said = sorted(set(world.gather(policy.softmax_description(world.device))) - {""})
         tried = f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
         return "; ".join([tried, *said])
     policy.full_logits = policy.is_last
@@ -108,7 +108,7 @@ def prove_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     )
 
 
-def prove_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
     """Score a few of the dataset's rows with the fused kernels and with the model's own modules. A
     collective. Returns a line for the log; raises SpecError on every rank where a token's loss differs by
     more than rounding."""
@@ -156,7 +156,7 @@ def real_rows(dataset: Dataset) -> list[Example]:
     """Return three short rows and a long one between them; every token but a row's first is a target."""
     pieces = [
         piece
-        for example in islice(dataset, LOOKED_AT)
+        for example in islice(dataset, EXAMPLES_SEARCHED)
         for piece in np.split(example.input_ids, np.cumsum(example.segment_lengths)[:-1])
     ]
     pieces = [piece for piece in pieces if len(piece) > 1]
@@ -181,7 +181,7 @@ def every_second_changed(rows: Sequence[Example]) -> list[Example]:
 def shared_pairs(dataset: Dataset) -> list[Example]:
     """Return preference pairs that share their prompt: one of at most LONG tokens between the two shortest;
     empty where the dataset has none."""
-    looked_at = [example for example in islice(dataset, LOOKED_AT) if any(example.starts or ())]
+    looked_at = [example for example in islice(dataset, EXAMPLES_SEARCHED) if any(example.starts or ())]
     by_length = sorted(looked_at, key=lambda example: len(example.input_ids))
     longer = [example for example in by_length[2:] if len(example.input_ids) <= LONG]
     return [*by_length[:1], *longer[-1:], *by_length[1:2]]
@@ -234,7 +234,7 @@ def _compare_answers(
     for answer, after in enumerate(changed):
         for kept, again in list(zip(before, after, strict=True))[1 - answer :: 2]:
             apart = float((kept - again).abs().max())
-            if not apart <= NEIGHBOUR[precision]:
+            if not apart <= NEIGHBOR[precision]:
                 said = f"the other answer changes its loss (a token's by {apart:.2g} nats)"
                 raise _shared_error(said, way_out)
     targets = [row.target_count for pair in pairs for row in whole_rows(pair)]
@@ -268,7 +268,7 @@ def _compare(
     before, after = (logps[0].split(lengths) for logps in together)
     for kept, again in list(zip(before, after, strict=True))[1::2]:
         changed = float((kept - again).abs().max())
-        if not changed <= NEIGHBOUR[precision]:
+        if not changed <= NEIGHBOR[precision]:
             said = f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)"
             raise _error(said, way_out)
     for packed, own in zip(before, alone, strict=True):

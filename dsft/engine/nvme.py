@@ -26,7 +26,7 @@ def is_swapped(optimizer: Any, home: Any) -> bool:
     return getattr(optimizer, "swap_optimizer", False) and home.ds_id in _swapper(optimizer).swap_params_info
 
 
-def mapped(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
+def memory_map(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
     """Return (n,) fp32, a private memory map of the file: read from the disk on access, valid until the next
     step. None where there is no such moment yet."""
     info = _swapper(optimizer).swap_params_info[home.ds_id]
@@ -39,7 +39,7 @@ def mapped(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
 
 
 @contextmanager
-def in_memory(optimizer: Any, home: Tensor) -> Iterator[None]:
+def swapped_in(optimizer: Any, home: Tensor) -> Iterator[None]:
     """Swap `home` and its moments into memory for the block, then write them back as the block has left them,
     and the parameters' own values with them."""
     group = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is home)
@@ -49,7 +49,7 @@ def in_memory(optimizer: Any, home: Tensor) -> Iterator[None]:
     optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
-def put_in_place(optimizer: Any) -> None:
+def write_parameters(optimizer: Any) -> None:
     """Write the files of parameters whose fp32 values are in memory."""
     if not getattr(optimizer, "params_in_nvme_and_cpu", False):
         return
@@ -58,7 +58,7 @@ def put_in_place(optimizer: Any) -> None:
             _place(optimizer, group)
 
 
-def forget_moments(optimizer: Any) -> None:
+def discard_moments(optimizer: Any) -> None:
     """Swap the values alone, as before a first step. Files of moments are written again."""
     if getattr(optimizer, "swap_optimizer", False):
         _swapper(optimizer).purge_state()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from dsft.engine import waiting as module
-from dsft.engine.waiting import CALLS, HELD, Waiting
+from dsft.engine import comm_timer as module
+from dsft.engine.comm_timer import CALLS, MAX_PENDING, CommunicationTimer
 
 CPU = torch.device("cpu")
 
@@ -28,30 +28,30 @@ def _slow_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waits_of_a_step_count() -> None:
-    waiting = Waiting(CPU)
+    timer = CommunicationTimer(CPU)
     before = Work.wait
     Work.wait(Handle())  # type: ignore[arg-type]
-    assert waiting.taken() == 0.0
-    with waiting.counted():
+    assert timer.pop_seconds() == 0.0
+    with timer.timing():
         assert Work.wait(Handle()) == "done"  # type: ignore[arg-type]
         Work.wait(Handle())  # type: ignore[arg-type]
     assert Work.wait is before
-    assert 0.04 <= waiting.taken() < 2.0
-    assert waiting.taken() == 0.0
+    assert 0.04 <= timer.pop_seconds() < 2.0
+    assert timer.pop_seconds() == 0.0
 
 
 def test_another_threads_waits_do_not() -> None:
-    waiting = Waiting(CPU)
-    with waiting.counted():
+    timer = CommunicationTimer(CPU)
+    with timer.timing():
         thread = threading.Thread(target=lambda: Work.wait(Handle()))  # type: ignore[arg-type]
         thread.start()
         thread.join()
-    assert waiting.taken() == 0.0
+    assert timer.pop_seconds() == 0.0
 
 
 def test_a_step_that_fails_leaves_no_clock() -> None:
-    waiting, before = Waiting(CPU), Work.wait
-    with pytest.raises(RuntimeError), waiting.counted():
+    timer, before = CommunicationTimer(CPU), Work.wait
+    with pytest.raises(RuntimeError), timer.timing():
         raise RuntimeError("a rank is gone")
     assert Work.wait is before
 
@@ -86,17 +86,17 @@ def test_on_a_gpu_nobody_waits_for_the_device_and_few_events_are_kept(
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     backend = SimpleNamespace(**{name: lambda: "reduced" for name in CALLS})
     monkeypatch.setattr(module.deepspeed_comm, "cdb", backend)
-    waiting = Waiting(torch.device("cuda"))
-    with waiting.counted():
+    timer = CommunicationTimer(torch.device("cuda"))
+    with timer.timing():
         assert [backend.all_reduce() for _ in range(3)] == ["reduced"] * 3
     Event.reached = 4
-    assert waiting.taken() == pytest.approx(0.004), "two are over, the third counts later"
+    assert timer.pop_seconds() == pytest.approx(0.004), "two are over, the third counts later"
     Event.reached = 6
-    assert waiting.taken() == pytest.approx(0.002)
-    with waiting.counted():
-        for _ in range(10 * HELD):
+    assert timer.pop_seconds() == pytest.approx(0.002)
+    with timer.timing():
+        for _ in range(10 * MAX_PENDING):
             backend.all_reduce()
             Event.reached = Event.made
-            assert Event.alive <= 2 * (HELD + 1)
-    assert waiting.taken() == pytest.approx(10 * HELD * 0.002)
+            assert Event.alive <= 2 * (MAX_PENDING + 1)
+    assert timer.pop_seconds() == pytest.approx(10 * MAX_PENDING * 0.002)
     assert Event.alive == 0

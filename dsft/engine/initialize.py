@@ -25,7 +25,7 @@ from dsft.engine import state
 from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
 from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
 from dsft.engine.optimizer import RATE, build_optimizer
-from dsft.engine.partition import Remembered, full_shape
+from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.replicas import replicated
 from dsft.engine.world import World
 from dsft.errors import WorldError
@@ -87,17 +87,19 @@ class TrainingEngine(ABC):
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult: ...
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> Remembered:
-        return Remembered(self._engine, parameters)
+    def snapshot(self, parameters: Iterable[nn.Parameter]) -> Snapshot:
+        return Snapshot(self._engine, parameters)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def owned(self) -> Iterator[Fragment]:
-        return state.owned(self._engine, self._trained, self._world.shard_rank, self._world.layout.shards)
+    def owned_fragments(self) -> Iterator[Fragment]:
+        return state.owned_fragments(
+            self._engine, self._trained, self._world.shard_rank, self._world.layout.shards
+        )
 
     def replicated(self) -> Mapping[str, Tensor]:
-        return replicated(self._causal_lm, state.masters(self._engine, self._trained))
+        return replicated(self._causal_lm, state.master_weights(self._engine, self._trained))
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
         if self._started.scaler is not None:
@@ -129,7 +131,7 @@ def start(
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=own, dist_init_required=False
         )
-    state.forget_first_step(engine)
+    state.undo_first_step(engine)
     clip = None
     if clips_here:
         stages = engine.grid.get_pipe_parallel_group() if engine.pipeline_parallelism else None
@@ -152,11 +154,11 @@ def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> N
     and SGD move and decay them by a multiple of the rate. The moments are allocated before it, so that the
     backward pass has them beside its activations, as in every step but a run's first."""
     cpu = device.type == "cpu"
-    state.make_moments(engine)
+    state.allocate_moments(engine)
     with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
         with _counters_kept(engine):
             step()
-    state.forget_steps(engine)
+    state.reset_state(engine)
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.lay import lay
-from dsft.engine import proof
-from dsft.engine.proof import (
+from dsft.engine import self_check
+from dsft.engine.self_check import (
     answers_changed,
+    check_head,
+    check_kernels,
+    check_packing,
     every_second_changed,
-    prove_head,
-    prove_kernels,
-    prove_packing,
     real_rows,
     shared_pairs,
     whole_rows,
@@ -99,7 +99,7 @@ def scores(precision: str = "fp32", attention: str = SEGMENTS) -> Scores:
 
 
 def prove(engine: Scores, data: Dataset, precision: Any = "fp32") -> None:
-    prove_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -137,7 +137,7 @@ def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_row_that_is_another_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """No neighbour changes anything, but the packed rows are not what they are alone."""
-    monkeypatch.setattr(proof, "collate", lambda examples, pad: lay([shifted(e) for e in examples], pad))
+    monkeypatch.setattr(self_check, "collate", lambda examples, pad: lay([shifted(e) for e in examples], pad))
     with pytest.raises(SpecError, match="nats per token from what it is when alone"):
         prove(scores(), rows(20, 30, 17, 25, 60))
 
@@ -198,7 +198,7 @@ REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))
 @pytest.mark.parametrize("tokens", [REAL, REAL[:1], ((1, 4, 4), (1, 5, 6))])
 def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> None:
     engine, data = scores(precision), pairs(*tokens)
-    said = prove_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    said = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
     is_shared = any(prompt > 1 for prompt, *_ in tokens)
     assert ("the answers of real pairs that share" in said) is is_shared
     assert any(batch.starts for batch in engine.given) is is_shared
@@ -246,7 +246,7 @@ def test_the_pairs_are_real_and_one_answer_at_a_time_is_changed() -> None:
 
 
 def prove_the_head(engine: Scores) -> str:
-    return prove_head(engine, engine.policy, rows(20, 30, 17), Alone(), 0)  # type: ignore[arg-type]
+    return check_head(engine, engine.policy, rows(20, 30, 17), Alone(), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -320,7 +320,7 @@ def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch,
 
     engine = with_norms(monkeypatch, precision, in_float64)
     data = rows(20, 30, 17, 60)
-    line = prove_kernels(engine, engine.policy, data, Alone(), 0)  # type: ignore[arg-type]
+    line = check_kernels(engine, engine.policy, data, Alone(), 0)  # type: ignore[arg-type]
     assert line.startswith("kernels: liger (5 norms): tried on real rows, at most ")
 
 
@@ -333,7 +333,7 @@ def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, prec
 
     engine = with_norms(monkeypatch, precision, offset)
     with pytest.raises(SpecError) as error:
-        prove_kernels(engine, engine.policy, rows(20, 30, 17, 60), Alone(), 0)  # type: ignore[arg-type]
+        check_kernels(engine, engine.policy, rows(20, 30, 17, 60), Alone(), 0)  # type: ignore[arg-type]
     (problem,) = error.value.problems
     assert problem.where == "model.kernels" and problem.message.endswith("set it to torch")
 
