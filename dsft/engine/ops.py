@@ -115,7 +115,7 @@ def load_op(builder: Any, say: Log) -> Any:
             return _loaded(builder, None)
         folder.mkdir(parents=True, exist_ok=True)
         with _alone_in(folder, say):
-            if not is_compiled(op, _accelerator()):
+            if not (folder / op / f"{op}.so").is_file():
                 lacking = lacking_tool([op], torch.cuda.is_available())
                 if lacking is not None:  # torch would print a page of warnings first
                     raise _cannot(builder, f": {lacking[0]}; {lacking[1]}.")

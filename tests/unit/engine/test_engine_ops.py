@@ -88,7 +88,9 @@ class Alone:
         work()
 
 
-def test_it_is_built_once_and_said(extensions: Path, tmp_path: Path, told: list[str]) -> None:
+def test_it_is_built_once_and_said(
+    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     builder = Small(tmp_path)
     load_everywhere(builder, Alone(), told.append)
     assert [line.split()[:2] for line in told] == [["building", builder.name], ["built", builder.name]]
@@ -97,6 +99,7 @@ def test_it_is_built_once_and_said(extensions: Path, tmp_path: Path, told: list[
     assert is_compiled(builder.name, "cpu")
     OpBuilder._loaded_ops.pop(builder.name)
     told.clear()
+    monkeypatch.setattr("dsft.engine.ops.lacking_tool", lambda *_: pytest.fail("tries the compiler again"))
     load_everywhere(builder, Alone(), told.append)
     assert told == [], "what is there is not announced as being built"
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
