@@ -1,6 +1,7 @@
 """Train: run the optimizer steps, report their records, evaluate and save on schedule.
 
-The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`, `Steps` and `Run`.
+The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`,
+`StepSource` and `Run`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Record = dict[str, float]
 Doing = Literal["data", "step", "evaluate", "save"]
 
 
-class Steps(Protocol):
+class StepSource(Protocol):
     def step(self, index: int) -> GlobalStep:
         """Return the batch of optimizer step `index` (from 0), whatever steps were asked for before."""
 
@@ -222,7 +223,7 @@ class Late:
 
 
 def fit(
-    engine: Engine, objective: Objective, steps: Steps, schedule: Schedule, run: Run, progress: Progress
+    engine: Engine, objective: Objective, steps: StepSource, schedule: Schedule, run: Run, progress: Progress
 ) -> Progress:
     """Train from `progress` to the schedule's last step, which is always evaluated and saved.
 
@@ -241,7 +242,7 @@ def fit(
 def _fit(
     engine: Engine,
     objective: Objective,
-    steps: Steps,
+    steps: StepSource,
     schedule: Schedule,
     run: Run,
     progress: Progress,

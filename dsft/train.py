@@ -40,10 +40,10 @@ from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.rank.cores import THREADS, Share, share_of
 from dsft.rank.environment import Launched, detect
+from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.live import live
 from dsft.rank.port import check_port
 from dsft.rank.promise import check_promise
-from dsft.rank.pulse import Pulse
 from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, release
 from dsft.rank.torchrun import flags, torchrun_argv
@@ -63,16 +63,16 @@ QUICKSTART = ROOT / "specs" / "quickstart.yaml"
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0, or that of the error. Rank 0 prints the message; other ranks print it only
     while their rank is not known yet, or where the error is theirs alone."""
-    options, rank, pulse = parse(arguments), 0, Pulse(0, 0, None)
+    options, rank, heartbeat = parse(arguments), 0, Heartbeat(0, 0, None)
     try:
         become_torchrun(arguments, options)
         launched = detect(os.environ)
         rank = launched.rank
-        pulse, stopping = live(launched, os.environ)
-        train(options, launched, [sys.argv[0], *arguments], stopping, pulse)
+        heartbeat, stopping = live(launched, os.environ)
+        train(options, launched, [sys.argv[0], *arguments], stopping, heartbeat)
     except DsftError as error:
         message = printable(redact_values(str(error), os.environ))
-        pulse.end(error.exit_code, message)
+        heartbeat.end(error.exit_code, message)
         asked = isinstance(error, StoppedError)
         if rank == 0 or error.of_one_rank:
             who = f"rank {rank}: " if error.of_one_rank else ""
@@ -81,10 +81,10 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
         return error.exit_code
     except Exception as error:  # a bug in dsft or a library: print the traceback
-        pulse.end(1, printable(redact(f"{type(error).__name__}: {error}", os.environ)))
+        heartbeat.end(1, printable(redact(f"{type(error).__name__}: {error}", os.environ)))
         print_fault(error)
         return 1
-    pulse.end(0)
+    heartbeat.end(0)
     return 0
 
 
@@ -150,7 +150,11 @@ def _step(text: str) -> int:
 
 
 def train(
-    options: argparse.Namespace, launched: Launched, command: Sequence[str], stopping: Stopping, pulse: Pulse
+    options: argparse.Namespace,
+    launched: Launched,
+    command: Sequence[str],
+    stopping: Stopping,
+    heartbeat: Heartbeat,
 ) -> None:
     spec = load(options.spec, options.overrides)
     stopping.limit(spec.cluster.time_limit if spec.cluster else None)
@@ -163,7 +167,7 @@ def train(
             print(f"warning: versions: {line}; something may fail or differ: install one that is", flush=True)
     check_port(launched, os.environ)
     if options.reference_only:
-        score_only(options, spec, launched, stopping, pulse)
+        score_only(options, spec, launched, stopping, heartbeat)
         return
     places = layout(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
@@ -193,13 +197,13 @@ def train(
             profile=options.profile,
             cores=share,
             stopping=stopping,
-            pulse=pulse,
+            heartbeat=heartbeat,
         )
     )
 
 
 def score_only(
-    options: argparse.Namespace, spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse
+    options: argparse.Namespace, spec: Spec, launched: Launched, stopping: Stopping, heartbeat: Heartbeat
 ) -> None:
     """Score the pairs of a preference run on any number of ranks. Where a DeepSpeed JSON is read, the world
     size must be that of the run."""
@@ -214,7 +218,7 @@ def score_only(
     way_on = "the same command without --reference_only trains"
     if options.any_ranks:
         way_on = f"dsft launch {shlex.join([str(options.spec), *options.overrides])}"
-    score(spec, launched, stopping, pulse, way_on)
+    score(spec, launched, stopping, heartbeat, way_on)
 
 
 @contextmanager

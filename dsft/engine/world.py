@@ -32,7 +32,7 @@ from dsft.engine.ops import Log, load_everywhere
 from dsft.errors import DsftError, WorldError
 from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
-from dsft.rank.places import Device, Place, here, shared_device
+from dsft.rank.places import Device, RankPlace, here, shared_device
 from dsft.rank.port import port_taken
 from dsft.rank.route import address_towards, interface_towards
 from dsft.spec.differences import Difference, json_differences
@@ -58,7 +58,7 @@ class World:
     local_rank: int
     layout: Layout
     device: torch.device
-    places: tuple[Place, ...] = ()
+    places: tuple[RankPlace, ...] = ()
 
     @property
     def stage(self) -> int:
@@ -208,13 +208,15 @@ def _store(launched: Launched) -> Store:
     return store
 
 
-def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any], place: Place) -> list[Place]:
+def meet(
+    store: Store, rank: int, world_size: int, mine: Mapping[str, Any], place: RankPlace
+) -> list[RankPlace]:
     """Compare `mine` of all ranks through their common store, and return the places of all, by rank: rank 0
     reads all of them and writes the result. Raises WorldError on every rank where they differ, and where two
     have the same device."""
     store.set(f"identity/{rank}", json.dumps(mine))
     store.set(f"place/{rank}", json.dumps(asdict(place)))
-    places: list[Place] = []
+    places: list[RankPlace] = []
     if rank == 0:
         found = [json.loads(store.get(f"identity/{other}")) for other in range(world_size)]
         told = [json.loads(store.get(f"place/{other}")) for other in range(world_size)]
@@ -235,8 +237,8 @@ def meet(store: Store, rank: int, world_size: int, mine: Mapping[str, Any], plac
     return places
 
 
-def _places(told: Sequence[dict[str, Any]]) -> list[Place]:
-    return [Place(**{**one, "device": Device(**one["device"])}) for one in told]
+def _places(told: Sequence[dict[str, Any]]) -> list[RankPlace]:
+    return [RankPlace(**{**one, "device": Device(**one["device"])}) for one in told]
 
 
 def _digest(value: Any) -> str:

@@ -11,8 +11,8 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.layout import Layout
 from dsft.rank.cores import Share
 from dsft.rank.environment import Launched
+from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.promise import Promise
-from dsft.rank.pulse import Pulse
 from dsft.rank.stopping import Stopping
 from dsft.spec.schema import Spec
 
@@ -25,16 +25,16 @@ Config = Mapping[str, Any]
 class Job:
     """The description of a run for one of its processes.
 
-    config    the DeepSpeed configuration that follows from the spec or from the user's JSON; `resolve`
-              completes it
-    decided   the keys of zero_optimization that the user's JSON sets
-    notes     how the configuration came about, one line each
-    promise   the hosts and slots that the spec promises, and the launcher's hostfile
-    command   argv
-    profile   the step to trace; 0: dsft chooses it; None: no trace
-    cores     the CPU cores that this rank is bound to once its rows are read
-    stopping  the requests to stop that this process has received
-    pulse     the heartbeat and state that this process reports
+    config     the DeepSpeed configuration that follows from the spec or from the user's JSON; `resolve`
+               completes it
+    decided    the keys of zero_optimization that the user's JSON sets
+    notes      how the configuration came about, one line each
+    promise    the hosts and slots that the spec promises, and the launcher's hostfile
+    command    argv
+    profile    the step to trace; 0: dsft chooses it; None: no trace
+    cores      the CPU cores that this rank is bound to once its rows are read
+    stopping   the requests to stop that this process has received
+    heartbeat  what this process reports each second
     """
 
     spec: Spec
@@ -49,7 +49,7 @@ class Job:
     profile: int | None = None
     cores: Share | None = None
     stopping: Stopping = field(default_factory=Stopping)
-    pulse: Pulse = field(default_factory=lambda: Pulse(0, 0, None))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 0, None))
 
     @property
     def folder(self) -> Path:

@@ -35,7 +35,7 @@ from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.memory import MemoryFile, Phase
 from dsft.report.profile import StepTrace
 from dsft.report.run import Report
-from dsft.system.lock import Held
+from dsft.system.lock import FolderLock
 
 SHOWN = 8
 """Number of rows that a line names."""
@@ -58,7 +58,7 @@ class Hooks(Run):
     built: Built
     last_step: int
     compared: Mapping[str, Identity]
-    lock: Held
+    lock: FolderLock
     memory: MemoryFile
     log: Report
     evaluation: Callable[[int], Record] | None
@@ -139,7 +139,7 @@ class Hooks(Run):
         return answer
 
     def mark(self, doing: Doing, step: int) -> None:
-        self.job.pulse.mark(doing, step)
+        self.job.heartbeat.mark(doing, step)
 
     def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
         engine, data = self.built.engine, self.inputs.train

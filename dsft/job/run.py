@@ -35,7 +35,7 @@ from dsft.rank.stopping import Stopping
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.system.files import write_error
-from dsft.system.lock import Held, hold
+from dsft.system.lock import FolderLock, hold
 
 GRACE = 2.0
 """Seconds that a process has, after another has ended, to end by itself and report its own error."""
@@ -46,7 +46,7 @@ def run(job: Job) -> None:
     """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
     spec = job.spec
     say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
-    job.pulse.mark("load")
+    job.heartbeat.mark("load")
     world = join(job.launched, job.layout, say, process_identity(spec, job.config), spec.accelerator)
     tell_places(job, world, say)
     with together(job.stopping, world) as ranks, ExitStack() as held:
@@ -78,7 +78,7 @@ def run(job: Job) -> None:
             )
         ranks.leave()
         world.close()
-        job.pulse.mark("export")
+        job.heartbeat.mark("export")
         if world.rank == 0:  # alone, after the group is closed: a large model takes long
             finish(spec, job.folder, saved, say)
 
@@ -109,7 +109,7 @@ def still_owes(progress: Progress, folder: Path, world: World) -> bool:
     return progress.owes_evaluation and not world.first(is_told)
 
 
-def take_folder(folder: Path, held: ExitStack) -> Held:
+def take_folder(folder: Path, held: ExitStack) -> FolderLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

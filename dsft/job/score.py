@@ -12,15 +12,15 @@ from dsft.identity import build_identity, input_identity, process_identity
 from dsft.inputs import read_inputs
 from dsft.job.run import together
 from dsft.plan.reference import reference_layout
+from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched
-from dsft.rank.pulse import Pulse
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
 from dsft.spec.schema import Spec
 
 
-def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse, way_on: str) -> None:
+def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: Heartbeat, way_on: str) -> None:
     """Score all pairs into the store, then print where it is and what to type next. A collective of all
     launched ranks, of any world size that the reference's pipeline stages divide. way_on: what to type next.
 
@@ -29,7 +29,7 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, pulse: Pulse,
     """
     say: Callable[[str], None] = partial(print, flush=True) if launched.rank == 0 else lambda text: None
     places = reference_layout(spec, launched.world_size)
-    pulse.mark("load")
+    heartbeat.mark("load")
     world = join(launched, places, say, process_identity(spec, {}), spec.accelerator)
     with together(stopping, world) as ranks:
         world.each(lambda: check_precision(spec.train.precision))

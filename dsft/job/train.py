@@ -32,11 +32,17 @@ from dsft.reference.source import Start
 from dsft.rehearsal import rehearse, told_when_full
 from dsft.report.profile import StepTrace, traced_step
 from dsft.spec.schema import Spec
-from dsft.system.lock import Held
+from dsft.system.lock import FolderLock
 
 
 def train(
-    job: Job, config: Config, world: World, start: Checkpoint | None, progress: Progress, say: Say, lock: Held
+    job: Job,
+    config: Config,
+    world: World,
+    start: Checkpoint | None,
+    progress: Progress,
+    say: Say,
+    lock: FolderLock,
 ) -> Path | None:
     """Read the data, build the engine, load `start` into it, and train to the last step. Return the
     checkpoint that the last step wrote, or None where no step is left. Raises what `lock.check` does where

@@ -3,12 +3,12 @@ to, or when the supervisor falls silent.
 
 python -m dsft.launcher.agent    a module of `dsft.remote`, which exchanges messages with the supervisor
 
-To it:    {"order": Order} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1}, {"end": seconds};
-          or only {"sweep": job}: kill the processes that a lost agent has left.
-From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"pulses": [heartbeat, …]} each second and
-          at a rank's first one, {"lines": [text, …]} of rank 0, {"died": rank, "code", "pulse": its last,
-          "lines": the end of its log}, {"part": exit code of all that was started, "lines"}, {"fault": text},
-          and last {"end": number of processes that are left}.
+To it:    {"command": HostCommand} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1},
+          {"end": seconds}; or only {"sweep": job}: kill the processes that a lost agent has left.
+From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"heartbeats": [heartbeat, …]} each second
+          and at a rank's first one, {"lines": [text, …]} of rank 0, {"died": rank, "code", "heartbeat": its
+          last, "lines": the end of its log}, {"exit_code": of all that was started, "lines"},
+          {"fault": text}, and last {"end": number of processes that are left}.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 
 import psutil
 
+from dsft.launcher.launch_plan import HostCommand
 from dsft.launcher.output import PATIENCE, Follower, last_lines
 from dsft.launcher.processes import JOB, code_of_ended, is_alive, is_stopped, job_processes, kill_job, send
-from dsft.launcher.world import Order
-from dsft.rank.pulse import LOGS, SOCKET
+from dsft.rank.heartbeat import LOGS, SOCKET
 from dsft.remote import Lines, Message, own_connection
 from dsft.system.host import free_port
 from dsft.system.process import die_with
@@ -65,7 +65,7 @@ class Agent:
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._part: Part | None = None
+        self._processes: HostProcesses | None = None
         self._finish = asyncio.Event()
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class Agent:
         await self._finish.wait()
         for task in tasks:
             task.cancel()
-        connection.send({"end": len(await self._part.end()) if self._part else 0})
+        connection.send({"end": len(await self._processes.end()) if self._processes else 0})
         await connection.flush(1.0)
 
     async def _hear(self, connection: Lines) -> None:
@@ -94,25 +94,27 @@ class Agent:
         if "sweep" in message:
             connection.send({"end": len(kill_job(str(message["sweep"])))})
             self._finish.set()
-        if "order" in message:
-            self._part = Part(Order(**message["order"]), self._scratch, connection, self._finish)
+        if "command" in message:
+            self._processes = HostProcesses(
+                HostCommand(**message["command"]), self._scratch, connection, self._finish
+            )
             try:
-                self._part.start()
+                self._processes.start()
             except OSError as error:
                 connection.send({"fault": f"{error.filename or 'the ranks'}: {error.strerror or error}"})
                 self._finish.set()
-        if "signal" in message and self._part:
-            self._part.signal(int(message["signal"]))
-        if "stacks" in message and self._part:
-            self._part.stacks()
+        if "signal" in message and self._processes:
+            self._processes.signal(int(message["signal"]))
+        if "stacks" in message and self._processes:
+            self._processes.stacks()
         if "end" in message:
             asyncio.get_running_loop().call_later(float(message["end"]), self._finish.set)
 
     async def _beat(self, connection: Lines) -> None:
         while True:
-            ranks = self._part.ranks.values() if self._part else ()
-            pulses = [rank.pulse.told() for rank in ranks if rank.pulse]
-            connection.send({"pulses": pulses}, may_drop=True)
+            ranks = self._processes.ranks.values() if self._processes else ()
+            heartbeats = [rank.heartbeat.told() for rank in ranks if rank.heartbeat]
+            connection.send({"heartbeats": heartbeats}, may_drop=True)
             await asyncio.sleep(PING)
 
 
@@ -126,8 +128,8 @@ def hello() -> Message:
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """A rank's last heartbeat, as sent by `dsft.rank.pulse`.
+class ReceivedHeartbeat:
+    """A rank's last heartbeat, as sent by `dsft.rank.heartbeat`.
 
     heard_at, progress_at  on this host's monotonic clock
     ended, message         exit code and error of a rank that ends by itself
@@ -150,12 +152,12 @@ class Pulse:
         return {**facts, **ages, "ended": self.ended, "message": self.message}
 
 
-def read_pulse(datagram: bytes, now: float) -> Pulse | None:
+def read_heartbeat(datagram: bytes, now: float) -> ReceivedHeartbeat | None:
     """Parse a datagram; None if it is not a heartbeat."""
     try:
         fields = json.loads(datagram)
         ended, message = fields.get("ended"), fields.get("message")
-        return Pulse(
+        return ReceivedHeartbeat(
             int(fields["rank"]),
             int(fields["pid"]),
             None if fields.get("step") is None else int(fields["step"]),
@@ -170,7 +172,7 @@ def read_pulse(datagram: bytes, now: float) -> Pulse | None:
 
 
 @dataclass
-class Rank:
+class LocalRank:
     """A rank of this host.
 
     log_start  bytes in its log before this start
@@ -181,22 +183,22 @@ class Rank:
     log_start: int
     process: subprocess.Popen[bytes] | None = None
     pid: int | None = None
-    pulse: Pulse | None = None
+    heartbeat: ReceivedHeartbeat | None = None
     signalled: bool = False
     ended: bool = False
 
 
-class Part:
-    """The processes of one run on this host: one per rank or, if the order says so, a launcher that starts
+class HostProcesses:
+    """The processes of one run on this host: one per rank or, if the command says so, a launcher that starts
     them, whose ranks are known from their heartbeats."""
 
-    def __init__(self, order: Order, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
-        self._order, self._connection, self._finish = order, connection, finish
-        logs = {rank: Path(order.logs, f"rank-{rank}.log") for rank in order.ranks}
-        self.ranks = {rank: Rank(path, _size(path)) for rank, path in logs.items()}
-        self._launcher_log = Path(order.logs, f"launcher-{order.host}.log")
+    def __init__(self, command: HostCommand, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
+        self._command, self._connection, self._finish = command, connection, finish
+        logs = {rank: Path(command.logs, f"rank-{rank}.log") for rank in command.ranks}
+        self.ranks = {rank: LocalRank(path, _size(path)) for rank, path in logs.items()}
+        self._launcher_log = Path(command.logs, f"launcher-{command.host}.log")
         self._launcher_start = _size(self._launcher_log)
-        self._path = str(scratch / "pulse")
+        self._path = str(scratch / "heartbeat")
         self._loop = asyncio.get_running_loop()
         self._asked: int | None = None  # the signal to send to every rank
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -208,9 +210,9 @@ class Part:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self._path)
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._take_pulses)
-        Path(self._order.logs).mkdir(parents=True, exist_ok=True)
-        if self._order.starts_ranks:
+        self._loop.add_reader(self._socket, self._take_heartbeats)
+        Path(self._command.logs).mkdir(parents=True, exist_ok=True)
+        if self._command.starts_ranks:
             self._start(self._launcher_log, {})
         else:
             for local, (number, rank) in enumerate(self.ranks.items()):
@@ -223,13 +225,13 @@ class Part:
         self._ending = asyncio.create_task(self._until_ended())
 
     def _start(self, log: Path, place: dict[str, str]) -> subprocess.Popen[bytes]:
-        own = {JOB: self._order.job, LOGS: self._order.logs, SOCKET: self._path}
+        own = {JOB: self._command.job, LOGS: self._command.logs, SOCKET: self._path}
         parent = os.getpid()
         with log.open("ab") as output:
             process = subprocess.Popen(
-                self._order.argv,
-                cwd=self._order.folder,
-                env={**os.environ, **self._order.environ, **place, **own},
+                self._command.argv,
+                cwd=self._command.folder,
+                env={**os.environ, **self._command.environ, **place, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -249,7 +251,7 @@ class Part:
         if descriptor is not None:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
-        self._take_pulses()
+        self._take_heartbeats()
         rank = self.ranks[number]
         if rank.ended:
             return
@@ -258,30 +260,30 @@ class Part:
             code: int | None = rank.process.wait()
         else:
             code = code_of_ended(rank.pid) if rank.pid else None
-        told = rank.pulse.told() if rank.pulse else None
-        if code is None and rank.pulse:
-            code = rank.pulse.ended
+        told = rank.heartbeat.told() if rank.heartbeat else None
+        if code is None and rank.heartbeat:
+            code = rank.heartbeat.ended
         lines = last_lines(rank.log, rank.log_start) if code != 0 else []
-        self._connection.send({"died": number, "code": code, "pulse": told, "lines": lines})
+        self._connection.send({"died": number, "code": code, "heartbeat": told, "lines": lines})
 
-    def _take_pulses(self) -> None:
+    def _take_heartbeats(self) -> None:
         while True:
             try:
-                pulse = read_pulse(self._socket.recv(LARGEST), time.monotonic())
+                heartbeat = read_heartbeat(self._socket.recv(LARGEST), time.monotonic())
             except OSError:
                 break
-            rank = self.ranks.get(pulse.rank) if pulse else None
-            if rank is None or pulse is None:
+            rank = self.ranks.get(heartbeat.rank) if heartbeat else None
+            if rank is None or heartbeat is None:
                 continue
-            is_first, last = rank.pulse is None, rank.pulse
-            if last and last.ended is not None and pulse.ended is None:
-                pulse = replace(pulse, ended=last.ended, message=last.message)
-            rank.pulse = pulse
+            is_first, last = rank.heartbeat is None, rank.heartbeat
+            if last and last.ended is not None and heartbeat.ended is None:
+                heartbeat = replace(heartbeat, ended=last.ended, message=last.message)
+            rank.heartbeat = heartbeat
             if is_first:
                 if rank.pid is None:
-                    rank.pid = pulse.pid
-                    self._watch(pulse.pid, pulse.rank)
-                self._connection.send({"pulses": [pulse.told()]})
+                    rank.pid = heartbeat.pid
+                    self._watch(heartbeat.pid, heartbeat.rank)
+                self._connection.send({"heartbeats": [heartbeat.told()]})
         self._pass_on()
 
     def signal(self, number: int) -> None:
@@ -292,14 +294,14 @@ class Part:
 
     def _pass_on(self) -> None:
         for rank in self.ranks.values():
-            if self._asked is not None and rank.pulse and not rank.signalled and not rank.ended:
+            if self._asked is not None and rank.heartbeat and not rank.signalled and not rank.ended:
                 rank.signalled = True
-                send(rank.pulse.pid, self._asked)
+                send(rank.heartbeat.pid, self._asked)
 
     def stacks(self) -> None:
         """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones for it."""
         for rank in self.ranks.values():
-            if rank.pulse and rank.pid and not rank.ended:
+            if rank.heartbeat and rank.pid and not rank.ended:
                 stopped = is_stopped(rank.pid)
                 send(rank.pid, signal.SIGUSR2)
                 if stopped:
@@ -324,10 +326,12 @@ class Part:
         codes = [process.returncode for process in self._processes]
         code = next((code for code in codes if code), 0)
         log = (
-            last_lines(self._launcher_log, self._launcher_start) if self._order.starts_ranks and code else []
+            last_lines(self._launcher_log, self._launcher_start)
+            if self._command.starts_ranks and code
+            else []
         )
-        self._connection.send({"part": code, "lines": log})
-        while job_processes(self._order.job):
+        self._connection.send({"exit_code": code, "lines": log})
+        while job_processes(self._command.job):
             await asyncio.sleep(TICK)
         self._finish.set()
 
@@ -343,7 +347,7 @@ class Part:
         """Kill all processes of the job on this host. Returns the pids that could not be killed."""
         if self._ending is not None:
             self._ending.cancel()
-        left = kill_job(self._order.job, [each.pid for each in self._processes if each.poll() is None])
+        left = kill_job(self._command.job, [each.pid for each in self._processes if each.poll() is None])
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0 if left else 1)

@@ -1,5 +1,5 @@
 """Run one start on all hosts of a run, from the first message of the agents to the end of the last process:
-start the agents, receive their reports, and end everything once one part fails."""
+start the agents, receive their reports, and end everything once one of them fails."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsft.launcher.agent import PING, SILENCE
+from dsft.launcher.launch_plan import LaunchPlan, address_of
 from dsft.launcher.verdict import (
     HEADING,
     STOPPED,
     Failure,
-    Seen,
+    RankActivity,
     error_in,
     exit_code,
     first_cause,
@@ -23,7 +24,6 @@ from dsft.launcher.verdict import (
     sentence,
     shell_code,
 )
-from dsft.launcher.world import World, address_of
 from dsft.remote import Channel, Message, NoAnswer
 
 Tell = Callable[[str], None]
@@ -95,7 +95,7 @@ class _Host:
     """A host and its agent.
 
     heard  time of its last message
-    part   exit code of the processes that its agent started
+    code   exit code of the processes that its agent started
     over   its agent has ended or is lost
     """
 
@@ -104,7 +104,7 @@ class _Host:
     heard: float = 0.0
     hello: Message | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
-    part: int | None = None
+    code: int | None = None
     over: bool = False
     lost: bool = False
 
@@ -119,29 +119,34 @@ class _Rank:
 
     host: str
     pid: int | None = None
-    pulse: Message | None = None
+    heartbeat: Message | None = None
     heard: float = 0.0
     died: bool = False
     code: int | None = None
 
     @property
     def step(self) -> int | None:
-        return self.pulse["step"] if self.pulse else None
+        return self.heartbeat["step"] if self.heartbeat else None
 
 
 class Attempt:
-    """One start. command: host -> argument vector of its agent."""
+    """One start. agent_command: host -> argument vector of its agent."""
 
     def __init__(
-        self, world: World, terms: Terms, requests: Requests, tell: Tell, command: Command | None = None
+        self,
+        plan: LaunchPlan,
+        terms: Terms,
+        requests: Requests,
+        tell: Tell,
+        agent_command: Command | None = None,
     ) -> None:
-        self.world = world
+        self.plan = plan
         self.state = "starting"
-        self.ranks = {rank: _Rank(host) for host, ranks in world.ranks.items() for rank in ranks}
+        self.ranks = {rank: _Rank(host) for host, ranks in plan.ranks.items() for rank in ranks}
         self.failures: list[Failure] = []
         self._terms, self._requests, self.tell = terms, requests, tell
-        self._command = command or world.agent
-        self._hosts = {host: _Host(host) for host in world.hosts}
+        self._agent_command = agent_command or plan.agent
+        self._hosts = {host: _Host(host) for host in plan.hosts}
         self._asked: tuple[int, int] | None = None  # number of signals, and the last one
         self._ended_as_asked: int | None = None  # the exit code, if a signal ended all at once
         self._stopped = False  # a rank has ended with 75
@@ -150,7 +155,7 @@ class Attempt:
     async def run(self) -> Outcome:
         """Raises WorldError where the command of an agent cannot be made."""
         # All before the first agent starts, which would wait while a name service is asked for the others.
-        commands = {name: self._command(name) for name in self._hosts}
+        commands = {name: self._agent_command(name) for name in self._hosts}
         works: list[Coroutine[None, None, None]] = [self._greet(), self._ping(), self._obey(), self._look()]
         async with asyncio.TaskGroup() as tasks:
             helpers = [tasks.create_task(work) for work in works]
@@ -202,16 +207,16 @@ class Attempt:
         elif "started" in message:
             for number, pid in message["started"].items():
                 self.ranks[int(number)].pid = pid
-        elif "pulses" in message:
-            for pulse in message["pulses"]:
-                rank = self.ranks[pulse["rank"]]
-                rank.pulse, rank.heard, rank.pid = pulse, time.monotonic(), pulse["pid"]
+        elif "heartbeats" in message:
+            for heartbeat in message["heartbeats"]:
+                rank = self.ranks[heartbeat["rank"]]
+                rank.heartbeat, rank.heard, rank.pid = heartbeat, time.monotonic(), heartbeat["pid"]
         elif "died" in message:
             rank = self.ranks[message["died"]]
-            rank.pulse, rank.heard = message["pulse"] or rank.pulse, time.monotonic()
+            rank.heartbeat, rank.heard = message["heartbeat"] or rank.heartbeat, time.monotonic()
             self._died(message["died"], message["code"], message["lines"])
-        elif "part" in message:
-            self._part_ended(host, int(message["part"]), message["lines"])
+        elif "exit_code" in message:
+            self._host_ended(host, int(message["exit_code"]), message["lines"])
         elif "lines" in message:
             for line in message["lines"]:
                 if not line.startswith(HEADING):
@@ -225,7 +230,7 @@ class Attempt:
         if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
             return
         code = rank.code = shell_code(code)
-        if code == 128 + signal.SIGTERM and rank.pulse is None and (self._asked or self._stopped):
+        if code == 128 + signal.SIGTERM and rank.heartbeat is None and (self._asked or self._stopped):
             code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
         if code == STOPPED:
             if not self._stopped:
@@ -234,16 +239,16 @@ class Attempt:
             return
         if self.state == "ending" and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
             return  # killed by us or by its launcher
-        message = (rank.pulse or {}).get("message") or (error_in(lines) if code < 128 else None)
+        message = (rank.heartbeat or {}).get("message") or (error_in(lines) if code < 128 else None)
         if code == 128 + signal.SIGTERM and self._asked:
             message = "was asked to stop before it could save"
         self._fail(Failure("rank", rank.host, code, message, number, rank.step, tuple(lines)))
 
-    def _part_ended(self, host: _Host, code: int, lines: list[str]) -> None:
-        host.part = code
+    def _host_ended(self, host: _Host, code: int, lines: list[str]) -> None:
+        host.code = code
         # Ranks that have saved do not explain a launcher that passes on the signal of another one.
         ignored = (None, 0) if shell_code(code) < 128 or self._asked else (None, 0, STOPPED)
-        explained = any(self.ranks[number].code not in ignored for number in self.world.ranks[host.name])
+        explained = any(self.ranks[number].code not in ignored for number in self.plan.ranks[host.name])
         if code != 0 and not explained and self.state != "ending":
             self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
         elif self.state != "ending":
@@ -251,7 +256,7 @@ class Attempt:
 
     def _lose(self, host: _Host, why: str) -> None:
         host.over = host.lost = True
-        if host.part is None or host.part != 0:
+        if host.code is None or host.code != 0:
             said = tuple(host.channel.errors) if host.channel else ()
             self._fail(Failure("host", host.name, None, why, lines=said[-20:]))
 
@@ -272,7 +277,7 @@ class Attempt:
             address = address_of(first.name, first.hello["addresses"], self._terms.interface)
         port = self._terms.port or int(first.hello["port"])
         for host in self._hosts.values():
-            host.send({"order": asdict(self.world.order(host.name, address, port))})
+            host.send({"command": asdict(self.plan.command_of(host.name, address, port))})
         self.state = "running"
 
     async def _ping(self) -> None:
@@ -294,7 +299,7 @@ class Attempt:
             if self.state == "ending":
                 continue
             name = signal.Signals(number).name
-            if stops == 1 and (waits or any(rank.pulse for rank in self.ranks.values())):
+            if stops == 1 and (waits or any(rank.heartbeat for rank in self.ranks.values())):
                 self.state = "stopping"
                 step = "the next step" if waits else "this step, if one has begun"
                 self.tell(
@@ -333,14 +338,15 @@ class Attempt:
                 await asyncio.sleep(STACKS)
                 self._fail(failure)
 
-    def _silence(self) -> list[Seen]:
+    def _silence(self) -> list[RankActivity]:
         """Return the last reported ages of living ranks that have sent heartbeats."""
         return [
-            Seen(number, rank.host, int(rank.pulse["pid"]), rank.pulse["step"], str(rank.pulse["phase"]),
-                 rank.pulse["silent"], rank.pulse["idle"])
+            RankActivity(
+                number, rank.host, beat["pid"], beat["step"], beat["phase"], beat["silent"], beat["idle"]
+            )
             for number, rank in self.ranks.items()
-            if rank.pulse is not None and not rank.died and rank.pulse["ended"] is None
-        ]  # fmt: skip
+            if (beat := rank.heartbeat) is not None and not rank.died and beat["ended"] is None
+        ]
 
     def _fail(self, failure: Failure) -> None:
         self.failures.append(failure)
@@ -378,11 +384,11 @@ class Attempt:
             code = STOPPED
         if self._ended_as_asked is not None:
             failure, code = None, self._ended_as_asked
-        elif failure is None and code == 0 and not all(host.part == 0 for host in self._hosts.values()):
+        elif failure is None and code == 0 and not all(host.code == 0 for host in self._hosts.values()):
             code = 128 + self._requests.signal
         lost = tuple(host.name for host in self._hosts.values() if host.lost)
         is_hung = any(each.kind == "hang" for each in self.failures)
-        stacks = tuple(number for number, rank in self.ranks.items() if rank.pulse) if is_hung else ()
+        stacks = tuple(number for number, rank in self.ranks.items() if rank.heartbeat) if is_hung else ()
         return Outcome(code, failure, lost, time.monotonic() - self._began, stacks)
 
     def facts(self) -> dict[str, Any]:
@@ -390,11 +396,11 @@ class Attempt:
         now = time.monotonic()
         ranks = {}
         for number, rank in self.ranks.items():
-            pulse = rank.pulse or {}
+            heartbeat = rank.heartbeat or {}
             since = now - rank.heard
             ranks[str(number)] = {
-                "host": rank.host, "pid": rank.pid, "step": rank.step, "phase": pulse.get("phase"),
-                "pulse_age": round(pulse["silent"] + since, 1) if pulse else None,
-                "progress_age": round(pulse["idle"] + since, 1) if pulse else None,
+                "host": rank.host, "pid": rank.pid, "step": rank.step, "phase": heartbeat.get("phase"),
+                "pulse_age": round(heartbeat["silent"] + since, 1) if heartbeat else None,
+                "progress_age": round(heartbeat["idle"] + since, 1) if heartbeat else None,
             }  # fmt: skip
         return {"state": self.state, "ranks": ranks}

@@ -20,9 +20,9 @@ from dsft.errors import MissingInputError, Problem, SpecError, StorageError, Wor
 from dsft.generate.hostfile import parse
 from dsft.launcher.agent import SILENCE
 from dsft.launcher.attempt import Attempt, Outcome, Requests, Tell, Terms
-from dsft.launcher.output import Status, Voice, now
+from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
+from dsft.launcher.output import StatusWriter, Voice, now
 from dsft.launcher.verdict import HEADING, STOPPED, may_pass
-from dsft.launcher.world import LAUNCHERS, TRAIN, World
 from dsft.plan.promised import load
 from dsft.rank.allocation import allocation
 from dsft.rank.launched import master_port
@@ -57,54 +57,54 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchSettings:
     """Settings shared by all attempts."""
 
     spec: Spec
     path: Path
     overrides: tuple[str, ...]
     options: Options
-    world: World
+    plan: LaunchPlan
     environ: Mapping[str, str]
     again: str  # the command that was typed, without secrets
     port: int | None = None  # rank 0's, if MASTER_PORT sets it
 
     @property
     def logs(self) -> Path:
-        return Path(self.world.logs)
+        return Path(self.plan.logs)
 
 
 def launch(path: Path, overrides: Sequence[str], options: Options) -> int:
     """Launch the run and return its exit code. Raises DsftError if it could not be started."""
-    start = prepared(path, tuple(overrides), options)
+    settings = prepared(path, tuple(overrides), options)
     if options.dry_run:
-        for line in dry_run(start):
+        for line in dry_run(settings):
             print(printable(line))
         return 0
     if options.doctor:
-        examine(start)
-    return run(start)
+        examine(settings)
+    return run(settings)
 
 
-def run(start: Start) -> int:
+def run(settings: LaunchSettings) -> int:
     """Supervise the run and return its exit code. Raises LockedError if another process supervises it
     already."""
     try:
-        start.logs.mkdir(parents=True, exist_ok=True)
-        log = (start.logs / "launch.log").open("a", encoding="utf-8")
+        settings.logs.mkdir(parents=True, exist_ok=True)
+        log = (settings.logs / "launch.log").open("a", encoding="utf-8")
     except OSError as error:
         raise StorageError(
-            f"{start.logs} cannot be written ({error.strerror}); set another output_dir."
+            f"{settings.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
-    with log, hold(start.logs, "launch.lock"):
+    with log, hold(settings.logs, "launch.lock"):
         voice = Voice(log)
         try:
-            return asyncio.run(supervised(start, voice))
+            return asyncio.run(supervised(settings, voice))
         finally:
             voice.close()
 
 
-def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
+def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> LaunchSettings:
     spec = load(path, overrides)
     launcher = options.launcher or (spec.cluster.launcher if spec.cluster else "dsft")
     if launcher not in LAUNCHERS:
@@ -115,10 +115,10 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Start:
     hosts = hosts_of(spec, options, slurm=launcher == "slurm")
     program = (str(TRAIN), str(path), *overrides)
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
-    world = World(launcher, hosts, program, str(Path.cwd()), str(logs), "")
+    plan = LaunchPlan(launcher, hosts, program, str(Path.cwd()), str(logs), "")
     again = shlex.join(redact_command(["dsft", *sys.argv[1:]], os.environ))
     environ = forwarded(os.environ, spec.cluster)
-    return Start(spec, path, overrides, options, world, environ, again, master_port(os.environ))
+    return LaunchSettings(spec, path, overrides, options, plan, environ, again, master_port(os.environ))
 
 
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
@@ -178,13 +178,13 @@ def devices_here() -> int:
     return int(counts[-1])
 
 
-def examine(start: Start) -> None:
+def examine(settings: LaunchSettings) -> None:
     """Run the doctor's quick checks. Raises WorldError if a run could not start."""
     from dsft.doctor.command import quick
     from dsft.doctor.finding import failures
 
-    every = quick(start.path, start.overrides, hosts=start.world.hosts, environ=start.environ)
-    passed_over = OF_OTHER_STARTS - ({"port"} if start.port else set())
+    every = quick(settings.path, settings.overrides, hosts=settings.plan.hosts, environ=settings.environ)
+    passed_over = OF_OTHER_STARTS - ({"port"} if settings.port else set())
     found = [finding for finding in every if finding.check not in passed_over]
     for finding in found:
         if finding.level == "warning":
@@ -195,50 +195,50 @@ def examine(start: Start) -> None:
         raise WorldError(f"The run cannot start (--no-doctor goes on all the same):\n{text}")
 
 
-def dry_run(start: Start) -> Iterator[str]:
+def dry_run(settings: LaunchSettings) -> Iterator[str]:
     """Yield the exact commands; the address and the port of rank 0 are only known at the start."""
-    hidden = start.environ
-    first = next(iter(start.world.hosts))
-    alone = len(start.world.hosts) == 1
+    hidden = settings.environ
+    first = next(iter(settings.plan.hosts))
+    alone = len(settings.plan.hosts) == 1
     address = "127.0.0.1" if alone else f"ADDRESS-OF-{first}"
-    for host, slots in start.world.hosts.items():
-        order = start.world.order(host, address, "FREE-PORT")
-        ranks = f"{order.ranks[0]} to {order.ranks[-1]}"
+    for host, slots in settings.plan.hosts.items():
+        command = settings.plan.command_of(host, address, "FREE-PORT")
+        ranks = f"{command.ranks[0]} to {command.ranks[-1]}"
         yield f"{host}: {slots} process(es), ranks {ranks}"
-        yield f"  agent   {shlex.join(start.world.agent(host))}"
-        yield f"  folder  {start.world.folder}"
-        yield f"  runs    {shlex.join(redact_command(list(order.argv), hidden))}"
-        if order.environ:
-            place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **order.environ}
+        yield f"  agent   {shlex.join(settings.plan.agent(host))}"
+        yield f"  folder  {settings.plan.folder}"
+        yield f"  runs    {shlex.join(redact_command(list(command.argv), hidden))}"
+        if command.environ:
+            place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **command.environ}
             yield f"  each    {', '.join(f'{name}={value}' for name, value in place.items())}"
-    for name, value in sorted(start.environ.items()):
+    for name, value in sorted(settings.environ.items()):
         yield f"  sets    {redact(f'{name}={value}', hidden)}"
-    yield f"logs: {start.logs}"
+    yield f"logs: {settings.logs}"
 
 
-async def supervised(start: Start, tell: Tell) -> int:
+async def supervised(settings: LaunchSettings, tell: Tell) -> int:
     """Run all attempts, print the end of the run, and return its exit code."""
-    asked, status = listen(), Status(start.logs)
+    asked, status = listen(), StatusWriter(settings.logs)
     common: dict[str, object] = {
-        "pid": os.getpid(), "host": socket.gethostname(), "command": start.again,
-        "launcher": start.world.launcher, "started": now(), "restarts": start.options.restarts,
+        "pid": os.getpid(), "host": socket.gethostname(), "command": settings.again,
+        "launcher": settings.plan.launcher, "started": now(), "restarts": settings.options.restarts,
     }  # fmt: skip
-    attempt, hosts = 1, dict(start.world.hosts)
+    attempt, hosts = 1, dict(settings.plan.hosts)
     try:
         while True:
-            world = replace(start.world, job=secrets.token_hex(8), hosts=hosts)
-            running = Attempt(world, terms(start), asked, tell)
-            facts = common | {"job": world.job, "hosts": hosts, "attempt": attempt}
-            outcome, left = await one_attempt(start, running, status, facts)
-            again = wants_another(outcome, attempt, start, asked)
-            found = await reachable(start, outcome, asked) if again else None
+            plan = replace(settings.plan, job=secrets.token_hex(8), hosts=hosts)
+            running = Attempt(plan, terms(settings), asked, tell)
+            facts = common | {"job": plan.job, "hosts": hosts, "attempt": attempt}
+            outcome, left = await one_attempt(settings, running, status, facts)
+            again = wants_another(outcome, attempt, settings, asked)
+            found = await reachable(settings, outcome, asked) if again else None
             if found is None:
                 break
             hosts, attempt = found, attempt + 1
-            count = f"restart {attempt - 1} of {start.options.restarts}"
+            count = f"restart {attempt - 1} of {settings.options.restarts}"
             tell(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
             await asyncio.sleep(PAUSE)
-        for line in ending(start, outcome, left):
+        for line in ending(settings, outcome, left):
             tell(line)
         error = outcome.failure.text() if outcome.failure else None
         end = {"state": "ended", "exit_code": outcome.code, "error": error}
@@ -257,51 +257,51 @@ def listen() -> Requests:
     return asked
 
 
-def terms(start: Start) -> Terms:
-    cluster = start.spec.cluster
+def terms(settings: LaunchSettings) -> Terms:
+    cluster = settings.spec.cluster
     interface = (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME")
-    return Terms(start.environ, cluster.hang_timeout if cluster else None, interface, start.port)
+    return Terms(settings.environ, cluster.hang_timeout if cluster else None, interface, settings.port)
 
 
 async def one_attempt(
-    start: Start, running: Attempt, status: Status, facts: Mapping[str, object]
+    settings: LaunchSettings, running: Attempt, status: StatusWriter, facts: Mapping[str, object]
 ) -> tuple[Outcome, list[str]]:
     """Run one attempt. Returns its outcome, and what may be left on lost hosts."""
-    world = running.world
+    plan = running.plan
 
     async def report() -> None:
         while True:
             status.put({**facts, **running.facts(), "exit_code": None, "error": None})
             await asyncio.sleep(EVERY)
 
-    where = ", ".join(f"{host} {slots}" for host, slots in world.hosts.items())
-    count = sum(world.hosts.values())
-    by = "" if world.launcher == "dsft" else f" by {world.launcher}"
-    running.tell(f"launching {start.spec.name}: {count} process(es) ({where}){by}; logs: {world.logs}")
+    where = ", ".join(f"{host} {slots}" for host, slots in plan.hosts.items())
+    count = sum(plan.hosts.values())
+    by = "" if plan.launcher == "dsft" else f" by {plan.launcher}"
+    running.tell(f"launching {settings.spec.name}: {count} process(es) ({where}){by}; logs: {plan.logs}")
     reporting = asyncio.create_task(report())
     try:
         outcome = await running.run()
     finally:
         reporting.cancel()
-    return outcome, await sweep(world, outcome.lost)
+    return outcome, await sweep(plan, outcome.lost)
 
 
-def wants_another(outcome: Outcome, attempt: int, start: Start, asked: Requests) -> bool:
+def wants_another(outcome: Outcome, attempt: int, settings: LaunchSettings, asked: Requests) -> bool:
     failed = outcome.failure is not None and may_pass(outcome.failure, outcome.code)
-    return failed and not asked.stops and attempt <= start.options.restarts
+    return failed and not asked.stops and attempt <= settings.options.restarts
 
 
-async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
+async def reachable(settings: LaunchSettings, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
     """Return the hosts of the next start (host -> slots): all promised ones if no host was lost, else those
     that answer, once there are enough of them (the spec's cluster.min_hosts, by default all). None if too few
     answer within RETURN seconds, or a stop is requested meanwhile."""
-    promised, cluster = start.world.hosts, start.spec.cluster
+    promised, cluster = settings.plan.hosts, settings.spec.cluster
     if not outcome.lost and outcome.failure is not None and outcome.failure.kind != "host":
         return dict(promised)
     fewest = (cluster.min_hosts if cluster else None) or len(promised)
     until = time.monotonic() + RETURN
     while True:
-        silent = await absent(start.world)
+        silent = await absent(settings.plan)
         answering = {host: slots for host, slots in promised.items() if host not in silent}
         if len(answering) >= fewest:
             return answering
@@ -310,11 +310,11 @@ async def reachable(start: Start, outcome: Outcome, asked: Requests) -> dict[str
         await asyncio.sleep(PAUSE)
 
 
-async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
+async def sweep(plan: LaunchPlan, hosts: Iterable[str]) -> list[str]:
     """Kill the processes of a job on lost hosts, by a second agent. Returns a sentence for each host on which
     some may still run."""
     names = list(hosts)
-    left = await asyncio.gather(*(_left(world.agent(host), world.job_of(host)) for host in names))
+    left = await asyncio.gather(*(_left(plan.agent(host), plan.job_of(host)) for host in names))
     unknown = (
         "cannot be asked whether processes are left; they end themselves "
         f"{SILENCE:.0f} seconds after they heard of us last"
@@ -326,10 +326,10 @@ async def sweep(world: World, hosts: Iterable[str]) -> list[str]:
     ]
 
 
-async def absent(world: World) -> list[str]:
+async def absent(plan: LaunchPlan) -> list[str]:
     """Return the hosts whose agent does not answer."""
-    left = await asyncio.gather(*(_left(world.agent(host), "none") for host in world.hosts))
-    return [host for host, count in zip(world.hosts, left, strict=True) if count is None]
+    left = await asyncio.gather(*(_left(plan.agent(host), "none") for host in plan.hosts))
+    return [host for host, count in zip(plan.hosts, left, strict=True) if count is None]
 
 
 async def _left(argv: list[str], job: str) -> int | None:
@@ -346,10 +346,10 @@ async def _left(argv: list[str], job: str) -> int | None:
     return None
 
 
-def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
+def ending(settings: LaunchSettings, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
     """Yield the lines printed at the end of a run. left: sentences about processes that may still run on lost
     hosts."""
-    folder = start.logs.parent
+    folder = settings.logs.parent
     for text in left:
         yield f"warning: {text}"
     failure = outcome.failure
@@ -360,16 +360,16 @@ def ending(start: Start, outcome: Outcome, left: Sequence[str]) -> Iterator[str]
             for line in [line for line in failure.lines if not line.startswith(HEADING)][-SHOWN:]:
                 yield f"[{where}] {line}"
         log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
-        own = f"its log: {start.logs / log}; " if (start.logs / log).exists() else ""
-        yield f"{own}all logs: {start.logs}"
+        own = f"its log: {settings.logs / log}; " if (settings.logs / log).exists() else ""
+        yield f"{own}all logs: {settings.logs}"
         if outcome.stacks:
-            yield f"stacks: {', '.join(str(start.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
+            yield f"stacks: {', '.join(str(settings.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
     if outcome.code == 0:
         return
     if outcome.code == STOPPED or failure is None or may_pass(failure, outcome.code):
         saved = newest_checkpoint(folder)
         kept = f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
-        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{kept} with {start.again}"
+        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{kept} with {settings.again}"
     yield f"exit code {outcome.code}"
 
 

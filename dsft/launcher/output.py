@@ -93,7 +93,7 @@ def _to(descriptor: int) -> Callable[[str], None]:
     return write
 
 
-class Status:
+class StatusWriter:
     """Writer of status.json."""
 
     def __init__(self, logs: Path) -> None:

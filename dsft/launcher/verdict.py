@@ -12,7 +12,7 @@ from typing import Literal
 STOPPED = 75
 HUNG = 124
 WORLD = 69
-HEADING = "--- rank "  # begins a start in a rank's log: dsft/rank/pulse.py
+HEADING = "--- rank "  # begins a start in a rank's log: dsft/rank/heartbeat.py
 
 Kind = Literal["rank", "launcher", "host", "hang"]
 
@@ -151,7 +151,7 @@ def error_in(lines: Sequence[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankActivity:
     """Ages of one rank's reports. silent, idle: seconds since its last heartbeat, and since its last
     progress."""
 
@@ -164,7 +164,7 @@ class Seen:
     idle: float
 
 
-def hung(ranks: Iterable[Seen], limit: float) -> list[Seen]:
+def hung(ranks: Iterable[RankActivity], limit: float) -> list[RankActivity]:
     """Return the ranks that hang.
 
     These are the ranks without a heartbeat for `limit` seconds. If some rank has made no progress for that
@@ -186,7 +186,7 @@ def _missing(limit: float) -> float:
     return min(10.0, limit / 2)
 
 
-def sentence(found: list[Seen], limit: float) -> str:
+def sentence(found: list[RankActivity], limit: float) -> str:
     first = found[0]
     if first.silent > _missing(limit):
         what = f"has given no sign of life for {first.silent:.0f} seconds"

@@ -11,27 +11,27 @@ from typing import Any
 
 from dsft.rank.ancestors import watch
 from dsft.rank.environment import Launched
+from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
 from dsft.rank.ninja import end_ninja
-from dsft.rank.pulse import LOGS, SOCKET, Pulse, keep_log
 from dsft.rank.stopping import Stopping
 
 
-def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Pulse, Stopping]:
+def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Heartbeat, Stopping]:
     """Set up this process. Call once, in the main thread. Signals are handled before the first heartbeat is
     sent, so that whoever has received a heartbeat may send a signal."""
     sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
     keep_log(environ.get(LOGS), launched.rank, launched.world_size)
-    pulse = Pulse(launched.rank, launched.local_rank, environ.get(SOCKET))
+    heartbeat = Heartbeat(launched.rank, launched.local_rank, environ.get(SOCKET))
 
     def ends(code: int, message: str) -> None:
-        pulse.end(code, message)
+        heartbeat.end(code, message)
         end_ninja()
 
     stopping = Stopping(ends, speaks=launched.rank == 0)
     stopping.listen()
-    pulse.start()
+    heartbeat.start()
     watch(stopping)
-    return pulse, stopping
+    return heartbeat, stopping
 
 
 def unbroken(descriptor: int, output: io.TextIOBase | Any) -> io.TextIOWrapper:

@@ -46,7 +46,7 @@ CPU = Device("cpu", "CPU")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where one rank runs.
 
     host     host name
@@ -61,7 +61,7 @@ class Place:
     address: str | None = None
 
 
-def here(local_rank: int, device: Device = CPU, address: str | None = None) -> Place:
+def here(local_rank: int, device: Device = CPU, address: str | None = None) -> RankPlace:
     """Return this process's place. The machine's name includes boot id and PID namespace: two hosts may have
     the same name, two containers of a host the same kernel."""
     try:
@@ -70,10 +70,10 @@ def here(local_rank: int, device: Device = CPU, address: str | None = None) -> P
     except OSError:
         boot = processes = ""
     host = socket.gethostname()
-    return Place(host, f"{host} {boot} {processes}", local_rank, device, address)
+    return RankPlace(host, f"{host} {boot} {processes}", local_rank, device, address)
 
 
-def shared_device(places: Sequence[Place]) -> str | None:
+def shared_device(places: Sequence[RankPlace]) -> str | None:
     """Return an error message if two ranks claim the same device, else None. places: of all ranks, by
     rank."""
     by_number: dict[tuple[str, int], int] = {}
@@ -96,7 +96,7 @@ def shared_device(places: Sequence[Place]) -> str | None:
     return None
 
 
-def check_places(promise: Promise, places: Sequence[Place], launched: Launched) -> None:
+def check_places(promise: Promise, places: Sequence[RankPlace], launched: Launched) -> None:
     """Raise WorldError, the same on every rank, if the number of hosts or of ranks per host differs from the
     promise. places: of all ranks, by rank."""
     if promise.hosts is None:
@@ -107,7 +107,7 @@ def check_places(promise: Promise, places: Sequence[Place], launched: Launched) 
         raise broken(promise, launched, tuple(came.values()))
 
 
-def rank_map(places: Sequence[Place]) -> str:
+def rank_map(places: Sequence[RankPlace]) -> str:
     """Format one line: `rank map: 0-1 = node1 0-1, 2-3 = node2 0-1`, each entry a rank or range of ranks, a
     host, and the local ranks on it."""
     runs: list[tuple[int, int]] = []  # first rank, last rank
@@ -126,7 +126,7 @@ def rank_map(places: Sequence[Place]) -> str:
     return f"rank map: {', '.join(told)}"
 
 
-def devices_lines(places: Sequence[Place], versions: str) -> list[str]:
+def devices_lines(places: Sequence[RankPlace], versions: str) -> list[str]:
     """Format `devices: 8 × NVIDIA H200 (139.8 GiB, sm_90, driver 580.95.05); torch …`; if devices differ, the
     ranks of each device, and a warning."""
     ranks: dict[str, list[int]] = {}
@@ -156,7 +156,7 @@ def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def rank_map_json(places: Sequence[Place]) -> str:
+def rank_map_json(places: Sequence[RankPlace]) -> str:
     """Return the text of RANKS: a JSON array with one object per rank, each on a line."""
     rows = [
         json.dumps(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from dsft.rank.places import Place
+    from dsft.rank.places import RankPlace
 
 
 def address_towards(host: str) -> str | None:
@@ -27,7 +27,7 @@ def address_towards(host: str) -> str | None:
         return None
 
 
-def interface_towards(places: Sequence[Place], rank: int) -> str | None:
+def interface_towards(places: Sequence[RankPlace], rank: int) -> str | None:
     """Return the interface over which `rank` reaches the ranks of other hosts; None if there are none, or no
     route. places: of all ranks, by rank."""
     own = places[rank].address

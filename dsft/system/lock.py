@@ -23,7 +23,7 @@ NAME = ".lock"
 
 
 @dataclass(frozen=True)
-class Held:
+class FolderLock:
     """A lock that this process has. device, inode: of its file, from stat(2)."""
 
     path: Path
@@ -57,7 +57,7 @@ class Held:
 
 
 @contextmanager
-def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[Held]:
+def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[FolderLock]:
     """Lock the folder, created if missing, until the block ends; yield the lock. In a run, rank 0 calls it
     for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message.
 
@@ -83,7 +83,7 @@ def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[He
     try:
         with suppress(OSError):  # a full disk: then the lock file stays empty
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        yield Held(path, found.st_dev, found.st_ino)
+        yield FolderLock(path, found.st_dev, found.st_ino)
     finally:
         lock.release()
 

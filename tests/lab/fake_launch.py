@@ -16,6 +16,6 @@ FAKES = Path(__file__).resolve().parent.parent / "unit" / "launcher"
 
 
 if __name__ == "__main__":
-    start = command.prepared(Path(sys.argv[1]), tuple(sys.argv[2:]), command.Options(restarts=RESTARTS))
-    world = replace(start.world, program=(str(FAKES / "fake_rank.py"), "6000"))
-    sys.exit(command.run(replace(start, world=world)))
+    settings = command.prepared(Path(sys.argv[1]), tuple(sys.argv[2:]), command.Options(restarts=RESTARTS))
+    plan = replace(settings.plan, program=(str(FAKES / "fake_rank.py"), "6000"))
+    sys.exit(command.run(replace(settings, plan=plan)))

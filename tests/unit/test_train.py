@@ -13,7 +13,7 @@ import pytest
 
 from dsft.errors import MissingInputError
 from dsft.rank.environment import RENDEZVOUS
-from dsft.rank.pulse import Pulse
+from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.stopping import Stopping
 from dsft.report.redact import redact_threads
 from dsft.train import QUICKSTART, main, parse
@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in RENDEZVOUS})
     monkeypatch.setattr("dsft.rank.promise._deepspeed_commands", lambda: iter(()))
-    monkeypatch.setattr("dsft.train.live", lambda *_: (Pulse(0, 0, None), Stopping()))  # no signal's handler
+    monkeypatch.setattr(
+        "dsft.train.live", lambda *_: (Heartbeat(0, 0, None), Stopping())
+    )  # no signal's handler
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_no_secret_stands_in_a_traceback_or_a_message(
 ) -> None:
     os.environ.update(HF_TOKEN="canary-token", WANDB_API_KEY="canary-key")
     ends: list[Any] = []
-    monkeypatch.setattr(Pulse, "end", lambda self, *words: ends.append(words))
+    monkeypatch.setattr(Heartbeat, "end", lambda self, *words: ends.append(words))
     text = "GET https://user:canary-key@hub/x with canary-token\x1b[2J failed"
 
     def fails(error: Exception) -> Any:

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from dsft.engine.world import meet
 from dsft.errors import WorldError
-from dsft.rank.places import CPU, Place
+from dsft.rank.places import CPU, RankPlace
 
 SAME = {"spec": {"train": {"seed": 42}}, "versions": {"torch": "2.13.0", "dsft": "0.1.0, files 1a2b"}}
 
@@ -21,7 +21,7 @@ def met(*values: dict[str, Any]) -> list[str]:
 
     def one(rank: int) -> None:
         try:
-            places = meet(store, rank, len(values), values[rank], Place("node1", "x", rank, CPU))
+            places = meet(store, rank, len(values), values[rank], RankPlace("node1", "x", rank, CPU))
             assert [place.local_rank for place in places] == list(range(len(values)))
             raised[rank] = ""
         except WorldError as error:

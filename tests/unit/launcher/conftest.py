@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dsft.launcher.attempt import Attempt, Outcome, Requests, Terms
+from dsft.launcher.launch_plan import AGENT, LaunchPlan
 from dsft.launcher.processes import job_processes, kill_job
-from dsft.launcher.world import AGENT, World
 from dsft.remote import module_command
 from tests.launching import LATE
 
@@ -30,10 +30,10 @@ class Started:
         self.lines: list[str] = []
         self.requests = Requests()
         words = (str(HERE / "fake_rank.py"), *program)
-        self.world = World(by, hosts, words, str(folder), str(folder / "logs"), self.job)
+        self.plan = LaunchPlan(by, hosts, words, str(folder), str(folder / "logs"), self.job)
         terms = Terms({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
         agent = module_command("localhost", AGENT)
-        self.attempt = Attempt(self.world, terms, self.requests, self.lines.append, lambda host: agent)
+        self.attempt = Attempt(self.plan, terms, self.requests, self.lines.append, lambda host: agent)
         self._outcome: Outcome | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -48,10 +48,10 @@ class Started:
         return self._outcome
 
     def left(self) -> list[int]:
-        return [pid for node in range(len(self.world.hosts)) for pid in job_processes(f"{self.job}.{node}")]
+        return [pid for node in range(len(self.plan.hosts)) for pid in job_processes(f"{self.job}.{node}")]
 
     def clear(self) -> None:
-        for node in range(len(self.world.hosts)):
+        for node in range(len(self.plan.hosts)):
             kill_job(f"{self.job}.{node}")
         self._thread.join(20)
 
@@ -61,16 +61,16 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    own = World._argv
+    own = LaunchPlan._argv
 
-    def argv(world: World, host: str, address: str, port: int | str) -> tuple[str, ...]:
-        if world.launcher == "dsft":
-            return own(world, host, address, port)
-        ranks = world.ranks[host]
-        counts = (ranks[0], len(ranks), sum(world.hosts.values()))
-        return sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *world.program
+    def argv(plan: LaunchPlan, host: str, address: str, port: int | str) -> tuple[str, ...]:
+        if plan.launcher == "dsft":
+            return own(plan, host, address, port)
+        ranks = plan.ranks[host]
+        counts = (ranks[0], len(ranks), sum(plan.hosts.values()))
+        return sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *plan.program
 
-    monkeypatch.setattr(World, "_argv", argv)
+    monkeypatch.setattr(LaunchPlan, "_argv", argv)
     started: list[Started] = []
 
     def begin(

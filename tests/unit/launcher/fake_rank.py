@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from dsft.rank.pulse import Pulse, keep_log
+from dsft.rank.heartbeat import Heartbeat, keep_log
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
@@ -26,19 +26,19 @@ for each in (signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.rank.stopping`
         signal.signal(each, lambda number, _: asked.append(number))
 keep_log(os.environ.get("DSFT_LOGS"), rank, world)
-pulse = Pulse(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
-pulse.start()
+heartbeat = Heartbeat(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
+heartbeat.start()
 print("arguments", ascii(sys.argv[1:]))
 
 
 def end(code: int, message: str | None = None) -> None:
-    pulse.end(code, message)
+    heartbeat.end(code, message)
     sys.stdout.flush()
     os._exit(code)
 
 
 for step in range(1, steps + 1):
-    pulse.mark("step", step)
+    heartbeat.mark("step", step)
     if rank == 0:
         print(f"step {step}")
     for at, when, how in faults:

@@ -16,8 +16,8 @@ import pytest
 from dsft.errors import WorldError
 from dsft.launcher.attempt import Attempt, Requests, Terms
 from dsft.launcher.command import sweep
+from dsft.launcher.launch_plan import AGENT, LaunchPlan
 from dsft.launcher.processes import environment_of
-from dsft.launcher.world import AGENT, World
 from dsft.remote import module_command
 from tests.launching import LATE, allowed
 from tests.unit.launcher import conftest
@@ -30,7 +30,7 @@ def until(check: Callable[[], object]) -> None:
 
 
 def pulsing(attempt: Attempt) -> bool:
-    return all(rank.pulse for rank in attempt.ranks.values())
+    return all(rank.heartbeat for rank in attempt.ranks.values())
 
 
 @pytest.mark.parametrize("by", ["dsft", "deepspeed"])
@@ -41,7 +41,7 @@ def test_all_is_well(start: Start, by: str) -> None:
     assert outcome.code == 0 and outcome.failure is None
     assert [line for line in job.lines if line.startswith("step")] == [f"step {n}" for n in range(1, 6)]
     assert f"arguments {ascii(['5', *words])}" in job.lines
-    logs = {rank: (job.attempt.world.logs, rank) for rank in range(3)}
+    logs = {rank: (job.attempt.plan.logs, rank) for rank in range(3)}
     for folder, rank in logs.values():
         with open(f"{folder}/rank-{rank}.log", encoding="utf-8") as file:
             assert f"--- rank {rank} of 3" in file.read()
@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_all(start: Start, by: str) -> None:
     outcome = job.outcome()
     assert outcome.code == 137 and outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.host) == (2, "two")
-    assert 1 <= (outcome.failure.step or 0) <= 15  # by its last pulse
+    assert 1 <= (outcome.failure.step or 0) <= 15  # by its last heartbeat
 
 
 @pytest.mark.parametrize("others", ["importing", "stepping"])
@@ -66,7 +66,7 @@ def test_a_launchers_rank_that_is_killed_before_its_first_heartbeat(
         (tmp_path / "go").touch()
     job = start("600", "1:0:dead", by="deepspeed")
     if others == "stepping":
-        until(lambda: job.attempt.ranks[2].pulse)
+        until(lambda: job.attempt.ranks[2].heartbeat)
         (tmp_path / "go").touch()
     outcome = job.outcome()
     assert outcome.code == 137 and outcome.failure is not None
@@ -116,8 +116,8 @@ def test_what_is_wrong_with_the_command_of_an_agent_is_raised_before_one_starts(
             raise WorldError("DSFT_SSH_ARGS is no list of options")
         return ["touch", str(tmp_path / "started")]
 
-    world = World("dsft", {"one": 1, "two": 1}, (), str(tmp_path), str(tmp_path), "none")
-    attempt = Attempt(world, Terms({}), Requests(), lambda line: None, command)
+    plan = LaunchPlan("dsft", {"one": 1, "two": 1}, (), str(tmp_path), str(tmp_path), "none")
+    attempt = Attempt(plan, Terms({}), Requests(), lambda line: None, command)
     with pytest.raises(WorldError, match="DSFT_SSH_ARGS"):
         asyncio.run(attempt.run())
     assert not (tmp_path / "started").exists()
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_before_its_first_line_is_told_with_what_it_printed(st
     outcome = job.outcome()
     assert outcome.code == 1 and outcome.failure is not None
     assert outcome.failure.kind == "rank" and (outcome.failure.message or "").startswith("ValueError: ")
-    assert not list(Path(job.world.logs).glob("launcher-*")), "there is no launcher"
+    assert not list(Path(job.plan.logs).glob("launcher-*")), "there is no launcher"
 
 
 def test_one_process_a_rank_and_the_agents_are_all_that_runs(start: Start) -> None:
@@ -160,7 +160,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(start: Start) -> None:
     assert len(lines) > 5 and not any(b"s3cr3t-s3cr3t" in line for line in lines)
     job.requests.take(signal.SIGTERM)
     job.outcome()
-    kept = [path.read_bytes() for path in Path(job.world.logs).rglob("*") if path.is_file()]
+    kept = [path.read_bytes() for path in Path(job.plan.logs).rglob("*") if path.is_file()]
     assert kept and not any(b"s3cr3t" in said for said in (*kept, *map(str.encode, job.lines)))
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_are_still_importing_get_the_request_later(
     start: Start, tmp_path: Path, asked: signal.Signals
 ) -> None:
     job = start("600", *LATE_RANKS[1:])
-    until(lambda: job.attempt.ranks[0].pulse and all(rank.pid for rank in job.attempt.ranks.values()))
+    until(lambda: job.attempt.ranks[0].heartbeat and all(rank.pid for rank in job.attempt.ranks.values()))
     job.requests.take(asked)
     until(lambda: "saved" in job.lines)
     assert len(job.left()) >= 2, "the late ranks live"
@@ -249,7 +249,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     job = start("600", "1:3:stop", hang_timeout=4)
     outcome = job.outcome()
     assert outcome.code == 124 and outcome.failure is not None and outcome.failure.rank == 1
-    with open(f"{job.world.logs}/rank-1.stack", encoding="utf-8") as file:
+    with open(f"{job.plan.logs}/rank-1.stack", encoding="utf-8") as file:
         assert "fake_rank.py" in file.read()
 
 
@@ -273,6 +273,6 @@ def test_what_a_launcher_left_is_swept(start: Start, monkeypatch: pytest.MonkeyP
     job._thread.join(LATE)
     outcome = job._outcome
     assert outcome is not None and outcome.code == 69 and outcome.lost == ("two",)
-    monkeypatch.setattr(World, "agent", lambda self, host: module_command("localhost", AGENT))
-    assert asyncio.run(sweep(job.world, outcome.lost)) == []
+    monkeypatch.setattr(LaunchPlan, "agent", lambda self, host: module_command("localhost", AGENT))
+    assert asyncio.run(sweep(job.plan, outcome.lost)) == []
     assert job.left() == []

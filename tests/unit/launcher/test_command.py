@@ -17,8 +17,8 @@ from dsft.cli import app
 from dsft.errors import WorldError
 from dsft.launcher import command
 from dsft.launcher.attempt import Outcome, Requests
+from dsft.launcher.launch_plan import LaunchPlan
 from dsft.launcher.verdict import Failure
-from dsft.launcher.world import World
 
 ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 
@@ -62,7 +62,7 @@ def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -
     lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), 1.0)
     asked = Requests(stops=1)
 
-    async def absent(world: World) -> list[str]:
+    async def absent(plan: LaunchPlan) -> list[str]:
         return ["node2"]
 
     monkeypatch.setattr(command, "absent", absent)

@@ -6,7 +6,7 @@ import pytest
 
 from dsft.launcher.verdict import (
     Failure,
-    Seen,
+    RankActivity,
     error_in,
     exit_code,
     first_cause,
@@ -93,8 +93,8 @@ def test_a_consequence(text: str) -> None:
 
 
 def test_who_hangs() -> None:
-    def seen(rank: int, step: int, silent: float, idle: float, phase: str = "step") -> Seen:
-        return Seen(rank, "one", 1, step, phase, silent, idle)
+    def seen(rank: int, step: int, silent: float, idle: float, phase: str = "step") -> RankActivity:
+        return RankActivity(rank, "one", 1, step, phase, silent, idle)
 
     waiting, stopped = seen(0, 9, 0.2, 70), seen(1, 8, 70, 70)
     assert hung([waiting, stopped], 60) == [stopped]
@@ -104,9 +104,12 @@ def test_who_hangs() -> None:
     assert hung([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
 
 
-def test_a_rank_that_misses_pulses_is_named_before_one_that_waits_for_it() -> None:
-    """Seen: rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
-    waiting, stopped = Seen(1, "two", 1, 24, "step", 0.3, 5.4), Seen(0, "one", 1, 24, "step", 4.4, 4.9)
+def test_a_rank_that_misses_heartbeats_is_named_before_one_that_waits_for_it() -> None:
+    """Rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
+    waiting, stopped = (
+        RankActivity(1, "two", 1, 24, "step", 0.3, 5.4),
+        RankActivity(0, "one", 1, 24, "step", 4.4, 4.9),
+    )
     assert hung([waiting, stopped], 5) == [stopped]
     said = (
         "has given no sign of life for 4 seconds, and others no progress for longer (cluster.hang_timeout 5)"
@@ -114,8 +117,11 @@ def test_a_rank_that_misses_pulses_is_named_before_one_that_waits_for_it() -> No
     assert sentence([stopped], 5) == f"{said}; it was at step"
     assert hung([stopped], 5) == []
     assert (
-        hung([Seen(1, "two", 1, 24, "step", 0.3, 700), Seen(0, "one", 1, 24, "step", 12, 300)], 600)[0].rank
+        hung(
+            [RankActivity(1, "two", 1, 24, "step", 0.3, 700), RankActivity(0, "one", 1, 24, "step", 12, 300)],
+            600,
+        )[0].rank
         == 0
     )
-    late = Seen(0, "one", 1, 24, "step", 1.9, 6)
+    late = RankActivity(0, "one", 1, 24, "step", 1.9, 6)
     assert hung([waiting, late], 5) == [waiting, late]

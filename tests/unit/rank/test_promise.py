@@ -14,7 +14,7 @@ from dsft.errors import WorldError
 from dsft.rank.environment import Launched
 from dsft.rank.places import (
     Device,
-    Place,
+    RankPlace,
     check_places,
     devices_lines,
     rank_map,
@@ -74,9 +74,9 @@ def test_fewer_hosts_pass_where_min_hosts_allows_them() -> None:
             check_promise(cluster(three, 2), launched(size, hosts=hosts))
 
 
-def places(*counts: int) -> list[Place]:
+def places(*counts: int) -> list[RankPlace]:
     return [
-        Place(f"node{host}", f"node{host} x", local)
+        RankPlace(f"node{host}", f"node{host} x", local)
         for host, count in enumerate(counts)
         for local in range(count)
     ]
@@ -99,18 +99,22 @@ def test_what_came_is_compared_once_all_have_met() -> None:
 
 
 def test_two_ranks_do_not_claim_one_device() -> None:
-    same = [Place("node1", "x", 0), Place("node1", "x", 0)]
+    same = [RankPlace("node1", "x", 0), RankPlace("node1", "x", 0)]
     assert "ranks 0 and 1 both have LOCAL_RANK=0 on node1" in (shared_device(same) or "")
-    assert shared_device([Place("node1", "x", 0), Place("node1", "y", 0)]) is None
+    assert shared_device([RankPlace("node1", "x", 0), RankPlace("node1", "y", 0)]) is None
     gpu, other = (Device("cuda", "NVIDIA H200", uuid=uuid) for uuid in ("GPU-1", "GPU-2"))
-    both = [Place("node1", "x", 0, other), Place("node1", "x", 1, gpu), Place("node1", "x", 2, gpu)]
+    both = [
+        RankPlace("node1", "x", 0, other),
+        RankPlace("node1", "x", 1, gpu),
+        RankPlace("node1", "x", 2, gpu),
+    ]
     assert "ranks 1 and 2 both have the GPU GPU-1 (NVIDIA H200) of node1" in (shared_device(both) or "")
     assert shared_device(both[:2]) is None
 
 
 def test_the_rank_map() -> None:
     assert rank_map(places(2, 1)) == "rank map: 0-1 = node0 0-1, 2 = node1 0"
-    turned = [Place("b", "b", 1), Place("b", "b", 0), Place("a", "a", 0)]
+    turned = [RankPlace("b", "b", 1), RankPlace("b", "b", 0), RankPlace("a", "a", 0)]
     assert rank_map(turned) == "rank map: 0 = b 1, 1 = b 0, 2 = a 0"
     assert json.loads(rank_map_json(turned))[1] == {
         "rank": 1,
@@ -125,7 +129,7 @@ def test_the_devices() -> None:
     old = Device("cuda", "NVIDIA A100", 80 * 2**30, "sm_80", "550.1", "GPU-1")
     new = Device("cuda", "NVIDIA H200", 140 * 2**30, "sm_90", None, "GPU-2")
     line, warning = devices_lines(
-        [Place("a", "a", rank, old if rank == 2 else new) for rank in range(4)], "v"
+        [RankPlace("a", "a", rank, old if rank == 2 else new) for rank in range(4)], "v"
     )
     assert line == (
         "devices: NVIDIA H200 (140.0 GiB, sm_90) on rank(s) 0-1, 3; "

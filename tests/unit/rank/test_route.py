@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsft.rank import route
-from dsft.rank.places import CPU, Place
+from dsft.rank.places import CPU, RankPlace
 from dsft.rank.route import address_towards, interface_of, interface_towards
 
 
@@ -14,8 +14,8 @@ def test_this_machine() -> None:
     assert address_towards("no.such.host.invalid") is None and interface_of("192.0.2.1") is None
 
 
-def at(machine: str, address: str | None) -> Place:
-    return Place(machine, machine, 0, CPU, address)
+def at(machine: str, address: str | None) -> RankPlace:
+    return RankPlace(machine, machine, 0, CPU, address)
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from dsft.launcher.launch_plan import LaunchPlan, address_of
 from dsft.launcher.output import Voice
-from dsft.launcher.world import World, address_of
 
-WORLD = World("dsft", {"a": 2, "b": 1}, ("train.py", "x.yaml", "k=$(id)"), "/w", "/w/runs/x/logs", "j")
+PLAN = LaunchPlan("dsft", {"a": 2, "b": 1}, ("train.py", "x.yaml", "k=$(id)"), "/w", "/w/runs/x/logs", "j")
 
 
-def world(launcher: str) -> World:
-    return World(launcher, WORLD.hosts, WORLD.program, WORLD.folder, WORLD.logs, WORLD.job)
+def plan(launcher: str) -> LaunchPlan:
+    return LaunchPlan(launcher, PLAN.hosts, PLAN.program, PLAN.folder, PLAN.logs, PLAN.job)
 
 
 @pytest.mark.parametrize("launcher", ["dsft", "slurm"])
 def test_an_order_of_ranks(launcher: str) -> None:
-    made = [world(launcher).order(host, "10.0.0.1", 1234) for host in WORLD.hosts]
-    assert [(order.ranks, order.starts_ranks) for order in made] == [((0, 1), False), ((2,), False)]
-    assert [order.job for order in made] == ["j.0", "j.1"]  # hosts may share their processes
-    assert made[1].argv == (sys.executable, "-u", *WORLD.program)
+    made = [plan(launcher).command_of(host, "10.0.0.1", 1234) for host in PLAN.hosts]
+    assert [(command.ranks, command.starts_ranks) for command in made] == [((0, 1), False), ((2,), False)]
+    assert [command.job for command in made] == ["j.0", "j.1"]  # hosts may share their processes
+    assert made[1].argv == (sys.executable, "-u", *PLAN.program)
     assert made[0].environ == {
         "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "1234",
@@ -32,21 +32,21 @@ def test_an_order_of_ranks(launcher: str) -> None:
 
 
 def test_an_order_of_deepspeeds_launcher() -> None:
-    order = world("deepspeed").order("b", "10.0.0.1", 1234)
-    info = next(word for word in order.argv if word.startswith("--world_info="))
+    command = plan("deepspeed").command_of("b", "10.0.0.1", 1234)
+    info = next(word for word in command.argv if word.startswith("--world_info="))
     assert json.loads(base64.urlsafe_b64decode(info.partition("=")[2])) == {"a": [0, 1], "b": [0]}
-    assert order.argv[-3:] == WORLD.program and "--node_rank=1" in order.argv
-    assert order.starts_ranks and order.environ == {}
+    assert command.argv[-3:] == PLAN.program and "--node_rank=1" in command.argv
+    assert command.starts_ranks and command.environ == {}
 
 
 def test_an_order_of_torchrun() -> None:
-    order = world("torchrun").order("a", "h", 1)
-    assert order.argv[2:] == (
+    command = plan("torchrun").command_of("a", "h", 1)
+    assert command.argv[2:] == (
         "-m", "torch.distributed.run", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "--nnodes=2", "--nproc_per_node=2", "--node_rank=0",
-        "--master_addr=h", "--master_port=1", *WORLD.program,
+        "--master_addr=h", "--master_port=1", *PLAN.program,
     )  # fmt: skip
-    assert order.starts_ranks
+    assert command.starts_ranks
 
 
 def test_the_address_of_rank_0() -> None:

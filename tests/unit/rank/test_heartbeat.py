@@ -15,18 +15,18 @@ import pytest
 
 RANK = """
 import os, sys, time
-from dsft.rank.pulse import LOGS, SOCKET, Pulse, keep_log
+from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
 keep_log(os.environ.get(LOGS), 3, 4)
-pulse = Pulse(3, 1, os.environ.get(SOCKET))
-pulse.start()
-pulse.mark("step", 7)
+heartbeat = Heartbeat(3, 1, os.environ.get(SOCKET))
+heartbeat.start()
+heartbeat.mark("step", 7)
 print("trains", flush=True)
 os.write(2, b"a library's word\\n")
 def waits_in_a_collective():
     sys.stdin.readline()
 waits_in_a_collective()
-pulse.mark("save")
-pulse.end(75, "stopped")
+heartbeat.mark("save")
+heartbeat.end(75, "stopped")
 """
 
 

@@ -1,4 +1,4 @@
-"""Build each host's order from the hosts and their slots, the launcher, and train.py's own arguments. Pure.
+"""Build each host's command from the hosts and their slots, the launcher, and train.py's own arguments. Pure.
 
 By default the agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …). Under
 `--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, the same one that the
@@ -25,7 +25,7 @@ LAUNCHERS = ("dsft", "deepspeed", "torchrun", "slurm")
 
 
 @dataclass(frozen=True)
-class Order:
+class HostCommand:
     """What one host runs: argv in `folder`, once per rank, or once if it is a launcher that starts the ranks
     (starts_ranks). Its processes are recognized by `DSFT_JOB=job`.
 
@@ -45,7 +45,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class World:
+class LaunchPlan:
     """All hosts and ranks of a run.
 
     launcher  one of LAUNCHERS; slurm: as dsft, but through srun
@@ -80,11 +80,11 @@ class World:
         through: Literal["ssh", "srun"] = "srun" if self.launcher == "slurm" else "ssh"
         return module_command(host, AGENT, through)
 
-    def order(self, host: str, address: str, port: int | str) -> Order:
-        """Return the host's order. address, port: rank 0's."""
+    def command_of(self, host: str, address: str, port: int | str) -> HostCommand:
+        """Return the host's command. address, port: rank 0's."""
         place = self.job_of(host), self._argv(host, address, port), self._environ(host, address, port)
         starts_ranks = self.launcher in {"deepspeed", "torchrun"}
-        return Order(host, *place, self.folder, self.logs, self.ranks[host], starts_ranks)
+        return HostCommand(host, *place, self.folder, self.logs, self.ranks[host], starts_ranks)
 
     def _environ(self, host: str, address: str, port: int | str) -> dict[str, str]:
         if self.launcher in {"deepspeed", "torchrun"}:

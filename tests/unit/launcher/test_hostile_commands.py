@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dsft.launcher.world import Order
+from dsft.launcher.launch_plan import HostCommand
 from tests.unit.plan.hostile import argument, armed
 
 QUICK = settings(
@@ -27,16 +27,18 @@ RECORD = 'printf "%s\\0" "$@" "$GREETING" > asked'
 def test_an_order_arrives_as_it_was_given(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], greeting: str
 ) -> None:
-    folder = tmp_path_factory.mktemp("order")
+    folder = tmp_path_factory.mktemp("command")
     words, (value,) = armed(texts, folder), armed([greeting], folder)
     argv = ("bash", "-c", RECORD, "record", *words)
-    order = Order("localhost", "job", argv, {"GREETING": value}, str(folder), str(folder / "logs"), (0,))
+    command = HostCommand(
+        "localhost", "job", argv, {"GREETING": value}, str(folder), str(folder / "logs"), (0,)
+    )
     agent = subprocess.Popen(
         [sys.executable, "-m", "dsft.launcher.agent"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     try:
         assert agent.stdin is not None
-        for message in ({"environ": {}}, {"order": asdict(order)}):
+        for message in ({"environ": {}}, {"command": asdict(command)}):
             agent.stdin.write(b"dsft:" + json.dumps(message).encode() + b"\n")
         agent.stdin.flush()
         assert agent.wait(60) == 0  # its input stays open: an end of it would end what it runs

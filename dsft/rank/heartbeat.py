@@ -38,7 +38,7 @@ SOCKET, LOGS = "DSFT_PULSE", "DSFT_LOGS"
 EVERY = 1.0  # seconds between two datagrams
 
 
-class Pulse:
+class Heartbeat:
     """The heartbeat of one rank. `mark` is called by the main thread and costs one assignment."""
 
     def __init__(self, rank: int, local_rank: int, path: str | None) -> None:
