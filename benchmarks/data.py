@@ -383,14 +383,14 @@ def dealing(options: argparse.Namespace) -> list[str]:
 
 def lost(steps: list[Any], micro: int, budget: int | None) -> tuple[float, float]:
     """Shares of padding, and of padding with imbalance."""
-    from dsft.data.steps.lay import EMPTY_ROW_LENGTH
-    from dsft.data.steps.pack import micro_batches_of
+    from dsft.data.steps.collate import EMPTY_ROW_LENGTH
+    from dsft.data.steps.pack import assign
 
     sizes = argparse.Namespace(micro_batch_size=micro, data_parallel=2, tokens_per_micro_batch=budget)
     tokens = places = computed = 0
     for step in steps:
         tokens += int(step.sum())
-        ranks = [[step[hand] for hand in micro_batches_of(step, sizes, rank)] for rank in range(2)]
+        ranks = [[step[hand] for hand in assign(step, sizes, rank)] for rank in range(2)]
         for together in zip(*ranks, strict=True):
             found = [size_of(one, budget is not None) or EMPTY_ROW_LENGTH for one in together]
             places += sum(found)

@@ -28,7 +28,7 @@ from benchmarks.sft import LLAMA
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.load import load_data
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.lay import collate, lay
+from dsft.data.steps.collate import collate_packed, collate_padded
 from dsft.data.tokenizer.load import tokenizer_of
 from dsft.engine.self_check import whole_rows
 from dsft.model.attention import attend_per_segment, own_attention
@@ -99,9 +99,9 @@ def measure(policy: Policy, batches: Sequence[Sequence[Example]]) -> Taken:
 def layouts(pairs: Sequence[Example]) -> Mapping[str, MicroBatch]:
     ids, apart = np.arange(len(pairs)), [unshared(pair) for pair in pairs]
     return {
-        "padded": collate(apart, 0, pair_ids=ids),
-        "packed": lay(apart, 0, pair_ids=ids),
-        "shared": lay(pairs, 0, pair_ids=ids),
+        "padded": collate_padded(apart, 0, pair_ids=ids),
+        "packed": collate_packed(apart, 0, pair_ids=ids),
+        "shared": collate_packed(pairs, 0, pair_ids=ids),
     }
 
 

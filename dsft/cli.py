@@ -172,10 +172,11 @@ def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the rows as the model will see them, and what the run makes of them; no GPU, no weights."""
-    from dsft.preview.command import Asked
     from dsft.preview.command import preview as show
 
-    show(spec, overrides or (), Asked(rows, row, worst, problems, html, as_json))
+    show(
+        spec, overrides or (), rows=rows, row=row, worst=worst, problems=problems, html=html, as_json=as_json
+    )
 
 
 @app.command()

@@ -13,7 +13,7 @@ from dsft.data.cache.store import Cache, cache_folder
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.load import HeldOut, Loaded, load_data
+from dsft.data.sets.load import HeldOutSet, RunData, load_data
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import longest_micro_batch
 from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
@@ -39,14 +39,14 @@ class Inputs:
     rows: NewRows | None
     config: PreTrainedConfig
     files: Sequence[FileSample] | None
-    loaded: Loaded
+    loaded: RunData
 
     @property
     def train(self) -> Dataset:
         return self.loaded.train
 
     @property
-    def held_out(self) -> Sequence[HeldOut]:
+    def held_out(self) -> Sequence[HeldOutSet]:
         return self.loaded.held_out
 
     @cached_property

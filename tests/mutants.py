@@ -50,7 +50,7 @@ SUBJECTS: dict[str, str] = {
     "dsft/data/render/renderer.py": f"{DATA}masks.py {DATA}truth.py {DATA}render.py {DATA}pairs.py",
     "dsft/data/render/tokens.py": f"{DATA}tokens.py {DATA}masks.py {DATA}render.py",
     "dsft/data/steps/batch.py": f"{DATA}steps.py {DATA}pack.py {DATA}longest.py {DATA}pairs.py",
-    "dsft/data/steps/lay.py": f"{DATA}steps.py {DATA}pack.py {DATA}pairs.py",
+    "dsft/data/steps/collate.py": f"{DATA}steps.py {DATA}pack.py {DATA}pairs.py",
     "dsft/data/steps/pack.py": f"{DATA}pack.py {DATA}pairs.py {DATA}longest.py",
     "dsft/data/steps/steps.py": f"{DATA}steps.py {DATA}order.py {DATA}pairs.py {DATA}longest.py",
     "dsft/data/sets/dataset.py": f"{DATA}dataset.py {DATA}whole.py {DATA}pairs.py",

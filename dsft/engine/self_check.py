@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET
-from dsft.data.steps.lay import collate, lay
+from dsft.data.steps.collate import collate_packed, collate_padded
 from dsft.engine.api import Scorer
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
@@ -65,12 +65,14 @@ def check_packing(
     Returns a line for the log; raises SpecError on every rank where a check fails.
     """
     rows, pairs = real_rows(dataset), shared_pairs(dataset)
-    together = engine.score([lay(rows, pad_id), lay(every_second_changed(rows), pad_id)])
+    together = engine.score(
+        [collate_packed(rows, pad_id), collate_packed(every_second_changed(rows), pad_id)]
+    )
     laid = [pairs, *(answers_changed(pairs, answer) for answer in range(2))] if pairs else []
-    shared = engine.score([lay(examples, pad_id) for examples in laid])
+    shared = engine.score([collate_packed(examples, pad_id) for examples in laid])
     answers = [row for pair in pairs for row in whole_rows(pair)]
     with own_attention(policy.causal_lm):
-        alone = engine.score([collate([row], pad_id) for row in (*rows, *answers)])
+        alone = engine.score([collate_padded([row], pad_id) for row in (*rows, *answers)])
     one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
     world.each(lambda: _compare(together, alone[: len(rows)], rows, precision, way_out))
@@ -87,7 +89,7 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
         policy.full_logits = policy.is_last
         return "head: the model's output layer is not a plain linear one; its logits are computed whole"
     rows = [Example(e.input_ids[:WIDE], e.trained[:WIDE], e.source) for e in real_rows(dataset)[:2]]
-    batch = collate(rows, pad_id)
+    batch = collate_padded(rows, pad_id)
     is_target = (batch.targets != NO_TARGET).to(world.device)
     with own_attention(policy.causal_lm):
         found = engine.score([batch])
@@ -112,7 +114,7 @@ def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
     """Score a few of the dataset's rows with the fused kernels and with the model's own modules. A
     collective. Returns a line for the log; raises SpecError on every rank where a token's loss differs by
     more than rounding."""
-    batches = [collate([row], pad_id) for row in real_rows(dataset)]
+    batches = [collate_padded([row], pad_id) for row in real_rows(dataset)]
     are_targets = [(batch.targets != NO_TARGET).to(world.device) for batch in batches]
     with own_attention(policy.causal_lm):
         found = engine.score(batches)

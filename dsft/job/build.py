@@ -12,7 +12,7 @@ import torch
 
 from dsft.checkpoint.export import read_model_files, write_beside
 from dsft.checkpoint.read import Checkpoint
-from dsft.data.steps.steps import Laid, TrainSteps, evaluation
+from dsft.data.steps.steps import DatasetMicroBatches, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
@@ -148,7 +148,8 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
     if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
-        looked_at += tuple(Laid(inputs.train, ids, job.batch, world.data_rank, pad)) if len(ids) else ()
+        if len(ids):
+            looked_at += tuple(DatasetMicroBatches(inputs.train, ids, job.batch, world.data_rank, pad))
     micro_batches = reference.refers[0](looked_at)
     # Not under ZeRO 3, where every pass must use the same modules as the one before.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
@@ -178,11 +179,11 @@ def held_out_evaluation(
         ]
         return pair_evaluation(sets, objective, dpo_of(job.spec), engine, world, job.folder)
     names = [held_out.name for held_out in inputs.held_out]
-    dealt = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
-    counts = [count for _, count in dealt]
+    assigned = [evaluation(one.data, job.batch, world.data_rank, inputs.pad_id) for one in inputs.held_out]
+    counts = [count for _, count in assigned]
 
     def evaluate(step: int) -> Record:
-        sums = [engine.evaluate(micro_batches) for micro_batches, _ in dealt]
+        sums = [engine.evaluate(micro_batches) for micro_batches, _ in assigned]
         return evaluation_record(objective, world.sum(torch.stack(sums)), counts, names)
 
     return evaluate

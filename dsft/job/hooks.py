@@ -208,7 +208,7 @@ def _not_finite(
     """Yield the ids of this rank's examples that have a target with an infinite or NaN log-probability; none
     on ranks without the last stage."""
     scored = engine.score(micro_batches, _faults)
-    for faults, ids, micro_batch in zip(scored, batch.dealt, micro_batches, strict=False):
+    for faults, ids, micro_batch in zip(scored, batch.assigned_ids, micro_batches, strict=False):
         parts: Sequence[Tensor] = ()
         if ids and micro_batch.lengths is not None:  # packed: one row
             parts = torch.split(faults[0], data.lengths[list(ids)].tolist())

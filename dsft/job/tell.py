@@ -12,7 +12,7 @@ from dsft.checkpoint.compare import changed_generation
 from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.read import Checkpoint
 from dsft.checkpoint.save import Facts
-from dsft.data.sets.load import Loaded
+from dsft.data.sets.load import RunData
 from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
@@ -32,7 +32,7 @@ from dsft.report.run import Report
 from dsft.spec.load import dump_spec
 
 
-def open_report(job: Job, config: Config, loaded: Loaded, world: World, last_step: int, step: int) -> Report:
+def open_report(job: Job, config: Config, loaded: RunData, world: World, last_step: int, step: int) -> Report:
     is_first, shown = world.rank == 0, shown_config(job, config, loaded)
     report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
     scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
@@ -99,7 +99,7 @@ def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None)
     return lines
 
 
-def shown_config(job: Job, config: Config, loaded: Loaded) -> dict[str, Any]:
+def shown_config(job: Job, config: Config, loaded: RunData) -> dict[str, Any]:
     """Return the config that Weights & Biases shows for the run: the spec, with the ledger of the rows under
     `data`, and the DeepSpeed configuration, versions and batch sizes."""
     spec = job.spec.model_dump(mode="json")

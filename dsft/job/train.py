@@ -14,7 +14,7 @@ from dsft.checkpoint.compare import (
     check_same_run,
 )
 from dsft.checkpoint.read import Checkpoint, step_folder
-from dsft.data.steps.ahead import ahead
+from dsft.data.steps.prefetch import Prefetcher
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, build_identity, input_identity, software_identity
@@ -92,9 +92,12 @@ def train(
     memory.enter("steady")
     steps = train_steps(job, inputs, world)
     try:
-        coming = ahead(steps, last_step, world.device, reference.ahead if reference else as_it_is)
-        with told_when_full(memory.meter), coming as soon:
-            end = fit(engine, built.objective, soon, schedule(spec, last_step, job.batch), hooks, progress)
+        complete = reference.ahead if reference else as_it_is
+        prefetcher = Prefetcher(steps.step, last_step, world.device, complete)
+        with told_when_full(memory.meter), prefetcher:
+            end = fit(
+                engine, built.objective, prefetcher, schedule(spec, last_step, job.batch), hooks, progress
+            )
     finally:
         report.close(hooks.latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)

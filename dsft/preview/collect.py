@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.cache.store import Cache, Pace, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.load import Loaded, measure
+from dsft.data.sets.load import RunData, measure
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
-from dsft.preview.problems import Source
+from dsft.preview.problems import SourceSelections
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Collected:
+class PreviewData:
     """The data of a spec. told: a run's messages about its tokenizer and data."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
-    loaded: Loaded
+    loaded: RunData
     told: tuple[str, ...]
 
     @property
@@ -43,7 +43,7 @@ class Collected:
         return sources
 
     @cached_property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[SourceSelections, ...]:
         """The sources of data.train, then of data.eval."""
         every = self.loaded.selections
         whole = [one for one in every if not one.is_split]
@@ -56,7 +56,7 @@ def collect(
     spec: Spec,
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[Pace], None] = lambda pace: None,
-) -> Collected:
+) -> PreviewData:
     """Load the data of a spec. say, progress: callbacks, as in Cache. Raises MissingInputError for a missing
     file or tokenizer, SpecError if the batch sizes do not fit the ranks."""
     batch = sizes(spec)
@@ -65,7 +65,7 @@ def collect(
     choose_template(tokenizer, spec.data.chat_template)
     cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the cache that the run will use
     loaded = measure(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
-    return Collected(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
+    return PreviewData(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
 
 
 def sizes(spec: Spec) -> BatchSizes:

@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
-from dsft.data.steps.pack import micro_batches_of
+from dsft.data.steps.pack import assign
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import total_steps
 from dsft.spec.schema import Spec
 
 BINS = 12
-LAID = 20_000  # examples divided into micro-batches to estimate the padding: about a second
+SAMPLE_SIZE = 20_000  # examples assigned to micro-batches to estimate the padding: about a second
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthStats:
     """Statistics on lengths, in tokens. A percentile is a length that occurs. bins: (first length, last
     length, examples)."""
 
@@ -34,7 +34,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepStats:
     """Statistics on steps.
 
     per_epoch    number of steps of an epoch
@@ -55,58 +55,60 @@ class Steps:
     of_steps: int
 
 
-def lengths_of(lengths: NDArray[np.integer], max_length: int) -> Lengths:
+def length_stats(lengths: NDArray[np.integer], max_length: int) -> LengthStats:
     """Return the statistics on lengths (n,), n ≥ 1."""
     p50, p95, p99 = np.percentile(lengths, [50, 95, 99], method="inverted_cdf").tolist()
     longest = int(lengths.max())
     width = max(1, -(-longest // BINS))
     counts = np.bincount((lengths - 1) // width).tolist()
     bins = tuple((i * width + 1, (i + 1) * width, count) for i, count in enumerate(counts))
-    return Lengths(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
+    return LengthStats(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 
-def steps_of(data: Dataset, spec: Spec, batch: BatchSizes) -> Steps:
+def step_stats(data: Dataset, spec: Spec, batch: BatchSizes) -> StepStats:
     """Return the statistics on the steps of a dataset that has examples. They compare packing and padding,
     except for pairs, where only the run's own way is computed: with shared prompts, pairs have other tokens
     if they are padded."""
     order = Order(data, batch.global_batch_size, spec.train.seed)
-    dealt = max(1, LAID // (batch.global_batch_size * batch.data_parallel))
-    steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, dealt))]
+    num_steps = max(1, SAMPLE_SIZE // (batch.global_batch_size * batch.data_parallel))
+    steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, num_steps))]
     sums = [int(data.lengths[step].sum(dtype=np.int64)) for step in steps]
     longest = batch.micro_batch_size * spec.longest_example
     packed = replace(batch, tokens_per_micro_batch=batch.tokens_per_micro_batch or longest)
     ways = {"padded": replace(batch, tokens_per_micro_batch=None), "packed": packed}
     if data.is_pairs:
         ways = {"padded" if batch.tokens_per_micro_batch is None else "packed": batch}
-    laid = {way: _laid(data, steps, sizes) for way, sizes in ways.items()}
-    return Steps(
+    positions = {way: _positions(data, steps, sizes) for way, sizes in ways.items()}
+    return StepStats(
         per_epoch=order.steps_per_epoch,
         total=total_steps(spec.train, len(data), batch.global_batch_size),
         mean_tokens=sum(sums) / len(sums),
         most_tokens=max(sums),
-        padding={way: 1 - sum(sums) / places for way, (places, _) in laid.items()},
-        idle={way: 1 - sum(sums) / places for way, (_, places) in laid.items()},
+        padding={way: 1 - sum(sums) / places for way, (places, _) in positions.items()},
+        idle={way: 1 - sum(sums) / places for way, (_, places) in positions.items()},
         of_steps=len(steps),
     )
 
 
-def _laid(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, int]:
+def _positions(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSizes) -> tuple[int, int]:
     """Return the number of positions of all ranks' micro-batches, and the number if all ranks had as many as
     the fullest."""
-    there = waited = 0
+    filled = waited = 0
     packed, rows_each = batch.tokens_per_micro_batch is not None, 2 if data.is_pairs else 1
     for step in steps:
         lengths = (data.lengths if packed else data.widths)[step].astype(np.int64)
         ranks = [
             [
-                int(lengths[hand].sum()) if packed else rows_each * len(hand) * _widest(lengths[hand])
-                for hand in micro_batches_of(lengths, batch, rank)
+                int(lengths[members].sum())
+                if packed
+                else rows_each * len(members) * _widest(lengths[members])
+                for members in assign(lengths, batch, rank)
             ]
             for rank in range(batch.data_parallel)
         ]
-        there += sum(map(sum, ranks))
+        filled += sum(map(sum, ranks))
         waited += sum(max(together) for together in zip(*ranks, strict=True)) * batch.data_parallel
-    return there, waited
+    return filled, waited
 
 
 def _widest(lengths: NDArray[np.int64]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dsft.errors import StorageError
-from dsft.preview.figures import Lengths
+from dsft.preview.figures import LengthStats
 from dsft.preview.problems import KINDS, Problems
 from dsft.preview.terminal import (
     SIGNS,
@@ -23,7 +23,7 @@ from dsft.preview.terminal import (
     title_of,
 )
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
-from dsft.preview.view import ShownBatch, ShownRow, ShownWorst, View
+from dsft.preview.view import BatchView, RowView, View, WorstView
 
 SHOWN_TOKENS = 4096  # tokens of a row that are shown
 _BEGIN = "<!doctype html>"
@@ -175,7 +175,7 @@ def _laid(tokens: Sequence[Token]) -> str:
     )
 
 
-def _row(row: ShownRow) -> Iterator[str]:
+def _row(row: RowView) -> Iterator[str]:
     yield f"<h3>{_escaped(title_of(row))}</h3>"
     start = 0
     for name, length in zip(piece_names(row), row.segments, strict=True):
@@ -185,7 +185,7 @@ def _row(row: ShownRow) -> Iterator[str]:
         start += length
 
 
-def _micro_batch(batch: ShownBatch) -> Iterator[str]:
+def _micro_batch(batch: BatchView) -> Iterator[str]:
     yield f"<p>{_escaped(batch_title(batch))}</p>"
     yield _borders(batch)
     for row, where in places_of(batch):
@@ -193,7 +193,7 @@ def _micro_batch(batch: ShownBatch) -> Iterator[str]:
         yield _laid(row.tokens)
 
 
-def _borders(batch: ShownBatch) -> str:
+def _borders(batch: BatchView) -> str:
     """Return an SVG of the micro-batch's examples as bars, side by side if packed, else one below the other.
     The width of 400 units is that of the micro-batch."""
     bars, start = [], 0.0
@@ -210,7 +210,7 @@ def _borders(batch: ShownBatch) -> str:
     return f'<svg viewBox="0 0 400 {tall}" role="img" aria-label="borders of examples">{"".join(bars)}</svg>'
 
 
-def _worst(kinds: Sequence[ShownWorst]) -> Iterator[str]:
+def _worst(kinds: Sequence[WorstView]) -> Iterator[str]:
     for kind in kinds:
         yield f"<h3>{_escaped(kind.title)}</h3>"
         for row in kind.rows:
@@ -256,12 +256,12 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in cells)}</table></div>'
 
 
-def _lengths(lengths: Lengths, share: float) -> Iterator[str]:
+def _lengths(lengths: LengthStats, share: float) -> Iterator[str]:
     yield from _paragraphs(length_lines(lengths, share))
     yield _histogram(lengths)
 
 
-def _histogram(lengths: Lengths) -> str:
+def _histogram(lengths: LengthStats) -> str:
     """Return an SVG histogram of lengths, with dashed lines at percentiles; 400 × 190 units."""
     width, height, left, top = 400, 190, 30, 24
     room, base = width - 2 * left, height - 20

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.sets.dataset import Dataset, Part
+from dsft.data.sets.dataset import Dataset, SourceExamples
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.pairs import PairPart
-from dsft.data.sets.pieces import RowPart
+from dsft.data.sets.pairs import PairExamples
+from dsft.data.sets.pieces import RowExamples
 from dsft.data.sets.selection import PairRows, Selection, is_duplicate, longest_rows
 from dsft.spec.schema import Data, Spec
 
@@ -34,7 +34,7 @@ KINDS: Mapping[str, str] = {
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
-Source = Sequence[Selection]
+SourceSelections = Sequence[Selection]
 """The selections of one source: the rows that are trained on or evaluated, then those that are held out."""
 EACH = 3  # worst examples of each kind
 DECODED = 2_000  # examples that are decoded to compute their tokens per character: about a second
@@ -59,7 +59,7 @@ class Problems:
     limit: int
 
 
-def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
+def problems_of(sources: Sequence[SourceSelections], spec: Spec, limit: int) -> Problems:
     """Return the problems of all rows by kind, within a kind in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
@@ -86,34 +86,34 @@ def problems_of(sources: Sequence[Source], spec: Spec, limit: int) -> Problems:
     return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
 
 
-def kinds_of(source: Source, row: int, spec: Spec) -> list[str]:
+def kinds_of(source: SourceSelections, row: int, spec: Spec) -> list[str]:
     """Return the kinds of problems of one row, in words, except whether it is a duplicate."""
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
-def parts_of(parts: Iterable[Part]) -> tuple[RowPart | PairPart, ...]:
-    """Return the parts that are RowPart or PairPart, with their types narrowed."""
-    return tuple(part for part in parts if isinstance(part, (RowPart, PairPart)))
+def parts_of(parts: Iterable[SourceExamples]) -> tuple[RowExamples | PairExamples, ...]:
+    """Return the parts that are RowExamples or PairExamples, with their types narrowed."""
+    return tuple(part for part in parts if isinstance(part, (RowExamples, PairExamples)))
 
 
-def row_of(part: RowPart | PairPart) -> NDArray[np.int32]:
+def row_of(part: RowExamples | PairExamples) -> NDArray[np.int32]:
     """Return the row in which each example of a source begins, or the pair that it is, (examples,)."""
-    if isinstance(part, PairPart):
+    if isinstance(part, PairExamples):
         return part.pairs
     return part.ids if part.at is None else part.ids[part.at]
 
 
-def lost_of(part: RowPart | PairPart) -> NDArray[np.int64]:
+def lost_of(part: RowExamples | PairExamples) -> NDArray[np.int64]:
     """Return how many more tokens each example's row has than the example, (examples,); for a pair, both rows
     together."""
     whole: NDArray[np.int64] = part.rows.lengths[row_of(part)]
-    if isinstance(part, PairPart):
+    if isinstance(part, PairExamples):
         whole = whole - 2 * part.prompts - part.answers.sum(axis=1)
         return whole
     return whole - part.lengths
 
 
-def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
+def _masks(source: SourceSelections, spec: Spec) -> dict[str, Mask]:
     """Return for each kind of problem a mask (count,) of the rows that have it."""
     rows, count = source[0].rows, source[0].count
     lengths, targets = rows.lengths[:count], rows.trained[:count]
@@ -129,7 +129,7 @@ def _masks(source: Source, spec: Spec) -> dict[str, Mask]:
 
 
 def _first_places(
-    sources: Sequence[Source], content: NDArray[np.uint64], says: NDArray[np.uint64]
+    sources: Sequence[SourceSelections], content: NDArray[np.uint64], says: NDArray[np.uint64]
 ) -> Iterator[str]:
     """Yield the place of the first row, over all sources, with each of the contents `says` (k,). content: the
     hashes of all rows of all sources."""
@@ -143,11 +143,11 @@ def _first_places(
             row -= source[0].count
 
 
-def _too_long(source: Source, row: int, data: Data) -> str:
+def _too_long(source: SourceSelections, row: int, data: Data) -> str:
     return f"{longest_rows(source[0].rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
-def _truncated(source: Source, row: int, data: Data) -> str:
+def _truncated(source: SourceSelections, row: int, data: Data) -> str:
     rows = source[0].rows
     length, targets = int(rows.lengths[row]), int(rows.trained[row])
     for part in parts_of([one.examples for one in source]):
@@ -162,11 +162,11 @@ def _truncated(source: Source, row: int, data: Data) -> str:
     return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
 
 
-def _tokens(source: Source, row: int) -> int:
+def _tokens(source: SourceSelections, row: int) -> int:
     return int(source[0].rows.lengths[row])
 
 
-_REASONS: Mapping[str, Callable[[Source, int, Data], str]] = {
+_REASONS: Mapping[str, Callable[[SourceSelections, int, Data], str]] = {
     "too_long": _too_long,
     "dropped": _too_long,
     "truncated": _truncated,
@@ -216,7 +216,7 @@ def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
     cut = _joined([lost_of(part) for part in parts])
     rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
     once = np.bincount(rows)[rows] == 1
-    is_window = all(isinstance(part, PairPart) or part.at is None for part in parts)
+    is_window = all(isinstance(part, PairExamples) or part.at is None for part in parts)
     for index in _largest(np.where(once & is_window, cut, 0)):
         if cut[index] > 0 and once[index] and is_window:
             yield index, f"{cut[index]:,} tokens cut off"
@@ -247,7 +247,7 @@ def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
             yield int(first_of_row[first[at]]), f"{times[at]:,} rows say this"
 
 
-def _offsets(data: Dataset) -> Iterator[tuple[RowPart | PairPart, int]]:
+def _offsets(data: Dataset) -> Iterator[tuple[RowExamples | PairExamples, int]]:
     """Yield each source's part with the number of rows in the sources before it."""
     offset = 0
     for part in parts_of(data.parts):

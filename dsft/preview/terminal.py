@@ -10,10 +10,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from dsft.preview.figures import Lengths, Steps
+from dsft.preview.figures import LengthStats, StepStats
 from dsft.preview.problems import KINDS, Problems
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, SPACE, TAB, TRAINED, Token, neutral, visible
-from dsft.preview.view import ShownBatch, ShownRow, View
+from dsft.preview.view import BatchView, RowView, View
 
 SHOWN_TOKENS = 400  # tokens of a row, unless it is the only one shown
 SHOWN_IN_BATCH = 24
@@ -34,7 +34,7 @@ class Style:
     color_system: Literal["standard", "256"] = "256"
 
     @property
-    def colours(self) -> bool:
+    def colors(self) -> bool:
         return self.width is not None
 
 
@@ -44,14 +44,14 @@ def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = Tr
     out = io.StringIO()
     console = Console(
         file=out,
-        force_terminal=style.colours,
-        no_color=not style.colours,
-        color_system=style.color_system if style.colours else None,
+        force_terminal=style.colors,
+        no_color=not style.colors,
+        color_system=style.color_system if style.colors else None,
         width=style.width or PLAIN_WIDTH,
         legacy_windows=False,
     )
     for line in _lines(view, style, whole, figures):
-        console.print(line, highlight=False, markup=False, soft_wrap=not style.colours)
+        console.print(line, highlight=False, markup=False, soft_wrap=not style.colors)
     return out.getvalue()
 
 
@@ -83,7 +83,7 @@ def _heading(text: str) -> Text:
 
 
 def _legend(style: Style) -> Text:
-    if not style.colours:
+    if not style.colors:
         return Text(f"\n{TRAINED}trained on{END_TRAINED}, {BORDER} between tokens, {SIGNS}")
     words = (("trained on", _TRAINED[0]), " ", ("given", _GIVEN[0]), " ", ("special", _GIVEN[0] + _SPECIAL))
     return Text.assemble("\n", *words, f"; neighbouring tokens in two shades, {SIGNS}")
@@ -92,7 +92,7 @@ def _legend(style: Style) -> Text:
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-def title_of(row: ShownRow) -> str:
+def title_of(row: RowView) -> str:
     """Return a one-line description of a row."""
     said = [f"row {row.number}"] if row.number is not None else []
     said += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
@@ -104,7 +104,7 @@ def title_of(row: ShownRow) -> str:
     return ", ".join([*said, *filter(None, (row.happened, row.why))])
 
 
-def _row(row: ShownRow, style: Style, whole: bool) -> Iterator[Text]:
+def _row(row: RowView, style: Style, whole: bool) -> Iterator[Text]:
     yield _heading(title_of(row))
     most = len(row.tokens) if whole else SHOWN_TOKENS
     start = 0
@@ -117,7 +117,7 @@ def _row(row: ShownRow, style: Style, whole: bool) -> Iterator[Text]:
         yield from _table(row.tokens)
 
 
-def piece_names(row: ShownRow) -> list[str]:
+def piece_names(row: RowView) -> list[str]:
     if row.prompt is None:
         return [f"piece {number}" for number in range(1, len(row.segments) + 1)]
     after = "after the prompt's last token" if row.shared else "after the prompt"
@@ -147,7 +147,7 @@ def laid(tokens: Sequence[Token], style: Style) -> Text:
     text, trained = Text(), False
     for position, token in enumerate(tokens):
         shown = visible(token.text).replace(LINE_BREAK, f"{LINE_BREAK}\n")
-        if style.colours:
+        if style.colors:
             shades = _TRAINED if token.trained else _GIVEN
             text.append(shown, shades[position % 2] + (_SPECIAL if token.special else ""))
             continue
@@ -162,7 +162,7 @@ def laid(tokens: Sequence[Token], style: Style) -> Text:
     return text
 
 
-def batch_title(batch: ShownBatch) -> str:
+def batch_title(batch: BatchView) -> str:
     pairs = any(row.prompt is not None for row in batch.rows)
     if batch.packed:
         what = _counted(len(batch.rows), "pair" if pairs else "example")
@@ -172,7 +172,7 @@ def batch_title(batch: ShownBatch) -> str:
     return f"first micro-batch of step 1, {laid_out}"
 
 
-def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
+def places_of(batch: BatchView) -> Iterator[tuple[RowView, str]]:
     """Yield each row of a micro-batch with a description of its place."""
     start = 0
     for row in (piece for shown in batch.rows for piece in _rows_of(shown)):
@@ -185,7 +185,7 @@ def places_of(batch: ShownBatch) -> Iterator[tuple[ShownRow, str]]:
         start += length
 
 
-def _rows_of(row: ShownRow) -> Iterator[ShownRow]:
+def _rows_of(row: RowView) -> Iterator[RowView]:
     """Yield the row, or both rows of a pair."""
     if row.prompt is None:
         yield replace(row, why="")
@@ -198,7 +198,7 @@ def _rows_of(row: ShownRow) -> Iterator[ShownRow]:
         start += length
 
 
-def _micro_batch(batch: ShownBatch, style: Style) -> Iterator[Text]:
+def _micro_batch(batch: BatchView, style: Style) -> Iterator[Text]:
     yield _heading(batch_title(batch))
     for row, where in places_of(batch):
         yield Text(f"── {neutral(where)}")
@@ -208,7 +208,7 @@ def _micro_batch(batch: ShownBatch, style: Style) -> Iterator[Text]:
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def _lengths(lengths: Lengths, share: float) -> Iterator[Text]:
+def _lengths(lengths: LengthStats, share: float) -> Iterator[Text]:
     yield _heading("lengths, in tokens")
     most = max(count for *_, count in lengths.bins)
     for start, stop, count in lengths.bins:
@@ -217,7 +217,7 @@ def _lengths(lengths: Lengths, share: float) -> Iterator[Text]:
     yield from map(Text, length_lines(lengths, share))
 
 
-def length_lines(lengths: Lengths, share: float) -> list[str]:
+def length_lines(lengths: LengthStats, share: float) -> list[str]:
     return [
         f"p50 {lengths.p50:,}, p95 {lengths.p95:,}, p99 {lengths.p99:,}, longest {lengths.longest:,}, "
         f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}",
@@ -225,12 +225,12 @@ def length_lines(lengths: Lengths, share: float) -> list[str]:
     ]
 
 
-def _steps(steps: Steps, batch: str) -> Iterator[Text]:
+def _steps(steps: StepStats, batch: str) -> Iterator[Text]:
     yield _heading("steps")
     yield from map(Text, [batch, *step_lines(steps)])
 
 
-def step_lines(steps: Steps) -> list[str]:
+def step_lines(steps: StepStats) -> list[str]:
     lines = [
         f"{_counted(steps.per_epoch, 'step')} an epoch, {steps.total:,} in all, "
         f"of {steps.mean_tokens:,.0f} tokens on average and {steps.most_tokens:,} at most"

@@ -16,20 +16,29 @@ from numpy.typing import NDArray
 from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
-from dsft.data.sets.pairs import PairPart
-from dsft.data.sets.pieces import RowPart
+from dsft.data.sets.pairs import PairExamples
+from dsft.data.sets.pieces import RowExamples
 from dsft.data.sets.selection import PairRows
-from dsft.data.steps.pack import micro_batches_of
+from dsft.data.steps.pack import assign
 from dsft.errors import Problem, SpecError
-from dsft.preview.collect import Collected
-from dsft.preview.figures import Lengths, Steps, lengths_of, steps_of
-from dsft.preview.problems import Problems, Source, kinds_of, lost_of, parts_of, problems_of, row_of, worst_of
+from dsft.preview.collect import PreviewData
+from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
+from dsft.preview.problems import (
+    Problems,
+    SourceSelections,
+    kinds_of,
+    lost_of,
+    parts_of,
+    problems_of,
+    row_of,
+    worst_of,
+)
 from dsft.preview.tokens import Token, tokens_of
 from dsft.spec.task import TASKS
 
 
 @dataclass(frozen=True)
-class ShownRow:
+class RowView:
     """An example of the run, or a row that is left out.
 
     number    from 1, in the order of the files; None: left out
@@ -56,19 +65,19 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
-class ShownBatch:
+class BatchView:
     """The first micro-batch of rank 0 in step 1. packed: all examples are in one row; width:
     positions of each row."""
 
     packed: bool
-    rows: tuple[ShownRow, ...]
+    rows: tuple[RowView, ...]
     width: int
 
 
 @dataclass(frozen=True)
-class ShownWorst:
+class WorstView:
     title: str
-    rows: tuple[ShownRow, ...]
+    rows: tuple[RowView, ...]
 
 
 @dataclass(frozen=True)
@@ -87,12 +96,12 @@ class View:
     examples: int
     told: tuple[str, ...]
     ledgers: Mapping[str, Mapping[str, Any]]
-    lengths: Lengths | None
+    lengths: LengthStats | None
     trained_share: float
-    steps: Steps | None
-    micro_batch: ShownBatch | None
-    rows: tuple[ShownRow, ...]
-    worst: tuple[ShownWorst, ...]
+    steps: StepStats | None
+    micro_batch: BatchView | None
+    rows: tuple[RowView, ...]
+    worst: tuple[WorstView, ...]
     problems: Problems
     refusal: tuple[str, tuple[Problem, ...]] | None
 
@@ -106,7 +115,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ViewOptions:
     """What to show. rows: number of first examples; row: only that one, by its number or file:line; problems:
     number of rows of each kind."""
 
@@ -117,9 +126,9 @@ class Wanted:
     problems: int = 0
 
 
-def view(found: Collected, wanted: Wanted) -> View:
+def view(found: PreviewData, wanted: ViewOptions) -> View:
     """Build the view. Raises SpecError if `wanted.row` does not exist."""
-    spec, show = found.spec, Shower(found)
+    spec, show = found.spec, RowDecoder(found)
     data, some = show.data, len(show.data) > 0
     if wanted.row is not None:
         rows = show.named(wanted.row)
@@ -133,9 +142,9 @@ def view(found: Collected, wanted: Wanted) -> View:
         examples=len(data),
         told=found.told,
         ledgers=found.ledgers,
-        lengths=lengths_of(data.lengths, spec.data.max_length) if some else None,
+        lengths=length_stats(data.lengths, spec.data.max_length) if some else None,
         trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
-        steps=steps_of(data, spec, found.batch) if some else None,
+        steps=step_stats(data, spec, found.batch) if some else None,
         micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
         rows=tuple(rows),
         worst=show.worst() if some and wanted.worst else (),
@@ -145,21 +154,21 @@ def view(found: Collected, wanted: Wanted) -> View:
 
 
 @dataclass(frozen=True)
-class Shower:
+class RowDecoder:
     """Decodes examples, given by their index in the dataset, to rows that can be shown."""
 
-    found: Collected
+    found: PreviewData
 
     @property
     def data(self) -> Dataset:
         return self.found.train
 
-    def row(self, index: int, why: str = "") -> ShownRow:
+    def row(self, index: int, why: str = "") -> RowView:
         example = self.data[index]
         tokens = self._tokens(example.input_ids, example.trained, example.segment_lengths)
         prompt = int(np.argmax(example.trained)) if self.data.is_pairs else None
         happened, shared = self._happened(index), example.starts is not None
-        return ShownRow(
+        return RowView(
             index + 1, example.source, tokens, example.segment_lengths, happened, why, shared, prompt
         )
 
@@ -172,20 +181,20 @@ class Shower:
         parts = zip(np.split(ids, borders), np.split(trained, borders), strict=True)
         return tuple(token for part in parts for token in tokens_of(*part, self.found.tokenizer))
 
-    def micro_batch(self) -> ShownBatch:
+    def micro_batch(self) -> BatchView:
         batch, data = self.found.batch, self.data
         ids = Order(data, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
         packed = batch.tokens_per_micro_batch is not None
         lengths = data.lengths if packed else data.widths
-        members = ids[micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
+        members = ids[assign(lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
         rows = tuple(self.row(int(index)) for index in members)
-        return ShownBatch(packed, rows, int(lengths[members].sum() if packed else lengths[members].max()))
+        return BatchView(packed, rows, int(lengths[members].sum() if packed else lengths[members].max()))
 
-    def worst(self) -> tuple[ShownWorst, ...]:
+    def worst(self) -> tuple[WorstView, ...]:
         kinds = worst_of(self.data, self.found.tokenizer)
-        return tuple(ShownWorst(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
+        return tuple(WorstView(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
 
-    def named(self, name: str) -> list[ShownRow]:
+    def named(self, name: str) -> list[RowView]:
         """Return the rows that `name` selects, a number from 1 or file:line. A row that is left out is shown
         whole, with the reason."""
         count = len(self.data)
@@ -202,7 +211,7 @@ class Shower:
             raise _no_row(name, ends or "none is left")
         return rows
 
-    def _left_out(self, name: str) -> Iterator[ShownRow]:
+    def _left_out(self, name: str) -> Iterator[RowView]:
         for source in self.found.sources:
             read = source[0]
             for place, reason in read.account.bad:
@@ -213,7 +222,7 @@ class Shower:
                     why = ", ".join([_fate(source, row), *kinds_of(source, row, self.found.spec)])
                     yield self._whole(read.rows, row, why)
 
-    def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> ShownRow:
+    def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> RowView:
         """Return a left-out row, or both rows of a left-out pair, untruncated."""
         if isinstance(rows, PairRows):
             read = [rows.answers.read(2 * row), rows.answers.read(2 * row + 1)]
@@ -222,17 +231,17 @@ class Shower:
         tokens = [tokens_of(one.input_ids, one.trained, self.found.tokenizer) for one in read]
         prompt = int(np.argmax(read[0].trained)) if len(read) > 1 else None
         segments = tuple(map(len, tokens))
-        return ShownRow(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
+        return RowView(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
 
     def _happened(self, index: int) -> str:
         """Return which part of its row an example has; "" if it has all of it."""
         at = int(np.searchsorted(self.data.ends, index, side="right"))
         part = self.data.parts[at]
         mine = index - (self.data.ends[at - 1] if at else 0)
-        if isinstance(part, PairPart):
+        if isinstance(part, PairExamples):
             lost = int(lost_of(part)[mine])
             return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
-        if not isinstance(part, RowPart):
+        if not isinstance(part, RowExamples):
             return ""
         row = part.row_of(mine)
         begin, length, whole = int(part.begin[mine]), int(part.lengths[mine]), int(part.rows.lengths[row])
@@ -245,7 +254,7 @@ class Shower:
         return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
 
 
-def _fate(source: Source, row: int) -> str:
+def _fate(source: SourceSelections, row: int) -> str:
     """Return why a row is in no training example."""
     if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
         return "held out"
@@ -297,7 +306,7 @@ def as_mapping(view: View) -> dict[str, Any]:
     }
 
 
-def _row_mapping(row: ShownRow) -> dict[str, Any]:
+def _row_mapping(row: RowView) -> dict[str, Any]:
     return {
         "source": row.source,
         "input_ids": [token.id for token in row.tokens],
@@ -306,7 +315,7 @@ def _row_mapping(row: ShownRow) -> dict[str, Any]:
     } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
 
 
-def _placed(row: ShownRow) -> dict[str, Any]:
+def _placed(row: RowView) -> dict[str, Any]:
     """Return a row as JSON values, without its tokens."""
     return {
         "row": row.number,

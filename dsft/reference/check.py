@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.lay import collate
+from dsft.data.steps.collate import collate_padded
 from dsft.engine.api import Engine, log_probabilities
 from dsft.engine.self_check import ALONE as ROUNDING
 from dsft.engine.self_check import Precision, whole_rows
@@ -132,8 +132,8 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
     training = engine.score(batches, answer_logps, training=True)
     numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
     rows = [answer for number in numbers[:ALONE] for answer in whole_rows(start.dataset[number])]
-    filled = [collate([row], start.pad_id) for row in rows]
-    filled += [collate([], start.pad_id)] * (2 * ALONE - len(rows))
+    filled = [collate_padded([row], start.pad_id) for row in rows]
+    filled += [collate_padded([], start.pad_id)] * (2 * ALONE - len(rows))
     with own_attention(policy.causal_lm):
         alone = engine.score(filled, log_probabilities)
     if not plain or not numbers:

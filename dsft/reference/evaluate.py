@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsft.data.sets.load import HeldOut
+from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.world import World
@@ -34,7 +34,7 @@ class PairSet:
     """A held-out set with its micro-batches on this rank, its global counts and its reference (None where the
     objective needs none)."""
 
-    held_out: HeldOut
+    held_out: HeldOutSet
     micro_batches: Sequence[MicroBatch]
     counts: Mapping[str, int]
     refer: Refer | None

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import MicroBatch, OnAccess, Pairs
+from dsft.data.steps.batch import LazyMicroBatches, MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.frozen import FrozenEngine
 from dsft.engine.partition import home_of
@@ -37,7 +37,7 @@ class Held:
     weights: Callable[[], Iterator[Tensor]]
 
 
-class WithReference(OnAccess):
+class WithReference(LazyMicroBatches):
     """Micro-batches of pairs, each filled on access: a held-out set may be larger than memory."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsft.data.sets.dataset import Example
-from dsft.data.sets.load import HeldOut
-from dsft.data.steps.lay import collate
+from dsft.data.sets.load import HeldOutSet
+from dsft.data.steps.collate import collate_padded
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
@@ -128,9 +128,9 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     steps = TrainSteps(dataset, sizes, world.data_rank, SEED, PAD)
     micro_batches = look_up(logps.numpy())(steps.step(0).micro_batches)
     without = partial(adapter_off, policy) if case.lora else None
-    held_out = HeldOut(None, dataset)
-    dealt = evaluation(dataset, sizes, world.data_rank, PAD)
-    table = score_pairs(PairSet(held_out, *dealt, look_up(logps.numpy())), engine, world)
+    held_out = HeldOutSet(None, dataset)
+    assigned = evaluation(dataset, sizes, world.data_rank, PAD)
+    table = score_pairs(PairSet(held_out, *assigned, look_up(logps.numpy())), engine, world)
     assert table.reference is not None and torch.equal(table.reference, logps)
     assert table.num_tokens.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())
@@ -207,7 +207,7 @@ def reference_logps(case: Case, reference: Policy, pairs: Sequence[Example]) -> 
         pairs = [pair(number, shared=False, prompt_token=4) for number in range(len(pairs))]
     if case.reference == "rows":
         pairs = [*pairs[:3], pairs[4], pairs[3], *pairs[5:]]
-    rows = [collate([answer], PAD) for one in pairs for answer in whole_rows(one)]
+    rows = [collate_padded([answer], PAD) for one in pairs for answer in whole_rows(one)]
     with torch.no_grad(), adapter_off(reference if case.reference == "bare" else torch.nn.Module()):
         sums = [reference(row.input_ids, row.position_ids, row.targets).logps.double().sum() for row in rows]
     return torch.stack(sums).view(-1, 2)

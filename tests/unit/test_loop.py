@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsft import loop
-from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource
+from dsft.data.steps.batch import GlobalStep, MicroBatch, SourceShare
 from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.loop import Progress, Record, Run, Schedule, fit, seed_step
@@ -157,7 +157,7 @@ class FromSources(Steps):
 
     def step(self, index: int) -> GlobalStep:
         half = 0 if index == 0 else 50
-        sources = {"a": OfSource(2, 100 - half, index / 2), "b": OfSource(half // 10, half, index / 4)}
+        sources = {"a": SourceShare(2, 100 - half, index / 2), "b": SourceShare(half // 10, half, index / 4)}
         return replace(super().step(index), sources=sources)
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.lay import lay
+from dsft.data.steps.collate import collate_packed
 from dsft.engine import self_check
 from dsft.engine.self_check import (
     answers_changed,
@@ -137,7 +137,11 @@ def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_row_that_is_another_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """No neighbour changes anything, but the packed rows are not what they are alone."""
-    monkeypatch.setattr(self_check, "collate", lambda examples, pad: lay([shifted(e) for e in examples], pad))
+    monkeypatch.setattr(
+        self_check,
+        "collate_padded",
+        lambda examples, pad: collate_packed([shifted(e) for e in examples], pad),
+    )
     with pytest.raises(SpecError, match="nats per token from what it is when alone"):
         prove(scores(), rows(20, 30, 17, 25, 60))
 

@@ -71,7 +71,7 @@ def skipped(scorer: Scorer, world: Any, batch: BatchSizes, loss: float, pairs: b
 
 
 def mine(batch: BatchSizes, pairs: bool = False) -> list[int]:
-    return sorted(i for ids in TrainSteps(dataset(pairs), batch, 1, 0, PAD).step(0).dealt for i in ids)
+    return sorted(i for ids in TrainSteps(dataset(pairs), batch, 1, 0, PAD).step(0).assigned_ids for i in ids)
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -1,6 +1,6 @@
 """The examples of a run, as an index into the rows of its sources. Tokens are read on access.
 
-A Part has the examples of one source, a Dataset those of all.
+A SourceExamples has the examples of one source, a Dataset those of all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Example:
         return self.starts or (0,) * len(self.segment_lengths)
 
 
-class Part(Protocol):
+class SourceExamples(Protocol):
     """The n examples of one source. name: the source's name in metrics."""
 
     @property
@@ -84,7 +84,7 @@ class Dataset:
     """The n examples of all sources, numbered source after source. weights: the weight of each source; None:
     an epoch has every example once."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SourceExamples, ...]
     weights: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Dataset:
         part, own = self._place(index)
         return part.source(own)
 
-    def _place(self, index: int) -> tuple[Part, int]:
+    def _place(self, index: int) -> tuple[SourceExamples, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         which = bisect_right(self.ends, index)
@@ -136,7 +136,7 @@ class Dataset:
 
     @cached_property
     def squares(self) -> NDArray[np.int64]:
-        """(n,) the attention cost of each example, as in Part."""
+        """(n,) the attention cost of each example, as in SourceExamples."""
         return np.concatenate([np.zeros(0, np.int64), *(part.squares for part in self.parts)])
 
     @cached_property

@@ -24,7 +24,7 @@ from dsft.data.sets.pieces import cut
 from dsft.data.sets.selection import (
     FEW,
     TRAIN,
-    Cutting,
+    CutOptions,
     Ids,
     OnTooLong,
     PairRows,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSet:
     """An evaluation set and its name in metrics; None if it has no name of its own."""
 
     name: str | None
@@ -49,7 +49,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class RunData:
     """The data of a run. Rows that a run refuses are left out.
 
     lines       messages about the data, each prefixed with the section of the spec
@@ -60,7 +60,7 @@ class Loaded:
     """
 
     train: Dataset
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[HeldOutSet, ...]
     lines: tuple[str, ...]
     account: Mapping[str, Any]
     identity: Mapping[str, Mapping[str, Any]]
@@ -87,7 +87,7 @@ def load_data(
     cache: Cache = IN_MEMORY,
     *,
     share_prompts: bool = False,
-) -> Loaded:
+) -> RunData:
     """Load the data as `measure` does. Raises DataError with all violations, if there are any."""
     loaded = measure(spec, tokenizer, cache, share_prompts=share_prompts)
     if loaded.refusal is not None:
@@ -101,7 +101,7 @@ def measure(
     cache: Cache = IN_MEMORY,
     *,
     share_prompts: bool = False,
-) -> Loaded:
+) -> RunData:
     """Read and tokenize all rows, divide them into sets and cut them to examples, with the tokenizer's
     template. share_prompts: the prompt of a pair is computed once.
 
@@ -111,7 +111,7 @@ def measure(
     """
     data = spec.data
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
-    cutting = Cutting(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
+    cutting = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
 
     def rows_of(source: Source) -> TokenRows | PairRows:
         is_pairs = TASKS[spec.task].unit == "pair"
@@ -148,12 +148,12 @@ def measure(
         for some, mine in zip(sets, accounts, strict=True)
         for one in some
     }
-    evaluated = tuple(HeldOut(*of) for of in zip(names, held_out, strict=True))
+    evaluated = tuple(HeldOutSet(*of) for of in zip(names, held_out, strict=True))
     selections, violations = (
         tuple(one for some in sets for one in some),
         tuple(_violations(data, sets, cutting)),
     )
-    return Loaded(train, evaluated, tuple(lines), account, identity, selections, violations)
+    return RunData(train, evaluated, tuple(lines), account, identity, selections, violations)
 
 
 _SETTINGS = {
@@ -251,7 +251,7 @@ def _source_account(one: Selection) -> dict[str, Any]:
 # --- why a run refuses the data ---------------------------------------------------------------------------
 
 
-def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: Cutting) -> Iterator[DataError]:
+def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: CutOptions) -> Iterator[DataError]:
     """Yield the violations: bad rows and rows that are too long; only if there are none, sets without
     examples and losses over the spec's limits, since such rows would count as losses."""
     read = [one for some in sets for one in some]
@@ -281,7 +281,7 @@ def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
     return data_error(problems, "mistake in the data", "mistakes in the data", count) if bad else None
 
 
-def _too_long(read: Sequence[Selection], cutting: Cutting) -> DataError | None:
+def _too_long(read: Sequence[Selection], cutting: CutOptions) -> DataError | None:
     """Return the error for rows over max_length, of all sets."""
     if cutting.how != "error":
         return None

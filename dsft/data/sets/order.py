@@ -21,7 +21,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class StepSample:
     """The examples of a step.
 
     ids    (b,) in order
@@ -46,7 +46,7 @@ class Order:
         self._after = (0, 0, np.zeros(len(self.slots), dtype=np.int64))
         self.steps_per_epoch = -(-self._count // global_batch_size)
 
-    def step(self, index: int) -> Drawn:
+    def step(self, index: int) -> StepSample:
         """Return the examples of step `index` of the run, from 0, over any number of epochs."""
         epoch, position = divmod(index, self.steps_per_epoch)
         start, stop = position * self._size, min((position + 1) * self._size, self._count)
@@ -56,7 +56,7 @@ class Order:
         here = np.bincount(source, minlength=len(self.slots))
         self._after = (epoch, stop, before - epoch * np.array(self.slots) + here)
         ids = self._mixed(source, before) if self._mixes else slots
-        return Drawn(ids, before + here, epoch + stop / self._count)
+        return StepSample(ids, before + here, epoch + stop / self._count)
 
     def _taken(self, epoch: int, slots: int) -> Ids:
         """Return how many of the first `slots` slots of an epoch belong to each source, (s,). For consecutive

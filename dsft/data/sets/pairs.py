@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from dsft.data.rows import Rendered
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.pieces import Stream
-from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
+from dsft.data.sets.selection import NONE, CutOptions, Ids, PairRows, Selection
 
 CHOSEN, REJECTED = 0, 1
 QUARTER = 4  # 1/4 of max_length is reserved for the prompt (less if it is shorter), however long the answers
 
 
 @dataclass(frozen=True, eq=False)
-class PairPart:
+class PairExamples:
     """The m pairs of one source as examples of two segments: the prompt with the chosen answer, and the
     prompt with the rejected one. A truncated pair keeps the last tokens of the prompt, the same in both rows,
     and the first tokens of each answer, up to the same limit for both.
@@ -94,7 +94,7 @@ class PairPart:
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
-    def take(self, kept: NDArray[np.bool_]) -> PairPart:
+    def take(self, kept: NDArray[np.bool_]) -> PairExamples:
         """Return the pairs selected by a mask (m,)."""
         if kept.all():
             return self
@@ -128,7 +128,7 @@ class PairPart:
 _COLUMNS = ("pairs", "begin", "prompts", "headed", "answers", "targets")
 
 
-def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
+def cut_pairs(chosen: Selection, cutting: CutOptions) -> Selection:
     """Return the selection with its pairs cut to examples of which neither row has more than `max_length`
     tokens. Both answers of each pair must have targets.
 
@@ -153,7 +153,7 @@ def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
     stops = (prompts[:, None] + short).reshape(-1)
     targets = stream.between(stream.firsts, stream.firsts + stops).reshape(-1, 2)
     numbers = (_small(prompts - kept + headed), _small(kept), headed, _small(short), _small(targets))
-    part = PairPart(chosen.name, rows, pairs, *numbers, cutting.share_prompts)
+    part = PairExamples(chosen.name, rows, pairs, *numbers, cutting.share_prompts)
     shorter: NDArray[np.bool_] = short < answers
     is_cut = shorter[:, CHOSEN] | shorter[:, REJECTED]
     equal = _become_equal(part, is_cut)
@@ -168,7 +168,7 @@ def cut_pairs(chosen: Selection, cutting: Cutting) -> Selection:
     )
 
 
-def _become_equal(part: PairPart, is_cut: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _become_equal(part: PairExamples, is_cut: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask (m,) of the pairs whose answers have become the same tokens by truncation."""
     equal: NDArray[np.bool_] = is_cut & (part.answers[:, CHOSEN] == part.answers[:, REJECTED])
     for index in np.flatnonzero(equal).tolist():

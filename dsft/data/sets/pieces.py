@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered, TokenRows
 from dsft.data.sets.dataset import Example
-from dsft.data.sets.selection import NONE, Cutting, Ids, PairRows, Selection
+from dsft.data.sets.selection import NONE, CutOptions, Ids, PairRows, Selection
 
 
 @dataclass(frozen=True, eq=False)
-class RowPart:
+class RowExamples:
     """The m examples that are cut from a source's rows.
 
     name           the source's name in metrics
@@ -111,7 +111,7 @@ Places = NDArray[np.int64]
 _AT_ONCE = 100_000  # rows whose windows are computed together: about 50 MB
 
 
-def cut(chosen: Selection, cutting: Cutting) -> Selection:
+def cut(chosen: Selection, cutting: CutOptions) -> Selection:
     """Return the selection with its rows cut to examples of at most `max_length` tokens. Each of the rows
     must have a target."""
     source, rows, size = chosen.rows, chosen.chosen, cutting.max_length
@@ -135,13 +135,13 @@ def cut(chosen: Selection, cutting: Cutting) -> Selection:
     )
 
 
-def _whole(name: str, source: TokenRows, rows: Ids) -> RowPart:
+def _whole(name: str, source: TokenRows, rows: Ids) -> RowExamples:
     begin = np.broadcast_to(np.int32(0), (len(rows),))  # takes no memory
-    return RowPart(name, source, rows, begin, _small(source.lengths[rows]), _small(source.trained[rows]))
+    return RowExamples(name, source, rows, begin, _small(source.lengths[rows]), _small(source.trained[rows]))
 
 
 def _truncated(
-    chosen: Selection, source: TokenRows, too_long: NDArray[np.bool_], cutting: Cutting
+    chosen: Selection, source: TokenRows, too_long: NDArray[np.bool_], cutting: CutOptions
 ) -> Selection:
     rows, size = chosen.chosen, cutting.max_length
     whole = _whole(chosen.name, source, rows)
@@ -157,7 +157,7 @@ def _truncated(
         ended[some] &= found.ended
     lengths = np.minimum(whole.lengths, np.int32(size))
     kept = targets > 0
-    part = RowPart(chosen.name, source, rows, begin, lengths, targets, headed if headed.any() else None)
+    part = RowExamples(chosen.name, source, rows, begin, lengths, targets, headed if headed.any() else None)
     without = np.concatenate([chosen.of("without_target"), rows[~kept]])
     return replace(
         chosen,
@@ -181,7 +181,7 @@ def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], siz
         stream = Stream(source, rows)
         starts = stream.firsts[of_row] + begin
         targets = _small(stream.between(starts, starts + pieces))
-    part = RowPart(chosen.name, source, rows[of_row], begin, pieces, targets)
+    part = RowExamples(chosen.name, source, rows[of_row], begin, pieces, targets)
     return _with_targets(chosen, part, int(np.count_nonzero(numbers > 1)))
 
 
@@ -195,11 +195,13 @@ def _filled(chosen: Selection, source: TokenRows, size: int) -> Selection:
     at = np.searchsorted(ends, starts, side="right")
     begin = _small(starts - (ends - lengths)[at])
     targets = _small(stream.between(starts, stops))
-    part = RowPart(chosen.name, source, chosen.chosen, begin, _small(stops - starts), targets, at=_small(at))
+    part = RowExamples(
+        chosen.name, source, chosen.chosen, begin, _small(stops - starts), targets, at=_small(at)
+    )
     return _with_targets(chosen, part, int(np.count_nonzero((ends - lengths) // size != (ends - 1) // size)))
 
 
-def _with_targets(chosen: Selection, part: RowPart, num_split: int) -> Selection:
+def _with_targets(chosen: Selection, part: RowExamples, num_split: int) -> Selection:
     """Leave out the pieces without a target."""
     kept = part.target_counts > 0
     rows = chosen.chosen
@@ -212,7 +214,7 @@ def _with_targets(chosen: Selection, part: RowPart, num_split: int) -> Selection
     )
 
 
-def _take(part: RowPart, kept: NDArray[np.bool_]) -> RowPart:
+def _take(part: RowExamples, kept: NDArray[np.bool_]) -> RowExamples:
     """Return the examples selected by a mask (m,)."""
     if kept.all():
         return part

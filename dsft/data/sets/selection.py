@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Account, TokenRows
-from dsft.data.sets.dataset import Part
+from dsft.data.sets.dataset import SourceExamples
 from dsft.data.sets.ledger import Ledger
 from dsft.spec.held_out import set_names, split_sets, train_names
 from dsft.spec.schema import Data, Source
@@ -32,7 +32,7 @@ NONE: Ids = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
-class Cutting:
+class CutOptions:
     """How rows are cut to examples.
 
     max_length     tokens of an example at most; for a pair, of each of its rows
@@ -139,12 +139,12 @@ class Selection:
     noted: Mapping[str, Ids] = field(default_factory=dict)
     is_split: bool = False
     also_in_train: Ids | None = None
-    part: Part | None = None
+    part: SourceExamples | None = None
     split: int = 0
     truncated_tokens: int = 0
 
     @property
-    def examples(self) -> Part:
+    def examples(self) -> SourceExamples:
         assert self.part is not None, "the rows are not cut yet"
         return self.part
 

@@ -144,7 +144,7 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
     return tuple(map(torch.from_numpy, (begins, *keys)))
 
 
-class OnAccess(Sequence[MicroBatch]):
+class LazyMicroBatches(Sequence[MicroBatch]):
     """Micro-batches that are built by `_one` when they are read, since a held-out set may be larger than
     memory."""
 
@@ -162,7 +162,7 @@ class OnAccess(Sequence[MicroBatch]):
 
 
 @dataclass(frozen=True)
-class OfSource:
+class SourceShare:
     """A step's examples and tokens of one source. epoch: epochs of that source after this step."""
 
     examples: int
@@ -182,7 +182,7 @@ class GlobalStep:
     epoch          epochs of the data after this step
     example_ids    global: indices of the step's examples in the dataset
     sources        global: by name of the source; empty if there is only one
-    dealt          of this rank: the example ids of each micro-batch, in order
+    assigned_ids   of this rank: the example ids of each micro-batch, in order
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -191,5 +191,5 @@ class GlobalStep:
     epoch: float
     example_ids: tuple[int, ...]
     squared: int = 0
-    sources: Mapping[str, OfSource] = field(default_factory=dict)
-    dealt: tuple[tuple[int, ...], ...] = ()
+    sources: Mapping[str, SourceShare] = field(default_factory=dict)
+    assigned_ids: tuple[tuple[int, ...], ...] = ()

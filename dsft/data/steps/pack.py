@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from dsft.plan.batch import BatchSizes
 
 
-def micro_batches_of(
-    lengths: NDArray[np.int64], batch: BatchSizes, data_rank: int
-) -> list[NDArray[np.int64]]:
+def assign(lengths: NDArray[np.int64], batch: BatchSizes, data_rank: int) -> list[NDArray[np.int64]]:
     """Return, for each micro-batch of one rank, the positions of its examples in the step: packed if there is
     a token budget."""
     if batch.tokens_per_micro_batch is None:
-        return deal(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
+        return assign_padded(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
     packs = pack(lengths, batch.tokens_per_micro_batch, batch.data_parallel, data_rank)
     return [np.array(members, dtype=np.int64) for members in packs]
 
@@ -82,7 +80,7 @@ def _emptiest_first(
     return packs
 
 
-def deal(
+def assign_padded(
     lengths: NDArray[np.int64], micro_batch_size: int, data_parallel: int, data_rank: int
 ) -> list[NDArray[np.int64]]:
     """Return, for each padded micro-batch of one rank, the positions of its examples in the step; the last

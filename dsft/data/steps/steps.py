@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.order import Drawn, Order
-from dsft.data.steps.batch import GlobalStep, MicroBatch, OfSource, OnAccess, first_part
-from dsft.data.steps.lay import collate, lay
-from dsft.data.steps.pack import micro_batches_of, pack
+from dsft.data.sets.order import Order, StepSample
+from dsft.data.steps.batch import GlobalStep, LazyMicroBatches, MicroBatch, SourceShare, first_part
+from dsft.data.steps.collate import collate_packed, collate_padded
+from dsft.data.steps.pack import assign, pack
 from dsft.plan.batch import BatchSizes
 
 
@@ -45,31 +45,34 @@ class TrainSteps:
 
     def step(self, index: int) -> GlobalStep:
         """Return step `index` of the run, from 0, over any number of epochs."""
-        drawn = self._order.step(index)
-        ids, lengths = drawn.ids, self._dataset.lengths[drawn.ids].astype(np.int64)
-        laid = Laid(self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha)
+        sample = self._order.step(index)
+        ids, lengths = sample.ids, self._dataset.lengths[sample.ids].astype(np.int64)
+        micro_batches = DatasetMicroBatches(
+            self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
+        )
         return GlobalStep(
-            micro_batches=tuple(laid),
+            micro_batches=tuple(micro_batches),
             counts=_counts(self._dataset, ids),
             num_tokens=int(lengths.sum()),
-            epoch=drawn.epoch,
+            epoch=sample.epoch,
             example_ids=tuple(ids.tolist()),
-            squared=int(self._dataset.squares[drawn.ids].sum()),
-            sources=self._sources(drawn, lengths),
-            dealt=laid.dealt,
+            squared=int(self._dataset.squares[sample.ids].sum()),
+            sources=self._sources(sample, lengths),
+            assigned_ids=micro_batches.assigned_ids,
         )
 
-    def _sources(self, drawn: Drawn, lengths: NDArray[np.int64]) -> Mapping[str, OfSource]:
+    def _sources(self, sample: StepSample, lengths: NDArray[np.int64]) -> Mapping[str, SourceShare]:
         """Return the step's share of each source by name; empty if there is only one source."""
         parts, ends = self._dataset.parts, self._dataset.ends
         if len(parts) == 1:
             return {}
-        source = np.searchsorted(ends, drawn.ids, side="right")
+        source = np.searchsorted(ends, sample.ids, side="right")
         tokens = np.bincount(source, weights=lengths, minlength=len(parts)).astype(np.int64).tolist()
         examples = np.bincount(source, minlength=len(parts)).tolist()
-        epochs = (drawn.taken / np.maximum(1, self._dataset.sizes)).tolist()
+        epochs = (sample.taken / np.maximum(1, self._dataset.sizes)).tolist()
         return {
-            part.name or str(i): OfSource(examples[i], tokens[i], epochs[i]) for i, part in enumerate(parts)
+            part.name or str(i): SourceShare(examples[i], tokens[i], epochs[i])
+            for i, part in enumerate(parts)
         }
 
 
@@ -78,10 +81,10 @@ def evaluation(
 ) -> tuple[Sequence[MicroBatch], Mapping[str, int]]:
     """Return this rank's micro-batches of a held-out set, divided like one step, and the global counts."""
     ids = np.arange(len(dataset))
-    return Laid(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+    return DatasetMicroBatches(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
 
 
-class Laid(OnAccess):
+class DatasetMicroBatches(LazyMicroBatches):
     """The micro-batches of one rank, each built on access, since a held-out set may be larger than memory."""
 
     def __init__(
@@ -96,14 +99,14 @@ class Laid(OnAccess):
         self._dataset, self._ids, self._pad_id, self._alpha = dataset, ids, pad_id, alpha
         self._packed = batch.tokens_per_micro_batch is not None
         lengths = dataset.lengths if self._packed else dataset.widths
-        self._hands = micro_batches_of(lengths[ids].astype(np.int64), batch, data_rank)
-        self.dealt = tuple(tuple(ids[hand].tolist()) for hand in self._hands)
+        self._positions = assign(lengths[ids].astype(np.int64), batch, data_rank)
+        self.assigned_ids = tuple(tuple(ids[positions].tolist()) for positions in self._positions)
 
     def __len__(self) -> int:
-        return len(self._hands)
+        return len(self._positions)
 
     def _one(self, number: int) -> MicroBatch:
-        members = self._ids[self._hands[number]]
+        members = self._ids[self._positions[number]]
         return _read(self._dataset, members, self._pad_id, self._alpha, packed=self._packed)
 
 
@@ -111,7 +114,9 @@ def _read(
     dataset: Dataset, ids: NDArray[np.int64], pad_id: int, alpha: float | None = None, *, packed: bool = True
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
-    return (lay if packed else collate)(examples, pad_id, alpha, ids if dataset.is_pairs else None)
+    return (collate_packed if packed else collate_padded)(
+        examples, pad_id, alpha, ids if dataset.is_pairs else None
+    )
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
@@ -120,7 +125,7 @@ def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
 
 # --- the micro-batch that takes the most memory ----------------------------------------------------------
 
-LAID = 1_000_000  # examples of a run up to which all steps are packed to find the largest pack: seconds
+SEARCH_LIMIT = 1_000_000  # examples of a run up to which all steps are searched for the largest pack: seconds
 
 
 def longest_micro_batch(
@@ -132,14 +137,14 @@ def longest_micro_batch(
     examples are sorted by length, the longest one is in a full micro-batch of this shape, unless the step has
     too few examples.
 
-    Packed: the largest pack of all steps; in a run of more than LAID examples, an upper bound made of the
-    longest ones.
+    Packed: the largest pack of all steps; in a run of more than SEARCH_LIMIT examples, an upper bound, made
+    of the longest ones.
 
     The reference log-probabilities of pairs are set to 0.
     """
     budget, size = batch.tokens_per_micro_batch, batch.global_batch_size
     if budget is not None:
-        if total_steps * size > LAID:
+        if total_steps * size > SEARCH_LIMIT:
             return _fullest_pack(dataset, batch, budget, pad_id)
         order = Order(dataset, size, seed)
         packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
@@ -149,11 +154,12 @@ def longest_micro_batch(
     return _with_reference(_read(dataset, widest, pad_id, packed=False))
 
 
-def _with_reference(laid: MicroBatch) -> MicroBatch:
-    if laid.pairs is None:
-        return laid
-    reference = torch.zeros(laid.pairs.num_tokens.shape, dtype=torch.float64)
-    return replace(laid, pairs=replace(laid.pairs, reference=reference))
+def _with_reference(micro_batch: MicroBatch) -> MicroBatch:
+    pairs = micro_batch.pairs
+    if pairs is None:
+        return micro_batch
+    reference = torch.zeros(pairs.num_tokens.shape, dtype=torch.float64)
+    return replace(micro_batch, pairs=replace(pairs, reference=reference))
 
 
 def _largest_pack(

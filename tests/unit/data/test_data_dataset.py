@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dsft.data.read.builtin import builtin_rows
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.ledger import Ledger
-from dsft.data.sets.load import Loaded, load_data
+from dsft.data.sets.load import RunData, load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
@@ -26,17 +26,17 @@ TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-def load_all(*sources: Source, task: str = "sft", **keys: Any) -> Loaded:
+def load_all(*sources: Source, task: str = "sft", **keys: Any) -> RunData:
     return load_data(spec_of(task, Data(train=sources, **{"max_length": 256, **keys})), TOKENIZER)
 
 
-def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> Loaded:
+def load(tmp_path: Path, content: bytes, name: str = "a.jsonl", **options: Any) -> RunData:
     (tmp_path / name).write_bytes(content)
     of_source = {key: options.pop(key) for key in ("format", "columns", "max_rows") if key in options}
     return load_all(Source(path=str(tmp_path / name), **of_source), **options)
 
 
-def ledger_of(loaded: Loaded, part: str = "train") -> Ledger:
+def ledger_of(loaded: RunData, part: str = "train") -> Ledger:
     figures = (
         loaded.account["train"]["total"] if part == "train" else loaded.account["held_out"][part]["total"]
     )
@@ -48,7 +48,7 @@ def texts(*rows: str) -> bytes:
     return "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
 
 
-def decoded(loaded: Loaded) -> list[str]:
+def decoded(loaded: RunData) -> list[str]:
     return [TOKENIZER.decode(example.input_ids) for example in loaded.train]
 
 

@@ -20,11 +20,11 @@ from dsft.data.cache.store import IN_MEMORY, Cache
 from dsft.data.rows import Account
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
-from dsft.data.sets.load import Loaded, load_data, measure
+from dsft.data.sets.load import RunData, load_data, measure
 from dsft.data.sets.order import Order
 from dsft.data.sets.pieces import cut
 from dsft.data.sets.selection import (
-    Cutting,
+    CutOptions,
     OnTooLong,
     Selection,
     also_in,
@@ -100,7 +100,7 @@ def a_source(draw: st.DrawFn) -> FakeRows:
 def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnTooLong) -> None:
     sources = tuple(Source(path=f"{i}.jsonl", max_rows=10) for i in range(len(given)))
     data = Data(train=sources, eval_fraction=0.3)
-    sets = [[cut(one, Cutting(8, how, None)) for one in some] for some in divide(data, given, [])]
+    sets = [[cut(one, CutOptions(8, how, None)) for one in some] for some in divide(data, given, [])]
     for some in sets:
         for one in some:
             ledger = one.ledger
@@ -175,7 +175,7 @@ def loaded(
     cache: Cache = IN_MEMORY,
     task: str = "sft",
     **keys: Any,
-) -> Loaded:
+) -> RunData:
     """All files in the working folder that are not held out are trained on."""
     for name, content in files.items():
         Path(name).write_text(content)

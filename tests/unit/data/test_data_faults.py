@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from dsft.cli import main
-from dsft.data.sets.load import Loaded, load_data
+from dsft.data.sets.load import RunData, load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
 from dsft.spec.schema import Data, Source
@@ -52,7 +52,7 @@ FAULTS = {
 LARGE = ("long_line", "jsonl.gz")  # slow to compress, and read by the code that reads the others
 
 
-def load(path: str, **keys: Any) -> Loaded:
+def load(path: str, **keys: Any) -> RunData:
     data = Data(train=(Source(path=path),), max_length=64, **keys)
     return load_data(spec_of("pretrain", data), byte_level_tokenizer())
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps import steps as module
-from dsft.data.steps.pack import deal
+from dsft.data.steps.pack import assign_padded
 from dsft.data.steps.steps import TrainSteps, longest_micro_batch
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
@@ -42,7 +42,7 @@ def test_of_a_long_run_the_longest_rows_fill_a_pack(
     """Of the four longest, of 33 tokens, a rank may get half and the longest once more: 26."""
     data, sizes = dataset(3, 9, 4, 7, 9, 5, 2, 6, 8), BatchSizes(4, 2, 1, 2, tokens_per_micro_batch=budget)
     exact = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
-    monkeypatch.setattr(module, "LAID", 0)
+    monkeypatch.setattr(module, "SEARCH_LIMIT", 0)
     found = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
     assert found.lengths == lengths
     assert found.input_ids.shape == (1, sum(lengths)) and exact.input_ids.numel() <= sum(lengths)
@@ -50,5 +50,5 @@ def test_of_a_long_run_the_longest_rows_fill_a_pack(
 
 def test_rows_are_dealt_longest_first() -> None:
     lengths = np.array([3, 9, 4, 7, 5])
-    dealt = [[ids.tolist() for ids in deal(lengths, 1, 2, rank)] for rank in range(2)]
-    assert dealt == [[[1], [4], [0]], [[3], [2], []]]
+    assigned = [[ids.tolist() for ids in assign_padded(lengths, 1, 2, rank)] for rank in range(2)]
+    assert assigned == [[[1], [4], [0]], [[3], [2], []]]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps import pack as packing
 from dsft.data.steps.batch import NO_TARGET
-from dsft.data.steps.lay import lay
+from dsft.data.steps.collate import collate_packed
 from dsft.data.steps.pack import pack
-from dsft.data.steps.steps import LAID, TrainSteps, evaluation, longest_micro_batch
+from dsft.data.steps.steps import SEARCH_LIMIT, TrainSteps, evaluation, longest_micro_batch
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
 
@@ -94,7 +94,7 @@ def test_the_packing_is_pinned() -> None:
 def test_tensors_of_a_packed_row() -> None:
     one = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
     other = Example(np.array([5, 6], np.int32), np.array([True, True]), "a:2")
-    batch = lay([one, other], PAD)
+    batch = collate_packed([one, other], PAD)
     no = NO_TARGET
     assert batch.lengths == (4, 2)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
@@ -104,7 +104,7 @@ def test_tensors_of_a_packed_row() -> None:
 
 
 def test_an_empty_micro_batch_has_no_target() -> None:
-    batch = lay([], PAD)
+    batch = collate_packed([], PAD)
     assert (batch.lengths, batch.input_ids.tolist()) == ((2,), [[PAD, PAD]])
     assert batch.position_ids.tolist() == [[0, 1]] and batch.targets.tolist() == [[NO_TARGET] * 2]
 
@@ -147,11 +147,11 @@ def test_a_step_is_the_same_packed_and_padded(lengths: list[int], micro: int, ra
 def test_evaluation_is_packed_too() -> None:
     data = dataset([5, 9, 3, 3, 8, 12, 2])
     sizes = BatchSizes(2, 1, 1, 2, 14)
-    dealt = [evaluation(data, sizes, rank, PAD) for rank in (0, 1)]
-    found = segments(tuple(batch for batches, _ in dealt for batch in batches))
+    assigned = [evaluation(data, sizes, rank, PAD) for rank in (0, 1)]
+    found = segments(tuple(batch for batches, _ in assigned for batch in batches))
     assert [ids for ids, _ in found] == [e.input_ids.tolist() for e in data]
-    assert dealt[0][1] == {"tokens": int(data.target_counts.sum())}
-    assert len(dealt[0][0]) == len(dealt[1][0])
+    assert assigned[0][1] == {"tokens": int(data.target_counts.sum())}
+    assert len(assigned[0][0]) == len(assigned[1][0])
 
 
 def test_rows_that_are_cut_otherwise_are_other_data() -> None:
@@ -177,7 +177,7 @@ def test_no_micro_batch_is_larger_than_the_one_that_is_rehearsed(
     largest = max(batch.input_ids.numel() for i in range(total) for batch in steps.step(i).micro_batches)
     rehearsed = longest_micro_batch(data, sizes, PAD, 5, total)
     assert rehearsed.input_ids.numel() == largest
-    bound = longest_micro_batch(data, sizes, PAD, 5, LAID + 1)  # too many steps to lay each
+    bound = longest_micro_batch(data, sizes, PAD, 5, SEARCH_LIMIT + 1)  # too many steps to lay each
     for found in (rehearsed, bound):
         assert sum(found.lengths or ()) == found.targets.numel() == found.input_ids.numel() <= budget
     assert largest <= bound.input_ids.numel()

@@ -22,9 +22,9 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
 from dsft.data.rows import Rendered, Text
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.sets.load import Loaded, load_data
-from dsft.data.sets.pairs import PairPart, cut_pairs
-from dsft.data.sets.selection import Cutting, OnTooLong, PairRows, Selection
+from dsft.data.sets.load import RunData, load_data
+from dsft.data.sets.pairs import PairExamples, cut_pairs
+from dsft.data.sets.selection import CutOptions, OnTooLong, PairRows, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, first_part
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
@@ -40,7 +40,7 @@ END = TOKENIZER.eos_token
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
-def load(tmp_path: Path, *rows: object, tokenizer: Any = TOKENIZER, **keys: Any) -> Loaded:
+def load(tmp_path: Path, *rows: object, tokenizer: Any = TOKENIZER, **keys: Any) -> RunData:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     source = Source(path=str(path), **{key: keys.pop(key) for key in ("max_rows",) if key in keys})
@@ -297,9 +297,9 @@ def pairs(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], frozenset[i
 
 def part_of(
     rows: PairRows, max_length: int, how: OnTooLong, share: bool = False
-) -> tuple[Selection, PairPart]:
-    made = cut_pairs(all_of(rows), Cutting(max_length, how, BOS, share))
-    assert isinstance(made.part, PairPart)
+) -> tuple[Selection, PairExamples]:
+    made = cut_pairs(all_of(rows), CutOptions(max_length, how, BOS, share))
+    assert isinstance(made.part, PairExamples)
     return made, made.part
 
 
@@ -535,19 +535,22 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
     batch = BatchSizes(micro * ranks * 2, micro, 2, ranks, budget)
     steps = [TrainSteps(data, batch, rank, seed=3, pad_id=0) for rank in range(ranks)]
     for index in range(steps[0].steps_per_epoch):
-        dealt = [one.step(index) for one in steps]
+        assigned = [one.step(index) for one in steps]
         found = [
-            pair for step in dealt for micro_batch in step.micro_batches for pair in answers_in(micro_batch)
+            pair
+            for step in assigned
+            for micro_batch in step.micro_batches
+            for pair in answers_in(micro_batch)
         ]
-        assert Counter(number for number, *_ in found) == Counter(dealt[0].example_ids)
-        assert len({len(step.micro_batches) for step in dealt}) == 1
+        assert Counter(number for number, *_ in found) == Counter(assigned[0].example_ids)
+        assert len({len(step.micro_batches) for step in assigned}) == 1
         for number, counts, (chosen, rejected) in found:
             first = 1000 * (number + 1)
             _, c, r = sizes[number]
             assert chosen == list(range(first + 400, first + 400 + c)) and counts.tolist() == [c, r]
             assert rejected == list(range(first + 800, first + 800 + r))
-        assert dealt[0].counts == {"pairs": len(found), "chosen_tokens": sum(len(a[0]) for *_, a in found)}
-        for micro_batch in (one for step in dealt for one in step.micro_batches):
+        assert assigned[0].counts == {"pairs": len(found), "chosen_tokens": sum(len(a[0]) for *_, a in found)}
+        for micro_batch in (one for step in assigned for one in step.micro_batches):
             assert budget is None or micro_batch.input_ids.shape[1] <= budget
             assert micro_batch.pairs is not None and micro_batch.pairs.reference is None
             if budget is None and len(micro_batch.pairs.ids):
@@ -595,7 +598,7 @@ def test_the_longest_micro_batch_of_very_many_pairs(share: bool, monkeypatch: py
     data = dataset([(9, 1, 9), (9, 9, 2), (1, 2, 8), (2, 2, 2), (5, 5, 5)], share)
     batch = BatchSizes(4, 2, 1, 2, 64)
     exact = longest_micro_batch(data, batch, 0, 0, 20)
-    monkeypatch.setattr("dsft.data.steps.steps.LAID", 0)
+    monkeypatch.setattr("dsft.data.steps.steps.SEARCH_LIMIT", 0)
     at_most = longest_micro_batch(data, batch, 0, 0, 20)
     assert at_most.input_ids.numel() >= exact.input_ids.numel()
     assert at_most.pairs is not None and at_most.pairs.reference is not None and at_most.lengths is not None

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.pieces import RowPart, cut
-from dsft.data.sets.selection import Cutting, OnTooLong, Selection
+from dsft.data.sets.pieces import RowExamples, cut
+from dsft.data.sets.selection import CutOptions, OnTooLong, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
@@ -98,7 +98,7 @@ def naive_fill(given: list[Given], size: int) -> list[Piece]:
 
 
 def cut_of(source: FakeRows, size: int, how: OnTooLong, name: str = "a") -> Selection:
-    return cut(all_of(source, name), Cutting(size, how, BOS))
+    return cut(all_of(source, name), CutOptions(size, how, BOS))
 
 
 @pytest.mark.parametrize("how", NAIVE)
@@ -235,7 +235,7 @@ def test_no_answer_is_kept_without_its_question(question: int, answer: int, begi
     """Of 512 tokens, 128 are of the question, or all of a shorter one."""
     row = (list(range(100, 100 + question + answer)), [False] * question + [True] * answer)
     made = cut_of(FakeRows([row]), 512, "truncate").examples
-    assert isinstance(made, RowPart)
+    assert isinstance(made, RowExamples)
     assert (int(made.begin[0]), int(made.target_counts[0])) == (begin, targets)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.order import epoch_order
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
-from dsft.data.steps.lay import collate, lay
-from dsft.data.steps.pack import deal
+from dsft.data.steps.collate import collate_packed, collate_padded
+from dsft.data.steps.pack import assign_padded
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
@@ -61,15 +61,15 @@ def test_every_example_once_an_epoch(count: int, layout: tuple[int, int, int], s
     seen: list[int] = []
     for index in range(epoch * per_epoch, (epoch + 1) * per_epoch):
         steps = [plan.step(index) for plan in plans]
-        dealt = [i for step in steps for m in step.micro_batches for i in members(m)]
-        assert sorted(dealt) == sorted(steps[0].example_ids)
+        assigned = [i for step in steps for m in step.micro_batches for i in members(m)]
+        assert sorted(assigned) == sorted(steps[0].example_ids)
         assert len({len(step.micro_batches) for step in steps}) == 1
-        assert len(steps[0].micro_batches) == -(-len(dealt) // (micro * ranks)) <= accumulation
+        assert len(steps[0].micro_batches) == -(-len(assigned) // (micro * ranks)) <= accumulation
         assert all(len(m.input_ids) <= micro for step in steps for m in step.micro_batches)
         assert sum(targets(step.micro_batches) for step in steps) == steps[0].counts["tokens"]
-        assert steps[0].num_tokens == sum(data.lengths[i] for i in dealt)
+        assert steps[0].num_tokens == sum(data.lengths[i] for i in assigned)
         assert all(same_plan(step, steps[0]) for step in steps)
-        seen += dealt
+        seen += assigned
     assert sorted(seen) == list(range(count))
     assert steps[0].epoch == epoch + 1
 
@@ -125,7 +125,7 @@ def test_where_an_example_falls_is_even() -> None:
 def test_micro_batches_computed_together_are_alike(lengths: list[int], micro: int, ranks: int) -> None:
     """No example of a later micro-batch, on any rank, is longer than one of an earlier."""
     array = np.array(lengths)
-    hands = [deal(array, micro, ranks, rank) for rank in range(ranks)]
+    hands = [assign_padded(array, micro, ranks, rank) for rank in range(ranks)]
     together = [np.concatenate(column) for column in zip(*hands, strict=True)]
     for earlier, later in pairwise(together):
         assert array[earlier].min() >= array[later].max()
@@ -139,16 +139,20 @@ def test_evaluation_holds_every_example_once(count: int, layout: tuple[int, int,
     micro, accumulation, ranks = layout
     data = dataset(count)
     sizes = sizes_of(micro * accumulation * ranks, micro, ranks)
-    dealt = [evaluation(data, sizes, rank, PAD) for rank in range(ranks)]
-    assert sorted(i for batches, _ in dealt for m in batches for i in members(m)) == list(range(count))
-    assert len({len(batches) for batches, _ in dealt}) == 1
-    assert sum(targets(batches) for batches, _ in dealt) == dealt[0][1]["tokens"] == data.target_counts.sum()
+    assigned = [evaluation(data, sizes, rank, PAD) for rank in range(ranks)]
+    assert sorted(i for batches, _ in assigned for m in batches for i in members(m)) == list(range(count))
+    assert len({len(batches) for batches, _ in assigned}) == 1
+    assert (
+        sum(targets(batches) for batches, _ in assigned)
+        == assigned[0][1]["tokens"]
+        == data.target_counts.sum()
+    )
 
 
 def test_tensors_of_a_micro_batch() -> None:
     long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
     short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
-    batch = collate([long, short], PAD)
+    batch = collate_padded([long, short], PAD)
     no = NO_TARGET
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, PAD, PAD]]
     assert batch.targets.tolist() == [[no, 3, 4, no], [6, no, no, no]]
@@ -160,8 +164,8 @@ def test_tensors_of_a_micro_batch() -> None:
 def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:
     long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
     short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
-    padded = collate([long, short], PAD, 6.0).noise_scale
-    packed = lay([long, short], PAD, 6.0).noise_scale
+    padded = collate_padded([long, short], PAD, 6.0).noise_scale
+    packed = collate_packed([long, short], PAD, 6.0).noise_scale
     assert padded is not None and packed is not None
     small = 6 / 2**0.5
     torch.testing.assert_close(padded, torch.tensor([[3.0, 3, 3, 3], [small, small, 0, 0]]))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.preview.collect import Collected, collect
+from dsft.preview.collect import PreviewData, collect
 from dsft.preview.page import page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
-from dsft.preview.view import View, Wanted, as_mapping, view
+from dsft.preview.view import View, ViewOptions, as_mapping, view
 from dsft.spec.schema import Spec
 from tests.unit.preview.conftest import Preview, talk
 
@@ -30,12 +30,12 @@ HOSTILE = (
     "a\u202eb\u2066c\u200b\u0085\x00\x1b[2J\x1b]52;c;eA==\x07\x9b31m\r\u2028\ufeff\U000e0041",
     f"{TRAINED}{END_TRAINED}{BORDER}{LINE_BREAK}⟨U+0000⟩ [red]x[/red] &amp; &#60;b&#62;",
 )
-SEEN = Wanted(rows=99, worst=True, micro_batch=True, problems=99)
+SEEN = ViewOptions(rows=99, worst=True, micro_batch=True, problems=99)
 
 
 def collected(
     folder: Path, rows: Sequence[Any], name: str = "a.jsonl", task: str = "sft", **data: Any
-) -> Collected:
+) -> PreviewData:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spec = {
         "name": "x",
@@ -217,7 +217,7 @@ def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> No
 
 @pytest.mark.parametrize("system", ["standard", "256"])
 def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system: Any) -> None:
-    seen = view(collected(tmp_path, [talk("q", "abc")]), Wanted(rows=1))
+    seen = view(collected(tmp_path, [talk("q", "abc")]), ViewOptions(rows=1))
     sent = as_text(seen, Style(80, system))
     codes = {text: code for code, text in re.findall(r"\x1b\[([0-9;]*)m([abcq])\x1b", sent)}
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
-from dsft.data.steps.lay import collate
+from dsft.data.steps.collate import collate_padded
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.self_check import whole_rows
 from dsft.errors import SpecError
@@ -89,7 +89,7 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> 
     batches = []
     for ids in np.arange(PAIRS).reshape(2, 3):
         batch, scored = (
-            collate([some[i] for i in ids], pad_id=0, pair_ids=ids) for some in (own, rows or own)
+            collate_padded([some[i] for i in ids], pad_id=0, pair_ids=ids) for some in (own, rows or own)
         )
         (logps,) = reference.score([scored], answer_logps)
         assert batch.pairs is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.sets.dataset import Example
-from dsft.data.sets.load import HeldOut
+from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.objective.preference import preference
 from dsft.reference import evaluate
@@ -71,7 +71,7 @@ def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> PairSet:
     ids = np.arange(3, dtype=np.int32)
     rows = dataset_of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
-    return PairSet(HeldOut(name, rows), micro_batches, {"pairs": 3, "chosen_tokens": 16}, refer)
+    return PairSet(HeldOutSet(name, rows), micro_batches, {"pairs": 3, "chosen_tokens": 16}, refer)
 
 
 def nothing() -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps made ahead, against the steps themselves, slow ones and ones that fail."""
+"""Prefetched steps, against the steps themselves, slow ones and ones that fail."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from dsft.data.steps.ahead import ahead
 from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.prefetch import Prefetcher
 from dsft.errors import DataError
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class Steps:
 
 def test_steps_are_the_same_in_any_order_and_one_is_made_ahead() -> None:
     steps = Steps()
-    with ahead(steps, 5, CPU) as found:
+    with Prefetcher(steps.step, 5, CPU) as found:
         for index in (0, 1, 4, 2, 2, 3, 4):
             step = found.step(index)
             assert (step.counts["tokens"], step.example_ids) == (index, (index,))
@@ -43,7 +43,7 @@ def test_steps_are_the_same_in_any_order_and_one_is_made_ahead() -> None:
 
 def test_no_more_than_one_step_is_begun_ahead() -> None:
     steps = Steps()
-    with ahead(steps, 9, CPU) as found:
+    with Prefetcher(steps.step, 9, CPU) as found:
         found.step(3)
         wait_for(steps, 4)
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def test_no_more_than_one_step_is_begun_ahead() -> None:
 
 def test_the_making_of_a_step_hides_behind_the_one_before() -> None:
     steps = Steps()
-    with ahead(steps, 5, CPU) as found:
+    with Prefetcher(steps.step, 5, CPU) as found:
         for index in range(4):
             found.step(index)
             wait_for(steps, index + 1)  # while the step trains, and before the next one is asked for
@@ -65,7 +65,7 @@ def wait_for(steps: Steps, index: int) -> None:
 
 
 def test_what_fails_ahead_is_raised_by_the_step_that_needs_it_and_the_thread_ends() -> None:
-    with pytest.raises(DataError, match="no such row"), ahead(Steps(fails_at=1), 5, CPU) as found:
+    with pytest.raises(DataError, match="no such row"), Prefetcher(Steps(fails_at=1).step, 5, CPU) as found:
         assert found.step(0).example_ids == (0,)
         time.sleep(0.02)
         found.step(1)

@@ -15,7 +15,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
 
 
-def lay(
+def collate_packed(
     examples: Sequence[Example],
     pad_id: int,
     neftune_alpha: float | None = None,
@@ -53,7 +53,7 @@ def lay(
     )
 
 
-def collate(
+def collate_padded(
     examples: Sequence[Example],
     pad_id: int,
     neftune_alpha: float | None = None,
@@ -63,7 +63,7 @@ def collate(
     examples, one row without targets.
 
     neftune_alpha  add the scale of the noise on embeddings, by the length of each segment; 0 on padding
-    pair_ids       as in `lay`
+    pair_ids       as in `collate_packed`
     """
     pairs = None if pair_ids is None else _pairs(examples, pair_ids)
     if pairs is not None:
