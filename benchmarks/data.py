@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,6 @@ MARKED = "chatml"
 BLOCK_BYTES = 1 << 20
 WORDS = 5000
 SYLLABLES = "ba de ki lo mu ra se ti vo nu pa ge fi so lu ma re di ko tu".split()
-
-
-@dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
 
 
 # --- rows -------------------------------------------------------------------------------------------------
@@ -151,14 +144,17 @@ def sample(variant: str, tokenizer: Path, path: Path) -> dict[str, float]:
 
 
 def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[int, int, float, float]:
-    from dsft.data.cache.store import Cache, tokenised
+    from dsft.data.cache.store import Cache, tokenized_rows
     from dsft.data.read import files
     from dsft.data.render.renderer import Renderer
+    from dsft.spec.schema import Source
 
     workers = int(variant.split()[0]) if variant.endswith("processes") else 0
     files.cuts = partial(files.cuts, every=BLOCK_BYTES)
     began, before = time.perf_counter(), cpu_seconds()
-    rows = tokenised(Source(str(path)), Renderer(tokenizer), task="sft", cache=Cache(folder, workers))
+    rows = tokenized_rows(
+        Source(path=str(path)), Renderer(tokenizer), task="sft", cache=Cache(folder, workers)
+    )
     seconds = time.perf_counter() - began, cpu_seconds() - before
     return len(rows.lengths), int(rows.lengths.sum()), *seconds
 
@@ -364,12 +360,13 @@ def read(options: argparse.Namespace) -> dict[str, float]:
 def dealing(options: argparse.Namespace) -> list[str]:
     """Of the tokens' places that 2 ranks compute in an epoch, the share that holds no token: padding, and the
     places for which one rank waits for the other, micro-batch by micro-batch."""
-    from dsft.data.cache.store import tokenised
+    from dsft.data.cache.store import tokenized_rows
     from dsft.data.render.renderer import Renderer
     from dsft.data.sets.order import Order
+    from dsft.spec.schema import Source
 
     tokenizer = load_tokenizer(options.tokenizer)
-    lengths = tokenised(Source(str(options.file)), Renderer(tokenizer), task="sft").lengths
+    lengths = tokenized_rows(Source(path=str(options.file)), Renderer(tokenizer), task="sft").lengths
     order = Order(argparse.Namespace(sizes=(len(lengths),), weights=None), 128, 42)
     steps = [lengths[order.step(i).ids] for i in range(order.steps_per_epoch)]
     rows = []

@@ -372,11 +372,14 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
 ) -> None:
     """Learn a tokenizer from text, check that text survives it, and write a folder for transformers."""
-    from dsft.data.tokenizer.training import Wanted, kind_named
+    from dsft.data.tokenizer.training import TokenizerOptions, kind_named
     from dsft.data.tokenizer.training import train_tokenizer as train
 
     kind = kind_named(model)
-    train(Wanted(files, out, vocab_size, kind, character_coverage, special or (), sample_mb, seed), print)
+    train(
+        TokenizerOptions(files, out, vocab_size, kind, character_coverage, special or (), sample_mb, seed),
+        print,
+    )
 
 
 data = typer.Typer(no_args_is_help=True, help="Make the tokens of a spec's rows ahead of its runs.")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import logging
 
 from dsft.data.render.renderer import Renderer
-from dsft.data.render.template import prepared, template_of
+from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, printable
@@ -74,7 +74,7 @@ class Talker:
 
     def _encoded(self, messages: list[Message]) -> Any:
         try:
-            text, _ = template_of(self.tokenizer).render(prepared(messages), prompt=True)
+            text, _ = template_of(self.tokenizer).render(prepare_messages(messages), prompt=True)
         except BadRowError as error:
             raise DsftError(f"The conversation cannot be asked: {error}.") from None
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dsft.data.cache.store import Cache, Kept, cache_folder
+from dsft.data.cache.store import Cache, CacheSummary, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
@@ -31,7 +31,7 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
     choose_template(tokenizer, spec.data.chat_template)
     folder, num_bytes = cache_folder(spec), 0
 
-    def tell(kept: Kept) -> None:
+    def tell(kept: CacheSummary) -> None:
         nonlocal num_bytes
         num_bytes += kept.num_bytes
         say(str(kept))

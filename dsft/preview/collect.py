@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.cache.store import Cache, Pace, cache_folder
+from dsft.data.cache.store import Cache, TokenizeProgress, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import RunData, measure
@@ -55,7 +55,7 @@ class PreviewData:
 def collect(
     spec: Spec,
     say: Callable[[str], None] = lambda text: None,
-    progress: Callable[[Pace], None] = lambda pace: None,
+    progress: Callable[[TokenizeProgress], None] = lambda pace: None,
 ) -> PreviewData:
     """Load the data of a spec. say, progress: callbacks, as in Cache. Raises MissingInputError for a missing
     file or tokenizer, SpecError if the batch sizes do not fit the ranks."""

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from dsft.data.cache import store
-from dsft.data.cache.store import Cache, Pace, StoredRows, tokenised
+from dsft.data.cache.store import Cache, StoredRows, TokenizeProgress, tokenized_rows
 from dsft.data.read import files
 from dsft.data.render.renderer import Renderer
 from dsft.data.tokenizer.load import byte_level_tokenizer
+from dsft.spec.schema import Source
 
 BLOCK_BYTES = 1000
-
-
-@dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
 
 
 def small_blocks() -> None:
@@ -36,14 +29,16 @@ def small_blocks() -> None:
 
 
 def made(path: Path, cache: Cache) -> StoredRows:
-    return tokenised(Source(str(path)), Renderer(byte_level_tokenizer()), task="pretrain", cache=cache)
+    return tokenized_rows(
+        Source(path=str(path)), Renderer(byte_level_tokenizer()), task="pretrain", cache=cache
+    )
 
 
 def main(path: str, folder: str, workers: str, seconds: str, blocks: str = "0") -> None:
     small_blocks()
     done = 0
 
-    def progress(pace: Pace) -> None:
+    def progress(pace: TokenizeProgress) -> None:
         nonlocal done
         if pace.done > done:
             done = pace.done

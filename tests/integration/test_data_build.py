@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dsft.data.cache import store
-from dsft.data.cache.store import Cache, Kept, Pace, StoredRows
+from dsft.data.cache.store import Cache, CacheSummary, StoredRows, TokenizeProgress
 from dsft.data.read import files
 from dsft.errors import StorageError, WorldError
 from tests.integration.builder import made, small_blocks
@@ -86,8 +86,8 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
     before = {path: path.stat().st_mtime_ns for path in block_files(folder)}
     assert 3 <= len(before) < 8
     (next(iter(before)).parent / "block-00007.safetensors.tmp").write_bytes(b"half")
-    kept: list[Kept] = []
-    rows = made(data, Cache(folder, kept=kept.append))
+    kept: list[CacheSummary] = []
+    rows = made(data, Cache(folder, report=kept.append))
     assert said(rows) == said(expected)
     assert kept[0].made == kept[0].blocks - len(before)
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -99,7 +99,7 @@ def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     """With Ctrl-C; and with one of them, killed as a full memory does it."""
     workers: list[Any] = []
 
-    def progress(pace: Pace) -> None:
+    def progress(pace: TokenizeProgress) -> None:
         if not workers:
             workers.extend(multiprocessing.active_children())
             if interrupted:

@@ -15,7 +15,7 @@ ended       BOOL (n,)   as in `Rendered`
 desirable   BOOL (n,)   as in `TokenRows`
 
 The metadata are one JSON text: a checksum of everything but the tokens, verified when the file is opened, the
-block's key and index, and its `Found`.
+block's key and index, and its `BlockAccount`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DamagedBlockError(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockAccount:
     """Counts and line numbers of a block's lines, besides its rows.
 
     lines         number of lines, blank ones included
@@ -81,7 +81,7 @@ class Found:
 class TokenBlock:
     """The arrays of a block, in memory or in a memory-mapped file."""
 
-    found: Found
+    account: BlockAccount
     arrays: Mapping[str, NDArray[Any]]
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class TokenBlock:
         return self.arrays[what][int(stops[row - 1]) if row else 0 : int(stops[row])]
 
 
-class Collected:
+class BlockBuilder:
     """Collects the rows of a block while it is tokenized.
 
     dtype   numpy type of the tokens, <u2 or <i4
@@ -175,7 +175,7 @@ class Collected:
         columns["ended"].append(rendered.ended)
         columns["desirable"].append(desirable)
 
-    def block(self, found: Found) -> TokenBlock:
+    def block(self, account: BlockAccount) -> TokenBlock:
         arrays = {name: np.array(self._columns[name], code) for name, code in _COLUMNS.items()}
         arrays["spans"] = arrays["spans"].reshape(-1, 2)
         self._tokens.seek(0)
@@ -184,7 +184,7 @@ class Collected:
             buffer = mmap.mmap(self._tokens.fileno(), 0, access=mmap.ACCESS_READ)
         else:
             buffer = self._tokens.read()
-        return TokenBlock(found, arrays | {"tokens": np.frombuffer(buffer, self._dtype)})
+        return TokenBlock(account, arrays | {"tokens": np.frombuffer(buffer, self._dtype)})
 
 
 def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
@@ -198,7 +198,7 @@ def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
 
 def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
     """Write block `index` of `key` to a temporary file, fsync it and rename it. Raises OSError."""
-    about = [key, index, vars(block.found)]
+    about = [key, index, vars(block.account)]
     metadata = {_METADATA: json.dumps([_checksum(about, block.arrays), *about])}
     aside = path.with_name(path.name + TEMPORARY)
     try:
@@ -258,7 +258,7 @@ def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
             if last - first != arrays[name].nbytes:
                 raise ValueError
         bad, spelled = tuple(map(tuple, about[2]["bad"])), tuple(about[2]["spelled"])
-        block = TokenBlock(Found(**about[2] | {"bad": bad, "spelled": spelled}), arrays)
+        block = TokenBlock(BlockAccount(**about[2] | {"bad": bad, "spelled": spelled}), arrays)
         if start + block.num_bytes != len(buffer):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, IndexError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.data import formats
-from dsft.data.cache.block import Collected, Found, TokenBlock, save_block
+from dsft.data.cache.block import BlockAccount, BlockBuilder, TokenBlock, save_block
 from dsft.data.read.files import Block, read_block
 from dsft.data.render.pair import pair_mistake
 from dsft.data.render.renderer import Renderer
@@ -41,7 +41,7 @@ _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"
 
 
 @dataclass(frozen=True)
-class Job:
+class BlockJob:
     """A block to tokenize.
 
     content  digest of the block's data file
@@ -63,7 +63,7 @@ Progress = Callable[[int, int], None]
 # --- one block --------------------------------------------------------------------------------------------
 
 
-def make_file(job: Job, renderer: Renderer, dtype: str, tell: Callable[[int], None]) -> int:
+def make_file(job: BlockJob, renderer: Renderer, dtype: str, tell: Callable[[int], None]) -> int:
     """Write the block's file and return its number of rows. `tell` is called with the rows so far.
 
     Raises StorageError and MissingInputError.
@@ -77,20 +77,20 @@ def make_file(job: Job, renderer: Renderer, dtype: str, tell: Callable[[int], No
 
 
 def tokenize(
-    job: Job,
+    job: BlockJob,
     renderer: Renderer,
     dtype: str,
     tell: Callable[[int], None] = lambda rows: None,
     folder: Path | None = None,
 ) -> TokenBlock:
-    """Tokenize a block. dtype: numpy type of its tokens; folder: as in `Collected`."""
-    with closing(Collected(dtype, folder)) as collected:
+    """Tokenize a block. dtype: numpy type of its tokens; folder: as in `BlockBuilder`."""
+    with closing(BlockBuilder(dtype, folder)) as collected:
         return collected.block(gather(job.block, job.format, renderer, collected, tell))
 
 
 def gather(
-    block: Block, found: formats.Format, renderer: Renderer, rows: Collected, tell: Callable[[int], None]
-) -> Found:
+    block: Block, found: formats.Format, renderer: Renderer, rows: BlockBuilder, tell: Callable[[int], None]
+) -> BlockAccount:
     """Read, convert and render a block's lines. Good rows are added to `rows`; the others are returned."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
@@ -103,7 +103,7 @@ def gather(
         bad_rows += len(mistakes)
         bad += sorted(mistakes)[: MAX_BAD - len(bad)]
         tell(len(rows))
-    return Found(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
+    return BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _size(sample: Sample) -> int:
 
 
 def _render(
-    batch: Sequence[_Meant], renderer: Renderer, rows: Collected, spelled: list[int]
+    batch: Sequence[_Meant], renderer: Renderer, rows: BlockBuilder, spelled: list[int]
 ) -> list[tuple[int, str]]:
     """Render a batch: add its tokens to `rows`, and to `spelled` the lines whose content spells a token of
     the template. Return (line, reason) of the rows that are refused; a pair is if either half is."""
@@ -173,7 +173,7 @@ def _render(
 # --- several processes ------------------------------------------------------------------------------------
 
 
-class Makers:
+class TokenizerPool:
     """Tokenizes blocks in up to `num_workers` processes, which are started on first use."""
 
     def __init__(self, renderer: Renderer, num_workers: int) -> None:
@@ -187,7 +187,7 @@ class Makers:
         """The renderer, and the numpy type of tokens: <u2 if every token id fits in it, else <i4."""
         return self._renderer, "<u2" if num_ids(self._renderer.tokenizer) <= 2**16 else "<i4"
 
-    def make(self, jobs: Sequence[Job], progress: Progress, *, here: bool = False) -> None:
+    def make(self, jobs: Sequence[BlockJob], progress: Progress, *, here: bool = False) -> None:
         """Write the files of all blocks. here: in this process, without workers.
 
         Raises the first error of any block, and WorldError if a worker is killed.
@@ -213,7 +213,7 @@ class Makers:
             self._executor.shutdown(cancel_futures=True)
         self._executor, self._workers, self._told = None, [], None  # releases their semaphores
 
-    def _submit(self, jobs: Sequence[Job]) -> list[Future[int]]:
+    def _submit(self, jobs: Sequence[BlockJob]) -> list[Future[int]]:
         with _worker_settings():
             if self._executor is None:
                 context = multiprocessing.get_context("spawn")
@@ -224,9 +224,9 @@ class Makers:
         self._workers = list(self._executor._processes.values())
         return futures
 
-    def _wait(self, jobs: Sequence[Job], pending: Sequence[Future[int]], progress: Progress) -> None:
+    def _wait(self, jobs: Sequence[BlockJob], pending: Sequence[Future[int]], progress: Progress) -> None:
         rows = dict.fromkeys(pending, 0)
-        at_work: dict[int, Job] = {}
+        at_work: dict[int, BlockJob] = {}
         left = set(pending)
         while left:
             finished, left = wait(left, _TELL_SECONDS, FIRST_COMPLETED)
@@ -242,7 +242,7 @@ class Makers:
             if any(rows.values()):
                 progress(len(pending) - len(left), sum(rows.values()))
 
-    def _broken(self, at_work: dict[int, Job], undone: Job) -> WorldError:
+    def _broken(self, at_work: dict[int, BlockJob], undone: BlockJob) -> WorldError:
         """Return the error for a worker that was killed, after which the executor ends the others with
         SIGTERM. at_work: worker's pid -> the block it works on; undone: the block whose future failed."""
         assert self._executor is not None
@@ -290,7 +290,7 @@ def _start(parent: int, recipe: bytes, told: Any) -> None:
     _worker = (*pickle.loads(recipe), told)  # bytes of the parent process, not of a file
 
 
-def _make(number: int, job: Job) -> int:
+def _make(number: int, job: BlockJob) -> int:
     """Write the file of block `number` and return its number of rows. Report progress to the parent."""
     renderer, dtype, queue = _worker
     last = 0.0

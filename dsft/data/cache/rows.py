@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data import formats
-from dsft.data.cache.block import DamagedBlockError, Found, TokenBlock, reopen_block
-from dsft.data.cache.build import MAX_BAD, Job
+from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, reopen_block
+from dsft.data.cache.build import MAX_BAD, BlockJob
 from dsft.data.read.files import DataFile, file_notes
 from dsft.data.rows import Account, Rendered, printable
 from dsft.errors import DamagedDataError
@@ -126,41 +126,43 @@ def _reopened(path: Path) -> TokenBlock:
 
 
 @dataclass(frozen=True)
-class Look:
+class FileHead:
     """What the first rows of a data file show.
 
     format   the file's format; None if it has no row, or none of a known format
-    found    the blank and bad lines among the first rows
+    account  the blank and bad lines among the first rows
     refusal  (line, reason) if no format fits
     """
 
     file: DataFile
     has_rows: bool
     format: formats.Format | None
-    found: Found
+    account: BlockAccount
     refusal: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
-class Index:
+class BlockIndex:
     """The part of a block that stays in memory: everything except each row's tokens, spans and line."""
 
-    found: Found
+    account: BlockAccount
     columns: dict[str, NDArray[Any]]
     place: Path | TokenBlock
     num_bytes: int
 
     @classmethod
-    def of(cls, block: TokenBlock, place: Path | TokenBlock) -> Index:
+    def of(cls, block: TokenBlock, place: Path | TokenBlock) -> BlockIndex:
         kept = ("trained", "ended", "content", "desirable", "digests")
         columns = {name: np.array(block.arrays[name]) for name in kept} | {"lengths": block.lengths}
-        return cls(block.found, columns, place, block.num_bytes)
+        return cls(block.account, columns, place, block.num_bytes)
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
 
 
-def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: int | None) -> StoredRows:
+def join_blocks(
+    heads: Sequence[FileHead], opened: Sequence[tuple[BlockJob, BlockIndex]], max_rows: int | None
+) -> StoredRows:
     """Concatenate the blocks and keep the first `max_rows` rows."""
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
@@ -174,9 +176,9 @@ def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: 
     for before, (job, index) in zip([None, *(job for job, _ in opened)], opened, strict=False):
         lines = lines if before is not None and before.block.file == job.block.file else 0
         first_lines.append(lines)
-        lines += index.found.lines
+        lines += index.account.lines
     return StoredRows(
-        account=_account(read, _as_far_as(opened, max_rows), first_lines),
+        account=_account(heads, _as_far_as(opened, max_rows), first_lines),
         **{name: column for name, column in columns.items() if name != "digests"},
         digest=digest.hexdigest(),
         starts=starts,
@@ -186,11 +188,13 @@ def joined(read: Sequence[Look], opened: Sequence[tuple[Job, Index]], max_rows: 
     )
 
 
-def _as_far_as(opened: Sequence[tuple[Job, Index]], max_rows: int | None) -> list[tuple[Job, Found]]:
+def _as_far_as(
+    opened: Sequence[tuple[BlockJob, BlockIndex]], max_rows: int | None
+) -> list[tuple[BlockJob, BlockAccount]]:
     """Return what was found in each block up to the last row kept, as far as line numbers are stored."""
     found, left = [], max_rows
     for job, index in opened:
-        one = index.found
+        one = index.account
         if left is not None and left < len(index):
             block = index.place if isinstance(index.place, TokenBlock) else reopen_block(index.place)
             last = block.line(left - 1) if left > 0 else 0
@@ -212,7 +216,7 @@ _COLUMNS: Mapping[str, Any] = {
 }
 
 
-def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
+def _spelled(name: str, blocks: Sequence[tuple[int, BlockAccount]]) -> list[str]:
     """Return a note if rows spell tokens of the chat template, else nothing. blocks: (lines of the file
     before the block, what was found in it)."""
     count = sum(found.spelled_rows for _, found in blocks)
@@ -228,7 +232,7 @@ def _spelled(name: str, blocks: Sequence[tuple[int, Found]]) -> list[str]:
 
 
 def _account(
-    read: Sequence[Look], opened: Sequence[tuple[Job, Found]], first_lines: Sequence[int]
+    heads: Sequence[FileHead], opened: Sequence[tuple[BlockJob, BlockAccount]], first_lines: Sequence[int]
 ) -> Account:
     notes: list[str] = []
     bad: list[tuple[str, str]] = []
@@ -236,16 +240,16 @@ def _account(
     of_file = defaultdict(list)
     for (job, met), first in zip(opened, first_lines, strict=True):
         of_file[job.block.file].append((first, met))
-    for look in read:
-        notes += file_notes(look.file)
-        mine = of_file[look.file] if look.format is not None else [(0, look.found)]
-        if look.format is not None:
-            notes.append(f"{look.file.name}: {look.format.reason}")
-        elif not look.has_rows:
-            notes.append(f"{look.file.name}: holds no row")
-        notes += _spelled(look.file.name, mine)
+    for head in heads:
+        notes += file_notes(head.file)
+        mine = of_file[head.file] if head.format is not None else [(0, head.account)]
+        if head.format is not None:
+            notes.append(f"{head.file.name}: {head.format.reason}")
+        elif not head.has_rows:
+            notes.append(f"{head.file.name}: holds no row")
+        notes += _spelled(head.file.name, mine)
         bad += [
-            (f"{look.file.name}:{first + line}", printable(reason))
+            (f"{head.file.name}:{first + line}", printable(reason))
             for first, one in mine
             for line, reason in one.bad
         ]
@@ -255,8 +259,10 @@ def _account(
         bad_rows=sum(one.bad_rows for one in found),
         bad=tuple(bad[:MAX_BAD]),
         notes=tuple(notes),
-        formats=tuple((look.file.name, look.format.name, look.format.reason) for look in read if look.format),
+        formats=tuple(
+            (head.file.name, head.format.name, head.format.reason) for head in heads if head.format
+        ),
         unread=tuple(
-            (f"{look.file.name}:{look.refusal[0]}", look.refusal[1]) for look in read if look.refusal
+            (f"{head.file.name}:{head.refusal[0]}", head.refusal[1]) for head in heads if head.refusal
         ),
     )

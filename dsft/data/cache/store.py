@@ -17,21 +17,19 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 from filelock import FileLock, Timeout
 
 from dsft.data import formats
-from dsft.data.cache.block import VERSION, DamagedBlockError, Found, open_block
-from dsft.data.cache.build import MAX_BAD, Job, Makers, tokenize
-from dsft.data.cache.rows import Index, Look, StoredRows, joined
-from dsft.data.read import files
+from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block
+from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize
+from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, read_block
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line
 from dsft.errors import DataError, Problem, StorageError
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Source, Spec
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
 from dsft.system.lock import holder
@@ -44,12 +42,8 @@ DIGESTS = "digests"
 """Subfolder of the cache with the digests of data files."""
 
 
-class Source(files.Source, formats.Source, Protocol):
-    """The part of a `data.train` or `data.eval` entry that is read here."""
-
-
 @dataclass(frozen=True)
-class Pace:
+class TokenizeProgress:
     """Progress of tokenizing a source. name: its path; blocks, done: of the blocks missing from the cache;
     rows: tokenized so far."""
 
@@ -71,7 +65,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheSummary:
     """What the cache has of a source. made: blocks tokenized now, in `seconds`; num_bytes: of all blocks."""
 
     name: str
@@ -96,16 +90,16 @@ class Cache:
 
     folder       the cache folder; None: tokens stay in memory, and this process tokenizes
     num_workers  number of worker processes; None: one per core
-    say          called with a sentence for each wait and each problem
+    log          called with a sentence for each wait and each problem
     progress     called while rows are tokenized
-    kept         called once per source, with what the cache then holds
+    report       called once per source, with a summary of its blocks
     """
 
     folder: Path | None = None
     num_workers: int | None = 0
-    say: Callable[[str], None] = field(default=lambda text: None)
-    progress: Callable[[Pace], None] = field(default=lambda pace: None)
-    kept: Callable[[Kept], None] = field(default=lambda kept: None)
+    log: Callable[[str], None] = field(default=lambda text: None)
+    progress: Callable[[TokenizeProgress], None] = field(default=lambda progress: None)
+    report: Callable[[CacheSummary], None] = field(default=lambda summary: None)
 
 
 IN_MEMORY = Cache()
@@ -116,7 +110,7 @@ def cache_folder(spec: Spec) -> Path:
     return Path(spec.data.cache_dir) if spec.data.cache_dir else Path(spec.output_dir, ".cache", "data")
 
 
-def tokenised(
+def tokenized_rows(
     source: Source, renderer: Renderer, *, task: str, cache: Cache = IN_MEMORY, max_rows: int | None = None
 ) -> StoredRows:
     """Return the tokens of all rows of the source, or of the first `max_rows`, from the cache where possible.
@@ -125,25 +119,27 @@ def tokenised(
     the cache cannot be written, WorldError if a worker is killed. Bad rows are listed in the account.
     """
     began = time.monotonic()
-    read = [_look_at(file, source, task) for file in data_files(source)]
-    wanted = [job for look in read for job in _jobs(look, renderer, cache)]
-    opened: list[tuple[Job, Index]] = []
-    with closing(_Store(str(source.path), renderer, cache)) as store:
+    heads = [_head_of(file, source, task) for file in data_files(source.path)]
+    wanted = [job for head in heads for job in _jobs(head, renderer, cache)]
+    opened: list[tuple[BlockJob, BlockIndex]] = []
+    with closing(_Store(source.path, renderer, cache)) as store:
         for some in _waves(wanted, store.num_workers if max_rows is not None else None):
             opened += zip(some, store.open(some), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    rows = joined(read, opened, max_rows)
+    rows = join_blocks(heads, opened, max_rows)
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
-        cache.kept(Kept(store.name, len(rows.lengths), len(opened), store.num_made, seconds, num_bytes))
+        cache.report(
+            CacheSummary(store.name, len(rows.lengths), len(opened), store.num_made, seconds, num_bytes)
+        )
     return rows
 
 
 # --- what a file is read as -------------------------------------------------------------------------------
 
 
-def _look_at(file: DataFile, source: Source, task: str) -> Look:
+def _head_of(file: DataFile, source: Source, task: str) -> FileHead:
     """Detect a file's format from its first rows, which are read at every start, cached or not."""
     rows: list[Line] = []
     mistakes: list[tuple[int, str]] = []
@@ -164,7 +160,7 @@ def _look_at(file: DataFile, source: Source, task: str) -> Look:
     except BadRowError as error:
         chosen, refusal = None, (rows[0].number, str(error))
         bad, mistakes = bad + 1, [*mistakes, refusal]
-    return Look(file, bool(rows), chosen, Found(0, blank, bad, tuple(sorted(mistakes))), refusal)
+    return FileHead(file, bool(rows), chosen, BlockAccount(0, blank, bad, tuple(sorted(mistakes))), refusal)
 
 
 def _lines(file: DataFile) -> Iterator[Line]:
@@ -178,26 +174,27 @@ def _lines(file: DataFile) -> Iterator[Line]:
         before += last
 
 
-def _jobs(look: Look, renderer: Renderer, cache: Cache) -> list[Job]:
+def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
     """Return the blocks of a file; none if it has no format."""
-    if look.format is None:
+    if head.format is None:
         return []
-    parts = blocks(look.file)
+    parts = blocks(head.file)
     if cache.folder is None:
-        return [Job(part, look.format) for part in parts]
-    content = file_digest(look.file, cache.folder / DIGESTS)
+        return [BlockJob(part, head.format) for part in parts]
+    content = file_digest(head.file, cache.folder / DIGESTS)
     # Everything that determines the content of a block, including where the file is cut into blocks.
     cuts = [[part.start, part.stop] for part in parts]
-    of_format = {name: value for name, value in vars(look.format).items() if name not in ("reason", "by")}
+    of_format = {name: value for name, value in vars(head.format).items() if name not in ("reason", "by")}
     says = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
     key = hashlib.sha256(says.encode()).hexdigest()
     folder = cache.folder / key[:32]
     return [
-        Job(part, look.format, content, key, folder / f"block-{part.index:05}.safetensors") for part in parts
+        BlockJob(part, head.format, content, key, folder / f"block-{part.index:05}.safetensors")
+        for part in parts
     ]
 
 
-def _waves(jobs: Sequence[Job], size: int | None) -> Iterator[Sequence[Job]]:
+def _waves(jobs: Sequence[BlockJob], size: int | None) -> Iterator[Sequence[BlockJob]]:
     """Yield the first block, then `size` blocks at a time; size None: the blocks of _FILES_AT_ONCE files."""
     of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
     if size is not None:
@@ -218,26 +215,26 @@ class _Store:
         self._cache = cache
         self.name, self.num_made = name, 0
         self.num_workers = cores() if cache.num_workers is None else cache.num_workers
-        self._makers = Makers(renderer, self.num_workers)
+        self._makers = TokenizerPool(renderer, self.num_workers)
 
-    def open(self, jobs: Sequence[Job]) -> list[Index]:
+    def open(self, jobs: Sequence[BlockJob]) -> list[BlockIndex]:
         if self._cache.folder is None:
             made = [tokenize(job, *self._makers.recipe) for job in jobs]
-            return [Index.of(block, block) for block in made]
+            return [BlockIndex.of(block, block) for block in made]
         found = {job.path: _opened(job) for job in jobs}
         of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
-        missing = [job for path, job in of_path.items() if not isinstance(found[path], Index)]
+        missing = [job for path, job in of_path.items() if not isinstance(found[path], BlockIndex)]
         if missing:
             names = {job.path.parent: job.block.file.name for job in missing}
             with ExitStack() as held:
                 for folder in sorted(names):
-                    held.enter_context(alone(folder, names[folder], self._cache.say))
+                    held.enter_context(alone(folder, names[folder], self._cache.log))
                 self._make([job for job in missing if self._is_missing(job)])
             found |= {job.path: _opened(job) for job in missing}
         opened = []
         for job in jobs:
             index = found[job.path]
-            if not isinstance(index, Index):
+            if not isinstance(index, BlockIndex):
                 raise StorageError(
                     f"{job.path}: {index or 'it is gone'}, and was written just now; set data.cache_dir to a "
                     "sound disk."
@@ -248,14 +245,14 @@ class _Store:
     def close(self) -> None:
         self._makers.close()
 
-    def _is_missing(self, job: Job) -> bool:
+    def _is_missing(self, job: BlockJob) -> bool:
         """Check again under the lock: another process may have written the block while this one waited."""
         now = _opened(job)
         if isinstance(now, DamagedBlockError):
-            self._cache.say(f"{job.path}: {now}; it is made anew")
-        return not isinstance(now, Index)
+            self._cache.log(f"{job.path}: {now}; it is made anew")
+        return not isinstance(now, BlockIndex)
 
-    def _make(self, jobs: Sequence[Job]) -> None:
+    def _make(self, jobs: Sequence[BlockJob]) -> None:
         if not jobs:
             return
         for folder in {job.path.parent for job in jobs}:
@@ -264,13 +261,13 @@ class _Store:
                     left.unlink()
         self._makers.make(
             jobs,
-            lambda done, rows: self._cache.progress(Pace(self.name, done, len(jobs), rows)),
+            lambda done, rows: self._cache.progress(TokenizeProgress(self.name, done, len(jobs), rows)),
             here=_num_bytes(jobs) < _SMALL,
         )
         self._prove_unchanged(jobs)
         self.num_made += len(jobs)
 
-    def _prove_unchanged(self, jobs: Sequence[Job]) -> None:
+    def _prove_unchanged(self, jobs: Sequence[BlockJob]) -> None:
         """Raise DataError if a data file changed while it was tokenized, and remove the blocks made of it."""
         assert self._cache.folder is not None
         memory, of_file = self._cache.folder / DIGESTS, {job.block.file: job for job in jobs}
@@ -283,14 +280,14 @@ class _Store:
             raise DataError("a data file changes:", [Problem(file.name, rule) for file in changed])
 
 
-def _num_bytes(jobs: Sequence[Job]) -> int:
+def _num_bytes(jobs: Sequence[BlockJob]) -> int:
     return sum(Path(file.path).stat().st_size for file in {job.block.file for job in jobs} if file.path)
 
 
-def _opened(job: Job) -> Index | DamagedBlockError | None:
+def _opened(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
     """Return the block's index, the reason why its file cannot be used, or None if there is no file."""
     try:
-        return Index.of(open_block(job.path, job.key, job.block.index), job.path)
+        return BlockIndex.of(open_block(job.path, job.key, job.block.index), job.path)
     except DamagedBlockError as error:
         return error
     except (FileNotFoundError, NotADirectoryError):

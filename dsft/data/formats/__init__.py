@@ -5,6 +5,6 @@ from __future__ import annotations
 
 from dsft.data.formats.content import content_hash
 from dsft.data.formats.convert import convert
-from dsft.data.formats.detect import Format, Source, choose
+from dsft.data.formats.detect import Format, choose
 
-__all__ = ["Format", "Source", "choose", "content_hash", "convert"]
+__all__ = ["Format", "choose", "content_hash", "convert"]

@@ -13,7 +13,7 @@ from dsft.data.formats.calls import tools
 from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, turn, turns
 from dsft.data.formats.talk import alpaca_turns, row_tools, said_by, with_system
 from dsft.data.formats.values import Fields, is_empty, only, string
-from dsft.data.read.json_rows import kind
+from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
 from dsft.spec.task import TASKS
 
@@ -60,7 +60,7 @@ def is_desirable(fields: Fields) -> bool:
         value = _LABELS.get(value.lower(), value)
     if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
         return bool(value)
-    shown = value if isinstance(value, (int, float)) else kind(value)
+    shown = value if isinstance(value, (int, float)) else json_type(value)
     raise BadRowError(f'"{name}" is {shown}; it must be true or false, or 1 or 0')
 
 
@@ -127,7 +127,7 @@ def _answer(value: object, name: str) -> list[Turn]:
 
 def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
     if not isinstance(value, list):
-        raise BadRowError(f'"{name}" is {kind(value)}; it must be a string or a list of messages')
+        raise BadRowError(f'"{name}" is {json_type(value)}; it must be a string or a list of messages')
     return turns(value, name, dialect)
 
 
@@ -157,7 +157,7 @@ def _pair(fields: Fields, task: str) -> tuple[Sample, Sample]:
     chosen, rejected = (fields.get(key) for key in _PAIR)
     names = [fields.name(key) for key in _PAIR]
     if isinstance(chosen, list) != isinstance(rejected, list):
-        said = f'"{names[0]}" is {kind(chosen)} and "{names[1]}" is {kind(rejected)}'
+        said = f'"{names[0]}" is {json_type(chosen)} and "{names[1]}" is {json_type(rejected)}'
         raise BadRowError(f"{said}; they must be of one kind")
     key = _prompt_key(fields, chosen)
     is_text = isinstance(chosen, str) and isinstance(rejected, str)

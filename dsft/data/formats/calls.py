@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsft.data.formats.values import is_empty, listed, mapping, one_of, only, parsed, plain, read_text, string
-from dsft.data.read.json_rows import kind
+from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError
 
 
@@ -20,7 +20,7 @@ def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
     if is_empty(value) or isinstance(value, str):
         return ()
     if not isinstance(value, list):
-        raise BadRowError(f'"{place}" is {kind(value)}; it must be a list of functions, or its JSON')
+        raise BadRowError(f'"{place}" is {json_type(value)}; it must be a list of functions, or its JSON')
     return tuple(_tool(one, f"{place}[{i}]") for i, one in enumerate(value))
 
 
@@ -33,7 +33,7 @@ def calls(said: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
         return [_call(given["function_call"], f"{place}.function_call")]
     several = given["tool_calls"]
     if not isinstance(several, list):
-        raise BadRowError(f'"{place}.tool_calls" is {kind(several)}; it must be a list of calls')
+        raise BadRowError(f'"{place}.tool_calls" is {json_type(several)}; it must be a list of calls')
     return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(several)]
 
 
@@ -58,7 +58,7 @@ def _call(value: object, place: str) -> Mapping[str, Any]:
     outer = {key: one for key, one in call.items() if not is_empty(one)}
     if "function" in outer:
         if outer.get("type", "function") != "function":
-            what = kind(outer["type"]) if not isinstance(outer["type"], str) else outer["type"][:40]
+            what = json_type(outer["type"]) if not isinstance(outer["type"], str) else outer["type"][:40]
             raise BadRowError(f'"{place}.type" is {what}; only calls of type function are read')
         only(outer, ("id", "type", "function"), place)
         inner_place = f"{place}.function"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, listed
 from dsft.data.rows import BadRowError, Line
 from dsft.spec.formats import NEEDS, column_names
+from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
 _ASKED_FOR: Mapping[str, str] = {
@@ -36,15 +37,6 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("content",), "columns: {text: content}"),
 )
 """(keys of a file, what to write in the spec for them)."""
-
-
-class Source(Protocol):
-    """The part of a `data.train` or `data.eval` entry that is read here."""
-
-    @property
-    def format(self) -> str | None: ...
-    @property
-    def columns(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)

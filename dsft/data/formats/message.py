@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dsft.data.formats.calls import calls, written_calls
 from dsft.data.formats.values import is_empty, is_text, listed, mapping, one_of, read_text, string
-from dsft.data.read.json_rows import kind
+from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Message
 
 _CALL = "call"  # an assistant message whose content is the JSON of its calls
@@ -39,7 +39,7 @@ _SHAREGPT_ROLES = {
 _FLAGS = ("train", "weight", "loss")
 _KEPT = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Synonyms; `prepared` passes the value to templates under each of them."""
+"""Synonyms; `prepare_messages` passes the value to templates under each of them."""
 _OF_ROLE = {
     "tool_calls": "assistant",
     "function_call": "assistant",
@@ -80,7 +80,7 @@ def turns(value: object, place: str, dialect: Dialect) -> list[Turn]:
         value = read_text(value, place)
     if not isinstance(value, list):
         keys = f"{dialect.role_keys[0]} and {dialect.content_keys[0]}"
-        raise BadRowError(f'"{place}" is {kind(value)}; it must be a list of {keys}')
+        raise BadRowError(f'"{place}" is {json_type(value)}; it must be a list of {keys}')
     if not value:
         raise BadRowError(f'"{place}" is an empty list; it must hold messages')
     return [turn(message, f"{place}[{i}]", dialect) for i, message in enumerate(value)]
@@ -91,7 +91,7 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
     role_key, content_key = dialect.role_keys[0], dialect.content_keys[0]
     if not isinstance(value, dict):
         raise BadRowError(
-            f'"{place}" is {kind(value)}; it must be an object with {role_key} and {content_key}'
+            f'"{place}" is {json_type(value)}; it must be an object with {role_key} and {content_key}'
         )
     if len(value) == 2:  # a fast path for most messages
         named, content = value.get(role_key), value.get(content_key)
@@ -221,7 +221,7 @@ def _trained(said: Mapping[str, Any], place: str) -> bool | None:
     value = said[key]
     if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
         return bool(value)
-    shown = value if isinstance(value, (int, float)) else kind(value)
+    shown = value if isinstance(value, (int, float)) else json_type(value)
     rule = "0 or 1" if key == "weight" else "true or false"
     raise BadRowError(f'"{place}.{key}" is {shown}; it must be {rule}')
 

@@ -11,7 +11,7 @@ from typing import Any
 from dsft.data.formats.calls import tools
 from dsft.data.formats.message import Turn
 from dsft.data.formats.values import Fields, is_empty, string
-from dsft.data.read.json_rows import kind
+from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError
 
 
@@ -65,11 +65,11 @@ def _history(fields: Fields) -> list[str]:
     if history is None:
         return []
     if not isinstance(history, list):
-        raise BadRowError(f'"{name}" is {kind(history)}; it must be a list of [question, answer]')
+        raise BadRowError(f'"{name}" is {json_type(history)}; it must be a list of [question, answer]')
     said = []
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
-            what = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
+            what = f"a list of {len(pair)}" if isinstance(pair, list) else json_type(pair)
             raise BadRowError(f'"{name}[{i}]" is {what}; it must be [question, answer]')
         said += [string(one, f"{name}[{i}][{j}]") for j, one in enumerate(pair)]
     return said

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.data.read.json_rows import kind
+from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError
 
 DEEPEST = 100  # levels of arguments and schemas, which templates traverse recursively
@@ -45,7 +45,7 @@ class Fields:
 
 def string(value: object, place: str) -> str:
     if not isinstance(value, str):
-        raise BadRowError(f'"{place}" is {kind(value)}; it must be a string')
+        raise BadRowError(f'"{place}" is {json_type(value)}; it must be a string')
     if is_text(value):
         return value
     half = next(i for i, letter in enumerate(value) if "\ud800" <= letter <= "\udfff")
@@ -81,7 +81,7 @@ def plain(value: object, place: str, depth: int = 0) -> Any:
         return [plain(one, f"{place}[{i}]", depth + 1) for i, one in enumerate(value)]
     if isinstance(value, dict):
         return {string(key, place): plain(one, f"{place}.{key}", depth + 1) for key, one in value.items()}
-    raise BadRowError(f'"{place}" is {kind(value)}, which is not JSON')
+    raise BadRowError(f'"{place}" is {json_type(value)}, which is not JSON')
 
 
 def parsed(value: str) -> Any:
@@ -100,7 +100,7 @@ def _no_constant(name: str) -> None:
 
 def mapping(value: object, place: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise BadRowError(f'"{place}" is {kind(value)}; it must be {what}')
+        raise BadRowError(f'"{place}" is {json_type(value)}; it must be {what}')
     return value
 
 

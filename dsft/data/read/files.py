@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from dsft.data.read import builtin
 from dsft.data.read.columns import arrow_rows, arrow_starts, parquet_rows, parquet_starts
@@ -22,13 +21,6 @@ from dsft.data.rows import Line
 from dsft.errors import MissingInputError
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data, kind_of
-
-
-class Source(Protocol):
-    """The part of a `data.train` or `data.eval` entry that is read here."""
-
-    @property
-    def path(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,9 @@ def readable(file: DataFile) -> Iterator[None]:
         raise MissingInputError(f"data {file.name}: cannot be read ({reason}); check its rights") from error
 
 
-def data_files(source: Source) -> tuple[DataFile, ...]:
-    """Return the files of a source, in the order of their rows. Raises MissingInputError if there is none."""
-    name = str(source.path)
+def data_files(name: str) -> tuple[DataFile, ...]:
+    """Return the files of the source `name` (`path` in the spec), in the order of their rows. Raises
+    MissingInputError if there is none."""
     if name.startswith(BUILTIN_PREFIX):
         return (DataFile(name),)
     try:

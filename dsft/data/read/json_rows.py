@@ -74,7 +74,7 @@ def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
             yield from (Line(number, mistake=mistake) for number, mistake in text_mistakes(opened))
 
 
-def kind(value: object) -> str:
+def json_type(value: object) -> str:
     """Return the JSON type of a value in words, for messages."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -111,7 +111,7 @@ class _Decoder:
 
 def _line(number: int, value: object, fault: str | None) -> Line:
     if fault is None and not isinstance(value, dict):
-        fault = f"the row is {kind(value)}, not an object of columns and values"
+        fault = f"the row is {json_type(value)}, not an object of columns and values"
     return Line(number, mistake=fault) if fault is not None else Line(number, row=value)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ class OutOfTimeError(Exception):
     """A rendering took more than TIME_LIMIT."""
 
 
-class Bounded:
+class RenderLimits:
     """A context that raises OutOfTimeError after TIME_LIMIT seconds of CPU time, and MemoryError if memory
     grows by more than MEMORY_LIMIT. Do not nest it, nor use it for code that catches every exception.
 
@@ -51,24 +51,24 @@ class Bounded:
             most = min(most, self._soft)
         self._collects = gc.isenabled()
         gc.disable()
-        Bounded._inside, Bounded._expired = True, False
+        RenderLimits._inside, RenderLimits._expired = True, False
         signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT, _AGAIN)
         resource.setrlimit(resource.RLIMIT_DATA, (most, self._hard))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bounds:
-            Bounded._inside = False
+            RenderLimits._inside = False
             resource.setrlimit(resource.RLIMIT_DATA, (self._soft, self._hard))
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if self._collects:
                 gc.enable()
-            if Bounded._expired and kind is not None and issubclass(kind, Exception):
+            if RenderLimits._expired and kind is not None and issubclass(kind, Exception):
                 raise OutOfTimeError
 
 
 def _out_of_time(*_: object) -> None:
-    if Bounded._inside:
-        Bounded._expired = True
+    if RenderLimits._inside:
+        RenderLimits._expired = True
         raise OutOfTimeError
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from dsft.data.render.template import ChatTemplate, prepared, template_error
+from dsft.data.render.template import ChatTemplate, prepare_messages, template_error
 from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Message
 from dsft.errors import DataError, Problem
 
@@ -36,7 +36,7 @@ _CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "argum
 """A sample tool call, to find out whether a template writes calls."""
 
 
-class Part(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters `start` to `stop` of a text, and their name in errors."""
 
     name: str
@@ -44,13 +44,13 @@ class Part(NamedTuple):
     stop: int
 
 
-class Marked(NamedTuple):
+class MaskedText(NamedTuple):
     """A rendered text and its mask, in characters. trained: whether `parts` are what is trained on or what is
     not. stand_ins: if contents spell tokens of the template, token -> the character that replaces its
     spelling in the text."""
 
     text: str
-    parts: list[Part]
+    parts: list[TextSpan]
     trained: bool
     stand_ins: Mapping[str, str] = {}
 
@@ -66,14 +66,14 @@ class TurnEnds:
 
 
 @dataclass(frozen=True)
-class Masks:
+class MaskBuilder:
     """Computes masks. special_tokens: the tokenizer's, one of which ends a turn."""
 
     template: ChatTemplate
     train_on: TrainOn
     special_tokens: frozenset[str]
 
-    def of(self, conversation: Conversation) -> Marked:
+    def of(self, conversation: Conversation) -> MaskedText:
         """Render a conversation. Raises BadRowError if the template refuses it or its turns cannot be
         located, DataError if the template's turns never can."""
         trained = _trained(conversation, self.train_on)
@@ -91,7 +91,7 @@ class Masks:
         return marked._replace(stand_ins=self._stand_ins)
 
     def _row(self, conversation: Conversation) -> _Row:
-        row = _Row(prepared(conversation.messages), conversation.tools, self.template)
+        row = _Row(prepare_messages(conversation.messages), conversation.tools, self.template)
         keys = {"tools"}.union(*row.messages) if row.tools else set[str]().union(*row.messages)
         for key in filter(keys.__contains__, _KEYS):
             has = key == "tools" or any(message.get(key) for message in row.messages)
@@ -163,7 +163,7 @@ class Masks:
                 return False  # as in `_joins_system`
         return len(texts) == 1
 
-    def _marked(self, row: _Row, trained: Sequence[bool]) -> Marked:
+    def _marked(self, row: _Row, trained: Sequence[bool]) -> MaskedText:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
         roles = [message["role"] for message in row.messages[:2]]
         if roles == ["system", "user"] and trained[0] != trained[1] and self._joins_system:
@@ -174,16 +174,16 @@ class Masks:
         text, marks = row.render(len(trained))
         if self.train_on == "all":
             others = [number for number, is_trained in enumerate(trained) if not is_trained]
-            return Marked(text, [self._message(row, number, text, marks) for number in others], False)
+            return MaskedText(text, [self._message(row, number, text, marks) for number in others], False)
         if self.template.is_marked and all(row.messages[i]["role"] == "assistant" for i in wanted):
-            return Marked(text, _marked(row, wanted, marks), True)
-        return Marked(text, [self._message(row, number, text, marks) for number in wanted], True)
+            return MaskedText(text, _marked(row, wanted, marks), True)
+        return MaskedText(text, [self._message(row, number, text, marks) for number in wanted], True)
 
-    def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> Part:
+    def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> TextSpan:
         """Return the part of any message: an assistant turn, or all that the template writes for another."""
         if row.messages[number]["role"] != "assistant":
             start = row.prefix(number, text) if number else 0
-            return Part(f"turn {number + 1}", start, row.prefix(number + 1, text))
+            return TextSpan(f"turn {number + 1}", start, row.prefix(number + 1, text))
         if self.template.is_marked:
             return _marked(row, [number], marks)[0]
         return _turn(row, number, text, self.ends)
@@ -364,20 +364,20 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     return trained
 
 
-def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[Part]:
+def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[TextSpan]:
     """Return the marks of the wanted turns."""
     turns = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
     if len(marks) == len(turns):
-        return [Part(f"turn {number + 1}", *marks[turns.index(number)]) for number in wanted]
+        return [TextSpan(f"turn {number + 1}", *marks[turns.index(number)]) for number in wanted]
     if list(wanted) == turns:
-        return [Part(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
+        return [TextSpan(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
     raise BadRowError(
         f"the chat template marks {len(marks)} parts and the row has {len(turns)} turns of the assistant, so "
         "it cannot be told which part is which turn; train on all of them, or mark each turn once"
     )
 
 
-def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
+def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
     """Locate an assistant turn in a text without marks."""
     name = f"turn {number + 1}"
     start = row.prefix(number, text, prompt=True)
@@ -386,7 +386,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
         # The fast path: the template writes the answer unchanged. The rest is for all other cases.
         for answer in (content, ends.lead + content, ends.lead + content.strip()):
             if text.startswith(answer + ends.end, start):
-                return Part(name, start, start + len(answer + ends.end))
+                return TextSpan(name, start, start + len(answer + ends.end))
     asked = row.render(number, prompt=True)[0]
     alone, _ = row.render(number + 1)
     if not (alone.startswith(asked) and alone.endswith(ends.tail)):
@@ -397,7 +397,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> Part:
     # A lead that the template writes before any last answer, such as an empty thought, may be missing here.
     for rest in (answer, answer.removeprefix(ends.lead)):
         if text.startswith(rest, start):
-            return Part(name, start, start + len(rest))
+            return TextSpan(name, start, start + len(rest))
     same = start + len(commonprefix([text[start:], answer]))
     raise BadRowError(
         f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} where the row ends with this "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from dsft.data.render.masks import Marked, Masks, TrainOn
+from dsft.data.render.masks import MaskBuilder, MaskedText, TrainOn
 from dsft.data.render.template import template_of
-from dsft.data.render.tokens import Tokens, unpanicked
+from dsft.data.render.tokens import SampleEncoder, unpanicked
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
 
@@ -91,7 +91,7 @@ class Renderer:
     def _batch(self, samples: Sequence[Sample]) -> list[Rendered | str]:
         rendered: list[Rendered | str] = [""] * len(samples)
         texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
-        talks: list[tuple[int, Marked]] = []
+        talks: list[tuple[int, MaskedText]] = []
         for i, sample in enumerate(samples):
             if isinstance(sample, Conversation):
                 try:
@@ -106,26 +106,26 @@ class Renderer:
             rendered[i] = one
         return rendered
 
-    def _masks(self, tools: bool) -> Masks:
+    def _masks(self, tools: bool) -> MaskBuilder:
         return self._with_tools if tools else self._without_tools
 
     @cached_property
-    def _with_tools(self) -> Masks:
+    def _with_tools(self) -> MaskBuilder:
         return self._masks_of(tools=True)
 
     @cached_property
-    def _without_tools(self) -> Masks:
+    def _without_tools(self) -> MaskBuilder:
         return self._masks_of(tools=False)
 
-    def _masks_of(self, *, tools: bool) -> Masks:
+    def _masks_of(self, *, tools: bool) -> MaskBuilder:
         template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
-        masks = Masks(template, self.train_on, self._tokens.special)
+        masks = MaskBuilder(template, self.train_on, self._tokens.special)
         masks.prove_marks()
         return masks
 
     @cached_property
-    def _tokens(self) -> Tokens:
-        return Tokens(self.tokenizer)
+    def _tokens(self) -> SampleEncoder:
+        return SampleEncoder(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values, since compiled templates and patterns cannot be pickled."""
@@ -137,7 +137,7 @@ class Renderer:
 
 def tokenizer_text(tokenizer: Any) -> Any:
     """Return everything that defines a tokenizer, as JSON values, except the paths of its files, which differ
-    between hosts, and truncation and padding, which `Tokens` turns off when it first encodes."""
+    between hosts, and truncation and padding, which `SampleEncoder` turns off when it first encodes."""
     if tokenizer.is_fast:
         held = json.loads(tokenizer.backend_tokenizer.to_str())
         return {key: value for key, value in held.items() if key not in ("truncation", "padding")}
@@ -150,7 +150,7 @@ def tokenizer_text(tokenizer: Any) -> Any:
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _texts(samples: Sequence[Text], tokens: Tokens, train_on: TrainOn) -> list[Rendered | str]:
+def _texts(samples: Sequence[Text], tokens: SampleEncoder, train_on: TrainOn) -> list[Rendered | str]:
     """Tokenize texts, each followed by the end-of-text token. With train_on "all", prompts are trained on,
     too. The first token is never a target, whatever its mask."""
     if samples and tokens.tokenizer.eos_token_id is None:
@@ -162,7 +162,7 @@ def _texts(samples: Sequence[Text], tokens: Tokens, train_on: TrainOn) -> list[R
     return [_text(sample, ids, tokens) for sample, ids in zip(samples, whole, strict=True)]
 
 
-def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
+def _text(sample: Text, ids: list[int], tokens: SampleEncoder) -> Rendered | str:
     tokenizer = tokens.tokenizer
     said = "".join(part for part, _ in sample.parts)
     trained = np.ones(len(ids) + 1, dtype=np.bool_)
@@ -185,7 +185,7 @@ def _text(sample: Text, ids: list[int], tokens: Tokens) -> Rendered | str:
     return Rendered(np.array(ids, dtype=np.int32), trained[: len(ids)])
 
 
-def _count(prefix: str, ids: list[int], tokens: Tokens) -> int | None:
+def _count(prefix: str, ids: list[int], tokens: SampleEncoder) -> int | None:
     """Return how many of a row's tokens are those of its prefix; None if the row does not begin with them."""
     (alone,), closed = tokens.of_texts([prefix]), tokens.around
     eos = tokens.tokenizer.eos_token_id

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, Bounded, OutOfTimeError
+from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, OutOfTimeError, RenderLimits
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
 from dsft.older import template_messages
@@ -70,10 +70,11 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> tuple[str, Marks]:
-        """Return the text of `prepared` messages and its marks. prompt: with the generation prompt.
+        """Return the text of messages from `prepare_messages`, and its marks. prompt: append the generation
+        prompt.
 
         Raises BadRowError if the template refuses the messages, EndlessTemplateError if it exceeds the CPU
-        time or memory of `Bounded`, or writes far more than the messages contain.
+        time or memory of `RenderLimits`, or writes far more than the messages contain.
         """
         from jinja2 import TemplateError
 
@@ -85,7 +86,7 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            with Bounded():
+            with RenderLimits():
                 return self._written(values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
@@ -140,7 +141,7 @@ class ChatTemplate:
             ) from error
 
 
-def prepared(messages: Sequence[Message]) -> list[Message]:
+def prepare_messages(messages: Sequence[Message]) -> list[Message]:
     """Return messages as transformers passes them to a template: plain data, without keys that are null, the
     reasoning under each of its names. Each message is prepared independently of the others."""
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]

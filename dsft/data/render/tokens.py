@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.render.masks import Marked, Part, any_of
+from dsft.data.render.masks import MaskedText, TextSpan, any_of
 from dsft.data.rows import Rendered
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def unpanicked(
     return [one for row in rows for one in unpanicked(read, [row])]
 
 
-class Tokens:
+class SampleEncoder:
     """A tokenizer that encodes texts and conversations. special: its special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,7 +70,7 @@ class Tokens:
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content}
         special = {token.content for token in added.values() if token.special}
         self.special = frozenset(filter(str.strip, special | set(tokenizer.all_special_tokens)))
-        self._twins: dict[frozenset[tuple[str, str]], Reader | None] = {}
+        self._twins: dict[frozenset[tuple[str, str]], MaskedTextEncoder | None] = {}
         self._encode = _quickly(tokenizer.backend_tokenizer) if tokenizer.is_fast else _slowly(tokenizer)
         # These are matched in the text before it is normalized.
         raw = {
@@ -78,7 +78,7 @@ class Tokens:
             for index, token in added.items()
             if tokenizer.is_fast and not token.normalized and not token.single_word
         }
-        self._reader = Reader(self._encode, raw, self.special)
+        self._reader = MaskedTextEncoder(self._encode, raw, self.special)
 
     def of_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of texts, with the tokens that the tokenizer itself adds around a text."""
@@ -89,7 +89,7 @@ class Tokens:
         """The tokens that the tokenizer itself adds around a text."""
         return self.of_texts([""])[0]
 
-    def conversations(self, rows: Sequence[Marked]) -> list[Rendered | str]:
+    def conversations(self, rows: Sequence[MaskedText]) -> list[Rendered | str]:
         """Tokenize rendered conversations. None of the tokenizer's own tokens are added around them, since a
         template writes the beginning-of-text token itself."""
         made = iter(self._reader.read([row for row in rows if not row.stand_ins]))
@@ -97,7 +97,7 @@ class Tokens:
 
     # --- contents that spell a token of the template --------------------------------------------------------
 
-    def _as_text(self, row: Marked) -> Rendered | str:
+    def _as_text(self, row: MaskedText) -> Rendered | str:
         """Tokenize a row so that tokens spelled in its contents become plain text: swap the stand-ins with
         the tokens that they represent, and use a twin tokenizer, whose tokens are named by the stand-ins."""
         twin = self._twin(row.stand_ins)
@@ -116,18 +116,18 @@ class Tokens:
         def moved(end: int) -> int:
             return end + shifts[bisect_right(ends, end) - 1]
 
-        parts = [Part(name, moved(start), moved(stop)) for name, start, stop in row.parts]
+        parts = [TextSpan(name, moved(start), moved(stop)) for name, start, stop in row.parts]
         made = twin.read([row._replace(text=text, parts=parts)])[0]
         return made if isinstance(made, str) else replace(made, spelled=True)
 
-    def _twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
-        """Return the Reader of the twin tokenizer; None if the tokenizer's tokens cannot be renamed."""
+    def _twin(self, stand_ins: Mapping[str, str]) -> MaskedTextEncoder | None:
+        """Return the encoder of the twin tokenizer; None if the tokenizer's tokens cannot be renamed."""
         key = frozenset(stand_ins.items())
         if key not in self._twins:
             self._twins[key] = self._made_twin(stand_ins) if self.tokenizer.is_fast else None
         return self._twins[key]
 
-    def _made_twin(self, stand_ins: Mapping[str, str]) -> Reader | None:
+    def _made_twin(self, stand_ins: Mapping[str, str]) -> MaskedTextEncoder | None:
         from tokenizers import Tokenizer
 
         def renamed(name: Any) -> Any:
@@ -153,7 +153,7 @@ class Tokens:
         if any(known is None or known != found for known, found in ids):
             return None
         added = {renamed(name): index for name, index in self._reader.added.items()}
-        return Reader(_quickly(twin), added, map(renamed, self.special))
+        return MaskedTextEncoder(_quickly(twin), added, map(renamed, self.special))
 
 
 Encode = Callable[[list[str], bool], list[list[int]]]
@@ -194,7 +194,7 @@ class _Positions:
     tokens: list[int]
 
 
-class Reader:
+class MaskedTextEncoder:
     """Tokenizes rendered texts.
 
     added  name in the text -> id, of the added tokens that split a text before it is normalized
@@ -215,14 +215,14 @@ class Reader:
         self._is_added[list(self._names)] = True
         self._remembered: dict[str, list[int]] = {}
 
-    def read(self, rows: Sequence[Marked]) -> list[Rendered | str]:
-        def read(some: Sequence[Marked]) -> list[Rendered | str]:
+    def read(self, rows: Sequence[MaskedText]) -> list[Rendered | str]:
+        def read(some: Sequence[MaskedText]) -> list[Rendered | str]:
             whole = self._encode([row.text for row in some], False) if some else []
             return [self._row(row, ids) for row, ids in zip(some, whole, strict=True)]
 
         return unpanicked(read, rows)
 
-    def _row(self, row: Marked, ids: list[int]) -> Rendered | str:
+    def _row(self, row: MaskedText, ids: list[int]) -> Rendered | str:
         tokens = np.array(ids, dtype=np.int32)
         trained = np.full(len(ids), not row.trained)
         at = self._positions(row.text, tokens)
@@ -266,7 +266,7 @@ class Reader:
         stop = first + len(alone)
         return stop if ids[first:stop] == alone else None
 
-    def _is_ended(self, row: Marked) -> bool:
+    def _is_ended(self, row: MaskedText) -> bool:
         """Return whether the last part that is trained on ends with a special token (and white space)."""
         if row.trained and not row.parts:
             return False

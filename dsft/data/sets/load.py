@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsft.data.cache.store import IN_MEMORY, Cache, tokenised
+from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import MAX_SHOWN, Account, TokenRows, data_error
 from dsft.data.sets.dataset import Dataset
@@ -116,7 +116,7 @@ def measure(
     def rows_of(source: Source) -> TokenRows | PairRows:
         is_pairs = TASKS[spec.task].unit == "pair"
         most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
-        rows = tokenised(source, renderer, task=spec.task, cache=cache, max_rows=most)
+        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
         return PairRows(rows) if is_pairs else rows
 
     divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])

@@ -28,7 +28,7 @@ BYTE_LEVEL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedTokens:
     """The outcome of model.add_tokens. first_id: the id of the first new token; the others follow it."""
 
     new: tuple[str, ...]
@@ -50,14 +50,14 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     return open_tokenizer(model)[0]
 
 
-def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, Added]:
+def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, AddedTokens]:
     """Return the tokenizer as `tokenizer_of` does, and what became of model.add_tokens."""
     name = model.tokenizer or model.name_or_path
     tokenizer = byte_level_tokenizer() if name is None else load_tokenizer(name)
     return tokenizer, add_tokens(tokenizer, model.add_tokens)
 
 
-def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
+def notes(tokenizer: PreTrainedTokenizerBase, added: AddedTokens) -> Iterator[str]:
     """Yield messages about a run's tokenizer."""
     if str(added):
         yield f"model.add_tokens: {added}"
@@ -68,7 +68,7 @@ def notes(tokenizer: PreTrainedTokenizerBase, added: Added) -> Iterator[str]:
         )
 
 
-def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Added:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> AddedTokens:
     """Add each token that the tokenizer does not have as a special token with the next id."""
     from tokenizers import AddedToken
 
@@ -81,7 +81,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Add
         )
     ids: Any = tokenizer.convert_tokens_to_ids(list(new))
     known = tuple(token for token in tokens if token in vocabulary)
-    return Added(new, known, min(ids, default=None))
+    return AddedTokens(new, known, min(ids, default=None))
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -67,7 +67,7 @@ that looks like a token."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TokenizerOptions:
     """The tokenizer to train. special: special tokens besides those of the chat template; sample_mb: text to
     train on, in 10^6 bytes."""
 
@@ -86,7 +86,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Counted:
+class TextCounts:
     """The counts of the files. held_out: the held-out lines; limit: the largest of their hashes, or -1."""
 
     lines: int
@@ -95,7 +95,7 @@ class Counted:
     limit: int
 
 
-def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
+def train_tokenizer(wanted: TokenizerOptions, say: Callable[[str], None]) -> None:
     """Train a tokenizer, write its folder and report progress.
 
     Raises LockedError if the folder exists, MissingInputError for missing files, DataError for lines that are
@@ -103,7 +103,7 @@ def train_tokenizer(wanted: Wanted, say: Callable[[str], None]) -> None:
     allow.
     """
     _check(wanted)
-    files = [file for name in wanted.files for file in data_files(Source(path=name))]
+    files = [file for name in wanted.files for file in data_files(name)]
     counted = count(files, wanted, say)
     share = min(1.0, wanted.sample_mb * 1e6 / max(counted.num_bytes, 1))
     part = "" if share == 1 else f", {share:.1%} of them learned from"
@@ -140,7 +140,7 @@ def kind_named(name: str) -> Kind:
     raise SpecError("No tokenizer can be made.", [Problem("--model", message)])
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: TokenizerOptions) -> None:
     if wanted.out.exists():
         raise LockedError(f"--out {wanted.out} is there already; give another folder.")
     if not 0.9 <= wanted.character_coverage <= 1:
@@ -153,7 +153,7 @@ def _check(wanted: Wanted) -> None:
         raise _wrong_size(wanted, f"less than the 256 bytes and the special tokens; give {least:,} or more")
 
 
-def _wrong_size(wanted: Wanted, why: str) -> SpecError:
+def _wrong_size(wanted: TokenizerOptions, why: str) -> SpecError:
     message = f"{wanted.vocab_size:,} is {why}"
     return SpecError("No tokenizer of this size can be made.", [Problem("--vocab_size", message)])
 
@@ -170,7 +170,7 @@ def _aside(out: Path) -> Path:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None]) -> Counted:
+def count(files: Sequence[DataFile], wanted: TokenizerOptions, say: Callable[[str], None]) -> TextCounts:
     """Count the text and choose the held-out lines, those with the smallest hashes. Raises DataError for
     lines that are not text, or if there is no text at all."""
     lines = num_bytes = mistakes = 0
@@ -203,7 +203,7 @@ def count(files: Sequence[DataFile], wanted: Wanted, say: Callable[[str], None])
             [Problem(", ".join(wanted.files), "every line is blank; give files with text")],
         )
     smallest = sorted(drawn, reverse=True)[: lines // 20]
-    return Counted(
+    return TextCounts(
         lines, num_bytes, tuple(text for _, text in smallest), -smallest[-1][0] if smallest else -1
     )
 
@@ -249,7 +249,9 @@ def _text(line: Line, found: Format | str) -> tuple[str, str | None]:
     return "\n".join(content for content in said if isinstance(content, str)), None
 
 
-def _learned(files: Sequence[DataFile], wanted: Wanted, counted: Counted, share: float) -> Iterator[str]:
+def _learned(
+    files: Sequence[DataFile], wanted: TokenizerOptions, counted: TextCounts, share: float
+) -> Iterator[str]:
     """Yield all lines except the held-out ones, or a uniform sample of them, in pieces."""
     for _, text, _ in _lines(files):
         value = _hash(text)
@@ -276,7 +278,7 @@ def _hash(text: str) -> int:
 # --- learning -----------------------------------------------------------------------------------------------
 
 
-def _sentencepiece(texts: Iterator[str], wanted: Wanted, folder: Path) -> PreTrainedTokenizerBase:
+def _sentencepiece(texts: Iterator[str], wanted: TokenizerOptions, folder: Path) -> PreTrainedTokenizerBase:
     """Train a sentencepiece model and convert it. The model file is also written to the folder."""
     import sentencepiece
 
@@ -298,7 +300,7 @@ def _sentencepiece(texts: Iterator[str], wanted: Wanted, folder: Path) -> PreTra
     return _wrapped(converted(parse(model.getvalue())), wanted, unk_token=UNKNOWN_TOKEN)
 
 
-def _refused(wanted: Wanted, message: str) -> SpecError:
+def _refused(wanted: TokenizerOptions, message: str) -> SpecError:
     """Return the error for sentencepiece's message, in one sentence."""
     if found := re.search(r"too high .*<= (\d+)", message):
         return _wrong_size(wanted, f"more than this text gives; give {int(found[1]):,} or less, or more text")
@@ -312,7 +314,7 @@ def _refused(wanted: Wanted, message: str) -> SpecError:
     return SpecError("No tokenizer can be made.", [Problem("sentencepiece", f"refuses the text: {reason}")])
 
 
-def _byte_bpe(texts: Iterator[str], wanted: Wanted) -> PreTrainedTokenizerBase:
+def _byte_bpe(texts: Iterator[str], wanted: TokenizerOptions) -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())
@@ -337,7 +339,7 @@ def _byte_bpe(texts: Iterator[str], wanted: Wanted) -> PreTrainedTokenizerBase:
     return _wrapped(backend, wanted)
 
 
-def _wrapped(backend: Any, wanted: Wanted, **special: str) -> PreTrainedTokenizerBase:
+def _wrapped(backend: Any, wanted: TokenizerOptions, **special: str) -> PreTrainedTokenizerBase:
     """Return a transformers tokenizer with dsft's chat template."""
     from transformers import PreTrainedTokenizerFast
 
@@ -356,7 +358,7 @@ def _wrapped(backend: Any, wanted: Wanted, **special: str) -> PreTrainedTokenize
 # --- what came of it ----------------------------------------------------------------------------------------
 
 
-def check(tokenizer: Any, held_out: Sequence[str], wanted: Wanted) -> Iterator[str]:
+def check(tokenizer: Any, held_out: Sequence[str], wanted: TokenizerOptions) -> Iterator[str]:
     """Yield a line on compression and one on the round trip. Raises DataError if a text does not come back
     from its ids unchanged."""
     texts = [*held_out, "\n".join(held_out), *HARD]

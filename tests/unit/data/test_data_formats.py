@@ -6,7 +6,6 @@ import json
 import pickle
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,21 +17,19 @@ from dsft.data.formats import Format, choose, content_hash, convert
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Conversation, Line, Rendered, Row, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Source, Spec
 from dsft.spec.task import TASKS
 
 TOKENIZER = byte_level_tokenizer()
 REAL = Path(__file__).parents[4] / "shared" / "data"
 
 
-@dataclass(frozen=True)
-class Source:
-    format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+def source(format: str | None = None, columns: Mapping[str, str] | None = None) -> Source:
+    return Source.model_construct(format=format, columns=columns or {})
 
 
 def found(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> Format:
-    return choose(Source(name, columns), [Line(1, row)], task)
+    return choose(source(name, columns), [Line(1, row)], task)
 
 
 def meant(row: Mapping[str, Any], task: str = "sft", name: str | None = None, **columns: str) -> Row:
@@ -234,7 +231,7 @@ def test_any_change_gives_a_row_or_a_reason(messages: list[dict[str, Any]], data
             break
     for task, format in (("sft", None), ("sft", name), ("dpo", None)):
         try:
-            result = convert(changed, choose(Source(format), [Line(1, changed)], task))
+            result = convert(changed, choose(source(format), [Line(1, changed)], task))
         except BadRowError as error:
             assert str(error)
         else:
@@ -547,7 +544,7 @@ def test_real_files(name: str, task: str, format: str) -> None:
         pytest.skip(f"{REAL / name} is not there")
     content = (REAL / name).read_text()
     rows = json.loads(content) if name.endswith(".json") else list(map(json.loads, content.splitlines()))
-    one = choose(Source(), [Line(1, rows[0])], task)
+    one = choose(source(), [Line(1, rows[0])], task)
     assert one.name == format
     made = [convert(row, one) for row in rows]
     assert len({content_hash(row) for row in made}) == len({json.dumps(row) for row in rows})

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.cache.store import tokenised
+from dsft.data.cache.store import tokenized_rows
 from dsft.data.render.masks import TrainOn
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
@@ -368,7 +368,7 @@ def test_rows_that_spell_a_token_of_the_template_are_told_of(tmp_path: Path) -> 
             for answer in answers
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        notes = tokenised(Source(path=str(file)), Renderer(BYTES), task="sft").account.notes
+        notes = tokenized_rows(Source(path=str(file)), Renderer(BYTES), task="sft").account.notes
         return [note.removeprefix(f"{file}: ") for note in notes if "(line" in note]
 
     plain = "; what is said is read as plain text, and ends no turn"

@@ -8,7 +8,7 @@ import json
 import pickle
 import struct
 import tracemalloc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,8 @@ MARK = b"\xef\xbb\xbf"
 ROWS = [{"text": f"row {n}", "n": n} for n in range(50)]
 
 
-@dataclass(frozen=True)
-class Source:
-    path: str
-
-
 def file_at(path: Path) -> DataFile:
-    (file,) = data_files(Source(str(path)))
+    (file,) = data_files(str(path))
     return file
 
 

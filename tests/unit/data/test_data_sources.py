@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -28,11 +27,6 @@ from dsft.errors import DataError, MissingInputError
 ROW = b'{"text": "a"}\n'
 
 
-@dataclass(frozen=True)
-class Source:
-    path: str
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -46,13 +40,11 @@ def write(*names: str, content: bytes = ROW) -> None:
 
 
 def names(path: str) -> list[str]:
-    return [file.name for file in data_files(Source(path))]
+    return [file.name for file in data_files(path)]
 
 
 def rows(path: str) -> list[Any]:
-    lines = [
-        line for file in data_files(Source(path)) for block in blocks(file) for line in read_block(block)
-    ]
+    lines = [line for file in data_files(path) for block in blocks(file) for line in read_block(block)]
     assert not [line for line in lines if line.mistake]
     return [line.row for line in lines]
 
@@ -62,7 +54,7 @@ def rows(path: str) -> list[Any]:
 
 def test_a_folder_is_its_data_files_sorted_and_what_is_left_out_is_told() -> None:
     write("d/b.jsonl", "d/a.JSON", "d/sub/c.txt.gz", "d/sub.csv", "d/README.md", "d/.x.jsonl", "d/.git/a.txt")
-    files = data_files(Source("d"))
+    files = data_files("d")
     assert [file.name for file in files] == ["d/a.JSON", "d/b.jsonl", "d/sub/c.txt.gz", "d/sub.csv"]
     assert [file.kind for file in files] == ["json", "jsonl", "text", "csv"]
     assert files[0].notes == (
@@ -90,7 +82,7 @@ def test_patterns() -> None:
 
 def test_many_files_are_told_of_in_short() -> None:
     write(*(f"d/{n:03}.jsonl" for n in range(40)))
-    assert data_files(Source("d"))[0].notes[0] == (
+    assert data_files("d")[0].notes[0] == (
         "d: 40 files: 000.jsonl, 001.jsonl, 002.jsonl, 003.jsonl, 004.jsonl and 35 more"
     )
 
@@ -126,7 +118,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_a_hub_id_is_loaded_into_files_and_its_revision_told(hub: list[Any]) -> None:
-    (file,) = data_files(Source("owner/name@v1.0:main:test"))
+    (file,) = data_files("owner/name@v1.0:main:test")
     assert hub == [("owner/name", "main", "test", "v1.0")]
     assert file.name == "owner/name/data-train.arrow"
     said = f"owner/name@v1.0:main:test: from the hub, split test, revision {COMMIT}, 2 rows"
@@ -217,13 +209,12 @@ HUB = {
     "code": {"README.md": b"", "code.py": b"open('it_ran', 'w')"},
 }
 ASK = """
-import dataclasses, sys
+import sys
 from dsft.data.read.files import blocks, data_files, read_block
 print([name for name in ('datasets', 'pandas', 'pyarrow', 'torch', 'transformers') if name in sys.modules])
-Source = dataclasses.make_dataclass('Source', ['path'])
 for name in ('owner/name:test', 'owner/name:main:test', 'owner/name', 'owner/code', 'nobody/nothing'):
     try:
-        (file,) = data_files(Source(name))
+        (file,) = data_files(name)
         print([line.row for block in blocks(file) for line in read_block(block)], *file.notes)
     except Exception as error:
         print(type(error).__name__, error)
@@ -284,7 +275,7 @@ def test_a_data_set_that_datasets_saved(
 
 
 def digest_of(path: str, memory: str | None = "memory") -> str:
-    (file,) = data_files(Source(path))
+    (file,) = data_files(path)
     return file_digest(file, Path(memory) if memory else None)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from dsft.data.read.builtin import QUICKSTART, builtin_rows
 from dsft.data.render.renderer import tokenizer_text
 from dsft.data.tokenizer import spm
-from dsft.data.tokenizer.load import Added, add_tokens, load_tokenizer, notes
+from dsft.data.tokenizer.load import AddedTokens, add_tokens, load_tokenizer, notes
 from dsft.errors import MissingInputError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -195,7 +195,7 @@ def test_where_a_conversion_differs_sentencepiece_itself_cuts(
     monkeypatch.setattr(spm, "_normalizers", lambda model: [])
     tokenizer = load_tokenizer(path)
     assert not tokenizer.is_fast
-    (said,) = notes(tokenizer, Added((), (), None))
+    (said,) = notes(tokenizer, AddedTokens((), (), None))
     assert said.startswith("tokenizer: sentencepiece itself cuts the text")
 
 

@@ -10,9 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,25 +24,19 @@ from hypothesis import strategies as st
 
 from dsft.data.cache import rows as rows_module
 from dsft.data.cache import store
-from dsft.data.cache.block import Collected, Found, open_block, save_block
-from dsft.data.cache.store import Cache, Kept, Pace, StoredRows, tokenised
+from dsft.data.cache.block import BlockAccount, BlockBuilder, open_block, save_block
+from dsft.data.cache.store import Cache, CacheSummary, StoredRows, TokenizeProgress, tokenized_rows
 from dsft.data.read import files
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DamagedDataError, DataError, StorageError
+from dsft.spec.schema import Source
 from dsft.system.host import cores
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDERER = Renderer(byte_level_tokenizer())
 BLOCK_BYTES = 1000
-
-
-@dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +60,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def made(path: Path, cache: Cache, **options: Any) -> StoredRows:
-    return tokenised(Source(str(path)), RENDERER, task="pretrain", cache=cache, **options)
+    return tokenized_rows(Source(path=str(path)), RENDERER, task="pretrain", cache=cache, **options)
 
 
 def said(rows: StoredRows) -> list[tuple[str, list[int], list[bool], bool]]:
@@ -100,9 +93,9 @@ def test_a_part_of_a_row_is_that_of_the_whole(
 
 
 def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
-    expected, kept = made(data, Cache()), list[Kept]()
-    paces: list[Pace] = []
-    cache = Cache(tmp_path / "cache", progress=paces.append, kept=kept.append)
+    expected, kept = made(data, Cache()), list[CacheSummary]()
+    paces: list[TokenizeProgress] = []
+    cache = Cache(tmp_path / "cache", progress=paces.append, report=kept.append)
     for rows in (made(data, cache), made(data, cache)):
         assert said(rows) == said(expected)
         assert rows.account == expected.account
@@ -131,7 +124,7 @@ rendered = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_siz
 @settings(max_examples=60, deadline=None)
 def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide: bool) -> None:
     limit = 2**31 if wide else 2**16
-    collected = Collected("<i4" if wide else "<u2")
+    collected = BlockBuilder("<i4" if wide else "<u2")
     given = [
         Rendered(
             np.array([t % limit for t, _ in row], np.int32), np.array([m for _, m in row], np.bool_), wide
@@ -143,9 +136,9 @@ def test_any_tokens_and_masks_come_back(rows: list[list[tuple[int, bool]]], wide
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.safetensors")
         with closing(collected):
-            save_block(path, collected.block(Found(9, 1, 1, ((2, "why"),))), "key", 3)
+            save_block(path, collected.block(BlockAccount(9, 1, 1, ((2, "why"),))), "key", 3)
         block, loaded = open_block(path, "key", 3), safetensors.numpy.load_file(path)
-    assert block.found == Found(9, 1, 1, ((2, "why"),))
+    assert block.account == BlockAccount(9, 1, 1, ((2, "why"),))
     assert len(block) == len(given)
     for i, one in enumerate(given):
         back = block.read(i)
@@ -176,18 +169,18 @@ def test_the_name_of_what_is_kept_is_its_content(data: Path, tmp_path: Path) -> 
     assert made(copy, cache).source(0).endswith("elsewhere.jsonl:1")
     assert {path.parent for path in block_files(tmp_path / "cache")} == folders
     last = Renderer(byte_level_tokenizer(), train_on="last")
-    tokenised(Source(str(data)), last, task="pretrain", cache=cache)
+    tokenized_rows(Source(path=str(data)), last, task="pretrain", cache=cache)
     copy.write_text(copy.read_text(encoding="utf-8").replace("row 3 ", "row 4 "), encoding="utf-8")
     assert made(copy, cache).digest != made(data, cache).digest
     assert len({path.parent for path in block_files(tmp_path / "cache")}) == 3
 
 
 def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> None:
-    folder, kept = tmp_path / "both", list[Kept]()
+    folder, kept = tmp_path / "both", list[CacheSummary]()
     folder.mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         shutil.copy(data, folder / name)
-    rows = made(folder, Cache(tmp_path / "cache", kept=kept.append))
+    rows = made(folder, Cache(tmp_path / "cache", report=kept.append))
     assert said(rows) == said(made(folder, Cache()))
     assert kept[0].blocks == 2 * kept[0].made == 2 * len(block_files(tmp_path / "cache"))
     assert rows.source(118).endswith("b.jsonl:1")
@@ -246,7 +239,7 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
         told.append(text)
         done.set()
 
-    made(data, Cache(tmp_path / "cache", say=say))
+    made(data, Cache(tmp_path / "cache", log=say))
     other.join()
     assert f"{data}: process {os.getpid()} on " in told[0]
     assert "makes its tokens; waiting for it" in told[0]
@@ -296,7 +289,7 @@ def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:
         rows_module._reopened.cache_clear()
         told.clear()
         try:
-            assert said(made(data, Cache(folder, say=told.append))) == expected
+            assert said(made(data, Cache(folder, log=told.append))) == expected
         except DamagedDataError as error:
             refused += 1
             assert str(path) in str(error) and "made anew" in str(error)
@@ -321,7 +314,7 @@ def test_a_pair_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-    rows = tokenised(Source(str(path)), RENDERER, task="dpo")
+    rows = tokenized_rows(Source(path=str(path)), RENDERER, task="dpo")
     assert [rows.source(i).rsplit(":")[-1] for i in range(len(rows.lengths))] == ["1", "1", "3", "3"]
     ((place, reason),) = rows.account.bad
     assert place.endswith(":2")
@@ -362,7 +355,7 @@ def test_a_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_meanwhile(data: Path, tmp_path: Path) -> None:
-    def progress(pace: Pace) -> None:
+    def progress(pace: TokenizeProgress) -> None:
         with data.open("a", encoding="utf-8") as out:
             out.write('{"text": "late"}\n')
 

@@ -17,7 +17,7 @@ from dsft.data.render.template import (
     ChatTemplate,
     choose_template,
     named_template,
-    prepared,
+    prepare_messages,
     template_of,
 )
 from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Rendered
@@ -30,7 +30,7 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 
 
 def written(text: str, messages: list[Any] | None = None, **given: Any) -> str:
-    return ChatTemplate(text, {}).render(prepared(messages or [QUESTION, ANSWER]), **given)[0]
+    return ChatTemplate(text, {}).render(prepare_messages(messages or [QUESTION, ANSWER]), **given)[0]
 
 
 # --- which one --------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_time_has_run_out_also_where_another_error_replaces_the_timers(
 ) -> None:
     """As C functions do that call back into Python."""
     monkeypatch.setattr(limits, "TIME_LIMIT", 0.05)
-    with pytest.raises(limits.OutOfTimeError), limits.Bounded():
+    with pytest.raises(limits.OutOfTimeError), limits.RenderLimits():
         try:
             while True:
                 pass

@@ -17,7 +17,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Conversation
 from dsft.data.tokenizer import training as tokenizer_training
 from dsft.data.tokenizer.load import load_tokenizer
-from dsft.data.tokenizer.training import KINDS, Kind, Wanted, kind_named, train_tokenizer
+from dsft.data.tokenizer.training import KINDS, Kind, TokenizerOptions, kind_named, train_tokenizer
 from dsft.errors import DataError, LockedError, MissingInputError, SpecError, StorageError
 
 SIZE = 450
@@ -28,11 +28,11 @@ def lines() -> list[str]:
     return [f"  {text}\t{number}" if number % 7 == 0 else text for number, text in enumerate(rows[:2000])]
 
 
-def wanted(folder: Path, model: Kind, **keys: Any) -> Wanted:
+def wanted(folder: Path, model: Kind, **keys: Any) -> TokenizerOptions:
     text = folder / "a.txt"
     if not text.exists():
         text.write_text("\n".join(lines()) + "\n", encoding="utf-8")
-    return replace(Wanted((str(text),), folder / model, SIZE, model), **keys)
+    return replace(TokenizerOptions((str(text),), folder / model, SIZE, model), **keys)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_same_text_gives_the_same_tokenizer(kind: Kind, tmp_path: Path) -> N
 
 def test_held_out_lines_are_not_learned_from(tmp_path: Path) -> None:
     given = wanted(tmp_path, "byte_bpe")
-    files = tokenizer_training.data_files(tokenizer_training.Source(path=given.files[0]))
+    files = tokenizer_training.data_files(given.files[0])
     counted = tokenizer_training.count(files, given, lambda _: None)
     learned = list(tokenizer_training._learned(files, given, counted, 1.0))
     assert len(counted.held_out) == 100 and counted.lines == 2000

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.render.masks import Marked, Part
+from dsft.data.render.masks import MaskedText, TextSpan
 from dsft.data.render.renderer import Renderer
-from dsft.data.render.tokens import Tokens
+from dsft.data.render.tokens import SampleEncoder
 from dsft.data.rows import Conversation, Rendered, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
 
@@ -129,7 +129,7 @@ def by_whole_prefixes(tokenizer: Any, text: str, start: int, stop: int) -> list[
 @pytest.mark.parametrize("name", NAMES)
 def test_the_short_proof_is_the_whole_one(name: str) -> None:
     tokenizer = tokenizers()[name]
-    tokens = Tokens(tokenizer)
+    tokens = SampleEncoder(tokenizer)
 
     @given(TEXTS, st.randoms())
     @settings(max_examples=60, deadline=None)
@@ -139,7 +139,7 @@ def test_the_short_proof_is_the_whole_one(name: str) -> None:
         if rng.random() < 0.7:  # where the parts meet, as a template cuts
             borders = [len("".join(parts[:i])) for i in range(len(parts) + 1)]
             start, stop = sorted(rng.choices(borders, k=2))
-        made = tokens.conversations([Marked(text, [Part("it", start, stop)], True)])[0]
+        made = tokens.conversations([MaskedText(text, [TextSpan("it", start, stop)], True)])[0]
         truth = by_whole_prefixes(tokenizer, text, start, stop)
         if truth is None:
             assert isinstance(made, str) and made.startswith("it: the tokenizer makes one token of")
@@ -149,7 +149,7 @@ def test_the_short_proof_is_the_whole_one(name: str) -> None:
             assert made.trained.tolist() == truth
 
     of_any_text()
-    inside = [Marked("<s>the cat", [Part("it", 3, end)], True) for end in range(4, 10)]
+    inside = [MaskedText("<s>the cat", [TextSpan("it", 3, end)], True) for end in range(4, 10)]
     assert any(isinstance(made, str) for made in tokens.conversations(inside)), "a cut inside of a token"
 
 
@@ -166,7 +166,9 @@ def as_text(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[str | int]) -> 
         for piece in pieces
     )
     first = len(names[0])
-    return Tokens(tokenizer).conversations([Marked(text, [Part("it", first, len(text))], True, STAND_INS)])[0]
+    return SampleEncoder(tokenizer).conversations(
+        [MaskedText(text, [TextSpan("it", first, len(text))], True, STAND_INS)]
+    )[0]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "bytes"])
@@ -224,8 +226,8 @@ class Slow:
 def test_a_slow_tokenizer_gives_the_same() -> None:
     inner = tokenizers()["byte_level"]
     slow: Any = Slow(inner)
-    row = Marked("<s>the cat<|a|>the cat sat<|a|>\n", [Part("it", 15, 31)], True)
-    fast_made, slow_made = (Tokens(one).conversations([row])[0] for one in (inner, slow))
+    row = MaskedText("<s>the cat<|a|>the cat sat<|a|>\n", [TextSpan("it", 15, 31)], True)
+    fast_made, slow_made = (SampleEncoder(one).conversations([row])[0] for one in (inner, slow))
     assert isinstance(fast_made, Rendered) and isinstance(slow_made, Rendered)
     assert json.dumps(fast_made.trained.tolist()) == json.dumps(slow_made.trained.tolist())
     assert fast_made.input_ids.tolist() == slow_made.input_ids.tolist()

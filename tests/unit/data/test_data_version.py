@@ -7,8 +7,6 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,16 @@ import sentencepiece.sentencepiece_model_pb2 as spm_proto
 from safetensors import safe_open
 
 from dsft.data.cache.block import VERSION
-from dsft.data.cache.store import Cache, tokenised
+from dsft.data.cache.store import Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer, load_tokenizer
 from dsft.spec.files import CHAT_TEMPLATES
+from dsft.spec.schema import Source
 from tests.versions import check_version
 
 GOLDEN = Path(__file__).parent / "golden" / "tokens.json"
 WORDS = "Zwölf <|im_end|> \U0001f44d\n\n x = 1\t"
-
-
-@dataclass(frozen=True)
-class Source:
-    path: str
-    format: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def sentencepiece(path: Path, *, byte_fallback: bool, model_type: int) -> None:
 def said(source: Source, renderer: Renderer, task: str) -> str:
     """A digest of all that a block holds of the source's rows, and of the places of bad ones. Their reasons
     are words, of which older ones do no harm."""
-    rows = tokenised(source, renderer, task=task)
+    rows = tokenized_rows(source, renderer, task=task)
     folder = str(Path(source.path).parent)
     count = range(len(rows.lengths))
     columns = [[rows.read(i).input_ids.tolist(), rows.spans(i).tolist()] for i in count]
@@ -161,26 +153,28 @@ def test_other_tokens_need_another_version(tmp_path: Path) -> None:
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         for train_on in ("assistant", "last", "all"):
             renderer = Renderer(tokenizer, train_on=train_on)  # type: ignore[arg-type]
-            found[f"{name}, {train_on}"] = said(Source(str(path), name.split()[0]), renderer, task)
+            found[f"{name}, {train_on}"] = said(
+                Source.model_validate({"path": str(path), "format": name.split()[0]}), renderer, task
+            )
     for name in CHAT_TEMPLATES:
         path = tmp_path / "messages.jsonl"
         spelled = tuple(dict.fromkeys(re.findall(r"<[^<>\s'\"{}]+>|\[/?\w+\]", named_template(name))))
         own = byte_level_tokenizer()
         own.bos_token = own.pad_token
         add_tokens(own, spelled)
-        found[f"template {name}"] = said(Source(str(path)), Renderer(own, named_template(name)), "sft")
+        found[f"template {name}"] = said(Source(path=str(path)), Renderer(own, named_template(name)), "sft")
     (tmp_path / "kinds").mkdir()
     files(tmp_path / "kinds")
     for path in sorted((tmp_path / "kinds").iterdir()):
-        found[path.name[2:]] = said(Source(str(path), "text"), Renderer(tokenizer), "pretrain")
+        found[path.name[2:]] = said(Source(path=str(path), format="text"), Renderer(tokenizer), "pretrain")
     for name in ("quickstart", "quickstart-pairs"):
         task = "sft" if name == "quickstart" else "dpo"
-        found[f"builtin {name}"] = said(Source(f"builtin:{name}"), Renderer(tokenizer), task)
+        found[f"builtin {name}"] = said(Source(path=f"builtin:{name}"), Renderer(tokenizer), task)
     for name, kind in (("unigram", 1), ("bpe", 2)):
         sentencepiece(tmp_path / f"{name}.model", byte_fallback=True, model_type=kind)
         renderer = Renderer(load_tokenizer(tmp_path / f"{name}.model"))
         found[f"sentencepiece {name}"] = said(
-            Source(str(tmp_path / "kinds" / "a.jsonl")), renderer, "pretrain"
+            Source(path=str(tmp_path / "kinds" / "a.jsonl")), renderer, "pretrain"
         )
     found["a block's file"] = layout(tmp_path)
     check_version(GOLDEN, VERSION, "dsft/data/cache/block.py", found)
@@ -188,8 +182,8 @@ def test_other_tokens_need_another_version(tmp_path: Path) -> None:
 
 def layout(folder: Path) -> str:
     """Names and types of a block's arrays."""
-    tokenised(
-        Source(str(folder / "kinds" / "a.jsonl")),
+    tokenized_rows(
+        Source(path=str(folder / "kinds" / "a.jsonl")),
         Renderer(byte_level_tokenizer()),
         task="pretrain",
         cache=Cache(folder / "cache"),

@@ -197,8 +197,8 @@ def test_nothing_left(preview: Preview) -> None:
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED, ["no row"]])
 def test_the_data_is_loaded_once(preview: Preview, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Mock(side_effect=load.tokenised)
-    monkeypatch.setattr(load, "tokenised", read)
+    read = Mock(side_effect=load.tokenized_rows)
+    monkeypatch.setattr(load, "tokenized_rows", read)
     preview("data.train=[{path: rows.jsonl}]", "data.eval=[{path: rows.jsonl}]", rows=rows)
     assert read.call_count == 2  # of each source
 

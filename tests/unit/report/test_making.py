@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console as Terminal
 
-from dsft.data.cache.store import Pace
+from dsft.data.cache.store import TokenizeProgress
 from dsft.report import console
 from dsft.report.console import shown
 
@@ -20,7 +20,7 @@ def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
     with shown(lines.append, terminal, first=first) as progress:
         for name in ("a.jsonl", "b.jsonl"):
             for done in range(4):
-                progress(Pace(name, done, 3, 1000 * done))
+                progress(TokenizeProgress(name, done, 3, 1000 * done))
     return lines, out.getvalue()
 
 
