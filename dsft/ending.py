@@ -9,7 +9,7 @@ from typing import Any
 
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.merge import rows_of
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import best_checkpoint
 from dsft.errors import CheckpointError
 from dsft.report.console import named_losses
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
     """Export the last checkpoint, unless the export is of it already, and print the outcome of the run.
     Raises CheckpointError where the reference was found changed, at every later start too."""
-    refuse_changed_reference(checkpoint, Checkpoint.open(checkpoint).state)
+    refuse_changed_reference(checkpoint, CheckpointReader.open(checkpoint).state)
     export = folder / "export"
     say(export_checkpoint(checkpoint, export))
     records = read_metrics(folder / "metrics.jsonl")
@@ -34,7 +34,7 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
         say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
     say(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
     say(write_curves(folder / "curves.png", spec.name, records))
-    has_new_rows = rows_of(Checkpoint.open(checkpoint)) is not None
+    has_new_rows = rows_of(CheckpointReader.open(checkpoint)) is not None
     for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows):
         say(line)
 

@@ -47,8 +47,8 @@ def origin_of(
 
 
 def model_card(state: Values, form: Form) -> str:
-    """Return the text of the card. state: a checkpoint's `Facts`; fields that an older dsft did not write are
-    left out."""
+    """Return the text of the card. state: a `CheckpointState` as JSON; fields that an older dsft did not
+    write are left out."""
     spec = state["spec"]
     head = {
         **_base_model(spec.get("model", {}), state.get("origin") or {}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.read import MODEL, Checkpoint
+from dsft.checkpoint.read import MODEL, CheckpointReader
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
 from dsft.spec.differences import ABSENT, flatten, json_differences
@@ -54,10 +54,10 @@ _READERS = ("transformers", "tokenizers")
 
 
 def check_same_run(
-    checkpoint: Checkpoint, spec: Spec, batch: BatchSizes, data: Mapping[str, Mapping[str, Any]] | None
+    checkpoint: CheckpointReader, spec: Spec, batch: BatchSizes, data: Mapping[str, Mapping[str, Any]] | None
 ) -> None:
     """Check that the spec, the batch size and the data are those of the checkpoint's run. `data`: what is
-    trained and evaluated on, as in Facts; None where it has not been read yet.
+    trained and evaluated on, as in `CheckpointState`; None where it has not been read yet.
 
     Raises CheckpointError naming every key that differs, with both values.
     """
@@ -83,7 +83,7 @@ def check_same_run(
         )
 
 
-def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> None:
+def check_same_rows(checkpoint: CheckpointReader, rows: Mapping[str, int] | None) -> None:
     """Check that the embeddings get the same new rows as then. `rows`: the new rows that the run would add
     now. Raises CheckpointError where they differ: the tokenizer or the pretrained model then had another
     number of tokens."""
@@ -97,7 +97,7 @@ def check_same_rows(checkpoint: Checkpoint, rows: Mapping[str, int] | None) -> N
 
 
 def check_same_model(
-    checkpoint: Checkpoint, built_from: Mapping[str, Any], software: Mapping[str, Any]
+    checkpoint: CheckpointReader, built_from: Mapping[str, Any], software: Mapping[str, Any]
 ) -> None:
     """Compare what the model and its rows are built from now with what the checkpoint's were built from.
 
@@ -123,7 +123,7 @@ def check_same_model(
         )
 
 
-def changed_since(checkpoint: Checkpoint, software: Mapping[str, Any]) -> Iterator[str]:
+def changed_since(checkpoint: CheckpointReader, software: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each version, variable or kind of device that is not as it was when the checkpoint
     was written: a run may go on with another one, but its numbers may then differ in rounding or more.
 
@@ -132,7 +132,7 @@ def changed_since(checkpoint: Checkpoint, software: Mapping[str, Any]) -> Iterat
         yield f"warning: {one.clause(WAS, NOW)}, since {checkpoint.path.name} was saved"
 
 
-def changed_generation(checkpoint: Checkpoint, model_folder: Path) -> Iterator[str]:
+def changed_generation(checkpoint: CheckpointReader, model_folder: Path) -> Iterator[str]:
     """Yield a warning for each key of generation_config.json that differs between the checkpoint and the
     run's model folder. It decides no loss, so the run goes on, and its exports have the new value."""
     then, now = (folder / GENERATION for folder in (checkpoint.path / MODEL, model_folder))
@@ -146,7 +146,7 @@ def _rows(rows: Mapping[str, int] | None) -> str:
     return "no new rows" if rows is None else f"rows {rows['first']} to {rows['stop'] - 1} new"
 
 
-def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]] | None) -> None:
+def check_same_base(checkpoint: CheckpointReader, files: Sequence[Sequence[str | int]] | None) -> None:
     """Check that frozen parameters come from the same files as then. `files`: of model.name_or_path, by
     `dsft.model.files.fingerprint`.
 
@@ -163,7 +163,7 @@ def check_same_base(checkpoint: Checkpoint, files: Sequence[Sequence[str | int]]
 
 
 def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "rows") -> Iterator[str]:
-    """Yield a clause for each source whose rows differ. `then` and `now`: as in Facts."""
+    """Yield a clause for each source whose rows differ. `then` and `now`: as in `CheckpointState`."""
     if not isinstance(then, Mapping):
         yield "its rows were fingerprinted by an earlier dsft, and cannot be compared"
         return

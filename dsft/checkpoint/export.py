@@ -28,8 +28,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from dsft.checkpoint.card import CARD, Form, model_card
 from dsft.checkpoint.files import (
     CHUNK,
-    Entry,
-    Written,
+    FileDigest,
+    TensorEntry,
     damages,
     digest_of,
     read_files,
@@ -38,7 +38,7 @@ from dsft.checkpoint.files import (
     write_tensors,
 )
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import read_config
@@ -66,7 +66,7 @@ NOT_AN_ADAPTERS = ("config.json", BESIDE)
 generation_config.json is not listed, since it names the tokens that end an adapter's answers."""
 
 
-class Values(Protocol):
+class TensorSource(Protocol):
     """Tensors by name, of which ranges are read: those of a checkpoint, or computed from them."""
 
     @property
@@ -74,10 +74,10 @@ class Values(Protocol):
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor: ...
 
 
-class WithBeside:
+class TensorsWithExtras:
     """`values`, with the tensors that a model's file has beside the parameters."""
 
-    def __init__(self, values: Values, model_folder: Path) -> None:
+    def __init__(self, values: TensorSource, model_folder: Path) -> None:
         path = model_folder / BESIDE
         self._values = values
         self._beside = load_file(path) if path.exists() else {}
@@ -143,7 +143,7 @@ def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
     """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user."""
-    checkpoint = Checkpoint.open(path)
+    checkpoint = CheckpointReader.open(path)
     checkpoint.verify()
     if model_of(checkpoint).lora is not None and not merged:
         return export_adapter(checkpoint, out)
@@ -152,7 +152,7 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
     return export(checkpoint, out)
 
 
-def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
+def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
     """Write `out`: the adapter in peft's format, and the tokenizer. Return a line for the user; if `out` is
     this export already and whole, nothing is written. Raises as `export` does."""
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
@@ -162,11 +162,11 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
         return f"{out}: the adapter after step {checkpoint.step}, exported before"
     adapter = Adapter.of(checkpoint, _on_meta(checkpoint), dtype)
 
-    def write(aside: Path) -> dict[str, Written]:
+    def write(aside: Path) -> dict[str, FileDigest]:
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
-        entries = [Entry(name, shape, dtype) for name, shape in adapter.shapes.items()]
+        entries = [TensorEntry(name, shape, dtype) for name, shape in adapter.shapes.items()]
         pieces = (piece for entry in entries for piece in _pieces(adapter, entry.name, entry))
         return {WEIGHTS: write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})}
 
@@ -177,7 +177,7 @@ def export_adapter(checkpoint: Checkpoint, out: Path) -> str:
 
 
 def export(
-    checkpoint: Checkpoint, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
+    checkpoint: CheckpointReader, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
 ) -> str:
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
     Return a line for the user; if `out` is this export already and whole, nothing is written.
@@ -196,9 +196,9 @@ def export(
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     values = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
     _check_names(values, checkpoint.path, model)
-    whole = WithBeside(values, checkpoint.model_folder)
+    whole = TensorsWithExtras(values, checkpoint.model_folder)
 
-    def write(aside: Path) -> dict[str, Written]:
+    def write(aside: Path) -> dict[str, FileDigest]:
         (aside / BESIDE).unlink(missing_ok=True)
         _write_config(aside, model, dtype)
         return _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
@@ -209,10 +209,10 @@ def export(
 
 
 def _write_folder(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointReader,
     out: Path,
     origin: Mapping[str, Any],
-    write: Callable[[Path], dict[str, Written]],
+    write: Callable[[Path], dict[str, FileDigest]],
     form: Form,
 ) -> int:
     """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return its size in
@@ -264,7 +264,7 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
             return ""
         if "files" not in found:  # written by an earlier dsft, which listed only sizes
             return "; it replaces one that has no checksums"
-        files = {name: Written(**facts) for name, facts in found["files"].items() if name not in BY_HAND}
+        files = {name: FileDigest(**facts) for name, facts in found["files"].items() if name not in BY_HAND}
         if any(Path(name).name != name for name in files):
             raise ValueError(f"{ORIGIN} lists files of other folders")
         damaged = next(damages(out, files), None)
@@ -275,14 +275,14 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
     return damaged and f"; it replaces one in which {damaged}"
 
 
-def _on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
+def _on_meta(checkpoint: CheckpointReader) -> PreTrainedModel:
     config = read_config(checkpoint.model_folder)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     return model
 
 
-def _check_names(values: Values, where: Path, model: PreTrainedModel) -> None:
+def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> None:
     """Check that the values are the model's parameters, by name and shape, and that each is one tensor of a
     file."""
     if not has_file_names(model):
@@ -311,8 +311,8 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_weights(
-    values: Values, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
-) -> dict[str, Written]:
+    values: TensorSource, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
+) -> dict[str, FileDigest]:
     """Write the weights. `in_file`: parameter's name -> its name in the file. Return the checksum of each
     file."""
     held = {in_file[name]: name for name in values.shapes}
@@ -321,7 +321,7 @@ def _write_weights(
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
-    written: dict[str, Written] = {}
+    written: dict[str, FileDigest] = {}
     for name, entries in zip(names, shards, strict=True):
         pieces = (piece for entry in entries for piece in _pieces(values, held[entry.name], entry))
         written[name] = write_tensors(folder / name, entries, pieces, {"format": "pt"})
@@ -334,13 +334,13 @@ def _write_weights(
     return written
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[Entry]]:
+def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[TensorEntry]]:
     """Return the tensors in order, divided into files of at most `limit` bytes; a tensor larger than that has
     a file of its own."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     size = 0
     for name, shape in shapes.items():
-        entry = Entry(name, shape, dtype)
+        entry = TensorEntry(name, shape, dtype)
         if shards[-1] and size + entry.num_bytes > limit:
             shards.append([])
             size = 0
@@ -349,7 +349,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: in
     return shards
 
 
-def _pieces(values: Values, name: str, entry: Entry) -> Iterator[Tensor]:
+def _pieces(values: TensorSource, name: str, entry: TensorEntry) -> Iterator[Tensor]:
     numel = math.prod(entry.shape)
     for start in range(0, numel, CHUNK):
         yield values.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)

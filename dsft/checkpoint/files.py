@@ -35,7 +35,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a safetensors file: its name, shape and type."""
 
     name: str
@@ -48,7 +48,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """Size in bytes and SHA-256, as hex, of a file when it was written."""
 
     size: int
@@ -56,8 +56,8 @@ class Written:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], chunks: Iterable[Tensor], metadata: Mapping[str, str]
-) -> Written:
+    path: Path, entries: Sequence[TensorEntry], chunks: Iterable[Tensor], metadata: Mapping[str, str]
+) -> FileDigest:
     """Write a safetensors file whose tensors need not all be in memory at once.
 
     `chunks` yields the elements of all entries in order, in pieces of any size and shape, in the type of
@@ -81,7 +81,7 @@ def write_tensors(
     return written
 
 
-def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
+def write_bytes(path: Path, pieces: Iterable[Any]) -> FileDigest:
     """Write the pieces one after the other, hashing them on the way, and flush them to the disk."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
@@ -92,7 +92,7 @@ def write_bytes(path: Path, pieces: Iterable[Any]) -> Written:
             size += len(view)
         file.flush()
         os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest())
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -100,7 +100,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, Written]:
+def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:
     """Create a folder with these files."""
     folder.mkdir()
     written = {name: write_bytes(folder / name, [content]) for name, content in files.items()}
@@ -108,13 +108,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, Written]:
     return written
 
 
-def write_json(path: Path, value: Any) -> Written:
+def write_json(path: Path, value: Any) -> FileDigest:
     """Write a JSON file, put in place by one rename."""
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     return write_aside(path, text)
 
 
-def write_aside(path: Path, text: bytes) -> Written:
+def write_aside(path: Path, text: bytes) -> FileDigest:
     aside = path.with_name(path.name + ".tmp")
     written = write_bytes(aside, [text])
     os.replace(aside, path)
@@ -122,21 +122,21 @@ def write_aside(path: Path, text: bytes) -> Written:
     return written
 
 
-def digest_of(path: Path) -> Written:
+def digest_of(path: Path) -> FileDigest:
     """Return size and SHA-256 of a file as it is on the disk now."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        return Written(file.tell(), digest.hexdigest())
+        return FileDigest(file.tell(), digest.hexdigest())
 
 
-def damages(folder: Path, files: Mapping[str, Written]) -> Iterator[str]:
+def damages(folder: Path, files: Mapping[str, FileDigest]) -> Iterator[str]:
     """Yield a clause for each damaged file, saying which and how; names are relative to the folder. Reads all
     files, several at a time, since hashing releases the GIL."""
     with ThreadPoolExecutor(THREADS) as pool:
         yield from filter(None, pool.map(lambda name: damage(folder / name, files[name]), files))
 
 
-def damage(path: Path, written: Written) -> str | None:
+def damage(path: Path, written: FileDigest) -> str | None:
     """Return a clause that begins with the path, or None where the file is undamaged."""
     try:
         size = path.stat().st_size

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.checkpoint.compare import check_same_base
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import fingerprint
@@ -26,13 +26,13 @@ from dsft.spec.schema import Lora, Model
 
 
 class Adapter:
-    """The tensors of an adapter's file, by their names there, with the `read` of a `Checkpoint`. config: the
-    content of adapter_config.json. Embeddings with new rows are included, trained or not, since the base
-    lacks these rows."""
+    """The tensors of an adapter's file, by their names there, with the `read` of a `CheckpointReader`.
+    config: the content of adapter_config.json. Embeddings with new rows are included, trained or not, since
+    the base lacks these rows."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointReader,
         names: Mapping[str, str],
         config: Mapping[str, Any],
         frozen: Mapping[str, Tensor],
@@ -46,7 +46,7 @@ class Adapter:
         self._frozen = frozen
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> Adapter:
+    def of(cls, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> Adapter:
         """Return the adapter of a checkpoint. `meta`: the model without adapters, on the meta device;
         `dtype`: of the base in training. Raises as `WholeModel` does where embeddings have new rows."""
         model = model_of(checkpoint)
@@ -71,7 +71,7 @@ class Adapter:
 
 
 def _frozen_embeddings(
-    checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype
+    checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return embeddings with new rows that were not trained, under their first names."""
     if rows_of(checkpoint) is None:
@@ -89,10 +89,10 @@ def _tied(meta: PreTrainedModel) -> dict[str, str]:
 
 
 class WholeModel:
-    """All tensors of a model, with the `read` of a `Checkpoint`. shapes: of every parameter, by Hugging Face
-    name."""
+    """All tensors of a model, with the `read` of a `CheckpointReader`. shapes: of every parameter, by
+    Hugging Face name."""
 
-    def __init__(self, checkpoint: Checkpoint, meta: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> None:
         """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises
         MissingInputError where the base is missing, CheckpointError where it has changed."""
         if (name := model_of(checkpoint).name_or_path) is not None:
@@ -142,17 +142,17 @@ class WholeModel:
         return self._checkpoint.read(name, "value", 0, shape.numel()).view(shape)
 
 
-def rows_of(checkpoint: Checkpoint) -> NewRows | None:
+def rows_of(checkpoint: CheckpointReader) -> NewRows | None:
     """Return the rows of the embeddings that were new when the run began; None where there were none."""
     held = checkpoint.state.get("new_rows")
     return None if held is None else NewRows(**held)
 
 
-def model_of(checkpoint: Checkpoint) -> Model:
+def model_of(checkpoint: CheckpointReader) -> Model:
     """Return the model section of the checkpoint's spec."""
     return Model.model_validate(checkpoint.state["spec"].get("model", {}))
 
 
-def is_partial(checkpoint: Checkpoint) -> bool:
+def is_partial(checkpoint: CheckpointReader) -> bool:
     """Return whether the checkpoint has only part of the model's parameters, or adapters."""
     return has_frozen(model_of(checkpoint))

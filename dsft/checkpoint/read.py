@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsft.checkpoint.files import Written, damage, damages
+from dsft.checkpoint.files import FileDigest, damage, damages
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
 from dsft.system.json_file import read_json
@@ -45,12 +45,12 @@ class Piece:
     key: str
 
 
-class Checkpoint:
-    """An opened checkpoint. `files`: those that the manifest lists; `state`: state.json, see `Facts` in
-    save.py."""
+class CheckpointReader:
+    """An opened checkpoint. `files`: those that the manifest lists; `state`: state.json, see
+    `CheckpointState` in save.py."""
 
     def __init__(
-        self, path: Path, files: Mapping[str, Written], state: Mapping[str, Any], digest: str
+        self, path: Path, files: Mapping[str, FileDigest], state: Mapping[str, Any], digest: str
     ) -> None:
         self.path = path
         self.files = files
@@ -59,7 +59,7 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def open(cls, path: Path) -> CheckpointReader:
         """Read the manifest and state.json. Raises CheckpointError where one is missing, damaged or of
         another format, where the manifest lists a path outside the folder, and where the two and the folder's
         name disagree on the step.
@@ -75,7 +75,9 @@ class Checkpoint:
             )
         manifest = _json(path / MANIFEST)
         try:
-            files = {name: Written(int(f["size"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+            files = {
+                name: FileDigest(int(f["size"]), str(f["sha256"])) for name, f in manifest["files"].items()
+            }
             form, digest = manifest["format"], manifest.pop("sha256")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path / MANIFEST} is not a manifest ({error!r}).") from None
@@ -203,14 +205,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint to resume from (None: start at step 0), and notes on those that were passed over."""
 
     path: Path | None
     notes: tuple[str, ...] = ()
 
 
-def find(run: Path, resume: str) -> Found:
+def find(run: Path, resume: str) -> ResumePoint:
     """Find the checkpoint to resume from. `resume`, as in the spec: 'auto' takes the newest that verifies,
     'never' none, and a path that checkpoint.
 
@@ -222,12 +224,12 @@ def find(run: Path, resume: str) -> Found:
     """
     folders = step_folders(run)
     if resume not in ("auto", "never"):
-        named = Checkpoint.open(Path(resume))
+        named = CheckpointReader.open(Path(resume))
         named.verify()
         _check_nothing_later(named, run, folders)
-        return Found(named.path)
+        return ResumePoint(named.path)
     if not folders:
-        return Found(None)
+        return ResumePoint(None)
     if resume == "never":
         raise LockedError(
             f"checkpoint.resume is never, but {run / 'checkpoints'} holds {folders[0].name}; choose another "
@@ -236,8 +238,8 @@ def find(run: Path, resume: str) -> Found:
     notes: list[str] = []
     for folder in folders:
         try:
-            Checkpoint.open(folder).verify()
-            return Found(folder, tuple(notes))
+            CheckpointReader.open(folder).verify()
+            return ResumePoint(folder, tuple(notes))
         except CheckpointError as error:
             notes.append(f"{folder.name} is passed over: {error}")
     raise CheckpointError(
@@ -246,7 +248,7 @@ def find(run: Path, resume: str) -> Found:
     )
 
 
-def _check_nothing_later(named: Checkpoint, run: Path, folders: list[Path]) -> None:
+def _check_nothing_later(named: CheckpointReader, run: Path, folders: list[Path]) -> None:
     """Raise LockedError where the run has other checkpoints of the same or a later step. Resuming from
     `named` may give another history (a run with more steps has another schedule), and later ones would be
     taken as part of it: kept in place of newly saved ones, and resumed from at the next start."""
@@ -304,7 +306,7 @@ def _json(path: Path) -> Any:
 def verify(path: Path) -> str:
     """Carry out `dsft verify CHECKPOINT`: return a line for the user. Raises CheckpointError where it is not
     whole."""
-    checkpoint = Checkpoint.open(path)
+    checkpoint = CheckpointReader.open(path)
     checkpoint.verify()
     size = sum(written.size for written in checkpoint.files.values())
     elements = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())

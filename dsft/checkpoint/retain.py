@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsft.checkpoint.files import write_aside
-from dsft.checkpoint.read import BEST, Checkpoint, step_folders, step_of
+from dsft.checkpoint.read import BEST, CheckpointReader, step_folders, step_of
 from dsft.errors import CheckpointError
 
 
@@ -48,19 +48,19 @@ def retain(run: Path, step: int, retention: Retention) -> list[str]:
     return removed
 
 
-def best_checkpoint(run: Path) -> Checkpoint | None:
+def best_checkpoint(run: Path) -> CheckpointReader | None:
     """Return the checkpoint that `best` names; None where there is none."""
     try:
-        return Checkpoint.open(run / "checkpoints" / BEST)
+        return CheckpointReader.open(run / "checkpoints" / BEST)
     except CheckpointError:
         return None
 
 
-def whole_by_size(path: Path) -> Checkpoint | None:
+def whole_by_size(path: Path) -> CheckpointReader | None:
     """Return the checkpoint if all listed files exist with their listed sizes, else None; digests are not
     checked."""
     try:
-        checkpoint = Checkpoint.open(path)
+        checkpoint = CheckpointReader.open(path)
         files = checkpoint.files
         is_whole = all((path / name).stat().st_size == written.size for name, written in files.items())
     except (CheckpointError, OSError):

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from dsft.checkpoint.files import (
     CHUNK,
-    Entry,
-    Written,
+    FileDigest,
+    TensorEntry,
     write_aside,
     write_files,
     write_json,
     write_tensors,
 )
-from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, Checkpoint, seal
+from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, CheckpointReader, seal
 from dsft.checkpoint.retain import Retention, retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
@@ -54,7 +54,7 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointState:
     """The content of state.json beside the shapes and kinds of the tensors; all values are JSON.
 
     progress  where the run is: step, applied_steps, num_tokens, epoch, …
@@ -89,12 +89,12 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFile:
     """The result of one rank's write: its file, elements per kind, its parameters' shapes and the bytes
     needed; or why it failed."""
 
     name: str
-    written: Written | None
+    written: FileDigest | None
     elements: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     needed: int
@@ -105,7 +105,7 @@ def save(
     run: Path,
     fragments: Iterable[Fragment],
     shapes: Mapping[str, tuple[int, ...]],
-    facts: Facts,
+    facts: CheckpointState,
     group: Group,
     *,
     model_files: Mapping[str, bytes],
@@ -142,7 +142,7 @@ def _committed(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        Checkpoint.open(path).verify()
+        CheckpointReader.open(path).verify()
     except CheckpointError:
         return False
     return True
@@ -164,18 +164,20 @@ def _begin(folder: Path, name: str, needed: int) -> Path:
     return aside
 
 
-def _write_part(aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int) -> Part:
+def _write_part(
+    aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int
+) -> RankFile:
     name = f"rank-{rank:05d}.safetensors"
     elements: Counter[str] = Counter()
     for fragment in mine:
         elements[fragment.kind] += fragment.data.numel()
-    entries = [Entry(f"{f.name}|{f.kind}|{f.start}", (f.data.numel(),)) for f in mine]
+    entries = [TensorEntry(f"{f.name}|{f.kind}|{f.start}", (f.data.numel(),)) for f in mine]
     needed = sum(entry.num_bytes for entry in entries)
     try:
         written = write_tensors(aside / name, entries, _chunks(mine), {"dsft": str(FORMAT)})
     except OSError as error:
-        return Part(name, None, elements, shapes, needed, _not_written(aside.parent, error, needed))
-    return Part(name, written, elements, shapes, needed)
+        return RankFile(name, None, elements, shapes, needed, _not_written(aside.parent, error, needed))
+    return RankFile(name, written, elements, shapes, needed)
 
 
 def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:
@@ -186,7 +188,7 @@ def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:
         yield from torch.split(fragments.pop().data, CHUNK)
 
 
-def _check_parts(parts: list[Part]) -> None:
+def _check_parts(parts: list[RankFile]) -> None:
     """Check that all ranks have written, and that together they have every element once."""
     failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
     if failures:
@@ -199,16 +201,16 @@ def _check_parts(parts: list[Part]) -> None:
             )
 
 
-def _shapes(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+def _shapes(parts: Iterable[RankFile]) -> dict[str, tuple[int, ...]]:
     return {name: shape for part in parts for name, shape in part.shapes.items()}
 
 
-def _elements(parts: Iterable[Part]) -> Counter[str]:
+def _elements(parts: Iterable[RankFile]) -> Counter[str]:
     return sum((Counter(part.elements) for part in parts), Counter())
 
 
 def _commit(
-    final: Path, aside: Path, parts: list[Part], facts: Facts, model_files: Mapping[str, bytes]
+    final: Path, aside: Path, parts: list[RankFile], facts: CheckpointState, model_files: Mapping[str, bytes]
 ) -> None:
     try:
         model = write_files(aside / MODEL, model_files)

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsft.doctor import devices, inputs, limits, network, ops, reach, software, storage
-from dsft.doctor.finding import Finding, Seen, failures, listed
+from dsft.doctor.finding import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.links import Network, measure, unreached
 from dsft.doctor.needs import Needs, needs_of
 from dsft.doctor.show import as_json, print_findings, progress
-from dsft.doctor.visit import PROBE, Visits, visit
+from dsft.doctor.visit import PROBE, ProbeAnswers, visit
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.plan.promised import load
 from dsft.rank.allocation import NODES, allocation
@@ -27,7 +27,7 @@ PORT = 29500
 """The port of rank 0 unless MASTER_PORT or the launcher sets another: the default of deepspeed and
 torchrun."""
 
-CHECKS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[ProbeResults], Iterator[CheckResult]], ...] = (
     reach.reach, reach.folders, software.check, devices.check, reach.hostfile, reach.programs, network.names,
     network.interface, network.connections, network.port, storage.shared, storage.space,
     storage.shared_memory, inputs.check, ops.check, limits.check,
@@ -41,7 +41,7 @@ def quick(
     hosts: Mapping[str, int] | None = None,
     port: int | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Sequence[Finding]:
+) -> Sequence[CheckResult]:
     """Run all checks but those of the network's speed, and return the findings instead of raising. Takes at
     most 10 seconds for two hosts.
 
@@ -62,7 +62,7 @@ def doctor(
     as_json_text: bool = False,
     with_network: bool = False,
     expect_gbit: float | None = None,
-) -> Sequence[Finding]:
+) -> Sequence[CheckResult]:
     """Run the checks and print the findings. with_network: measure the links too; expect_gbit: expected speed
     of each link in Gbit/s, in place of the default. Raises WorldError if a run could not start."""
     if expect_gbit is not None and not with_network:
@@ -96,7 +96,7 @@ def doctor(
     return found
 
 
-def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> Seen:
+def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> ProbeResults:
     """Probe all hosts at once. answered: called with each host that gave its first answer."""
 
     def wanted(first: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, object]]:
@@ -108,21 +108,21 @@ def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> S
     visits = visit(
         orders, wanted, lambda host: module_command(host, PROBE, needs.through), needs.environ, answered
     )
-    return Seen(needs, visits)
+    return ProbeResults(needs, visits)
 
 
-def findings_of(seen: Seen) -> list[Finding]:
+def findings_of(seen: ProbeResults) -> list[CheckResult]:
     """Return the findings of all checks, sorted as by `in_order`, else in the order of CHECKS."""
     return in_order([*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)])
 
 
-def in_order(found: Sequence[Finding]) -> list[Finding]:
+def in_order(found: Sequence[CheckResult]) -> list[CheckResult]:
     """Sort the findings: failures first, then warnings, then passes."""
     order = {"failure": 0, "warning": 1, "pass": 2}
     return sorted(found, key=lambda finding: order[finding.level])
 
 
-def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
+def _measured(seen: ProbeResults, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
     """Measure the links between the hosts that answer; report those of the others as dead."""
     needs = seen.needs
     cluster = needs.spec.cluster
@@ -139,12 +139,12 @@ def _measured(seen: Seen, expect_gbit: float | None, told: Callable[[str], None]
     return replace(found, findings=(*found.findings, *dead))
 
 
-def _untold(visits: Visits) -> Iterator[Finding]:
+def _untold(visits: ProbeAnswers) -> Iterator[CheckResult]:
     """Yield a warning for each part of a probe that failed with an exception."""
     for host, facts in visits.first.items():
         for name, part in facts.items():
             if isinstance(part, Mapping) and set(part) == {"fault"}:
-                yield Finding(
+                yield CheckResult(
                     name, host, "warning", f"could not be looked at ({part['fault']})",
                     "what is wrong with it is not known", "tell us, with the output of --json",
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Define the result of one check (`Finding`) and what the checks read (`Seen`). Plain values."""
+"""Define the result of one check (`CheckResult`) and what the checks read (`ProbeResults`). Plain values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from dsft.doctor.needs import Needs
-    from dsft.doctor.visit import Visits
+    from dsft.doctor.visit import ProbeAnswers
 
 Level = Literal["pass", "warning", "failure"]
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check, on one host or on all together.
 
     check  its name in docs/doctor.md, such as `port`
@@ -41,19 +41,19 @@ class Finding:
         return ": ".join([place, "; ".join(part for part in (self.value, self.why, self.do) if part)])
 
 
-def passed(check: str, host: str | None, value: str) -> Finding:
-    return Finding(check, host, "pass", value)
+def passed(check: str, host: str | None, value: str) -> CheckResult:
+    return CheckResult(check, host, "pass", value)
 
 
-def failures(findings: Iterable[Finding]) -> list[Finding]:
+def failures(findings: Iterable[CheckResult]) -> list[CheckResult]:
     """Return the findings that would stop a run from starting."""
     return [finding for finding in findings if finding.level == "failure"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbeResults:
     needs: Needs
-    visits: Visits
+    visits: ProbeAnswers
 
     @property
     def slots(self) -> Mapping[str, int | None]:

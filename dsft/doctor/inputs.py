@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, listed, passed
+from dsft.doctor.finding import CheckResult, listed, passed
 from dsft.spec.listing import NoDataFileError, local_files
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
+    from dsft.doctor.finding import ProbeResults
 
 WHOLE = 4 << 20  # bytes up to which a file is read completely
 SAMPLES, SAMPLE = 64, 1 << 12  # number and size of the samples of a larger one
@@ -97,7 +97,7 @@ def _hub(name: str, kind: str) -> dict[str, Any]:
     return {"commit": commit}
 
 
-def check(seen: Seen) -> Iterator[Finding]:
+def check(seen: ProbeResults) -> Iterator[CheckResult]:
     by_host = dict(seen.part("inputs"))
     sampled = alone = 0
     good = True
@@ -117,7 +117,7 @@ def check(seen: Seen) -> Iterator[Finding]:
         yield passed(CHECK, None, f"spec, data and model are {same}" + "".join(f"; {note}" for note in notes))
 
 
-def _of_key(wanted: Mapping[str, str], told: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _of_key(wanted: Mapping[str, str], told: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     missing = {host: found for host, found in told.items() if "missing" in found}
     for host, found in missing.items():
         yield _missing(wanted, host, found)
@@ -144,26 +144,26 @@ def _differing(files: Mapping[str, Mapping[str, list[Any]]]) -> set[str]:
     return found
 
 
-def _missing(wanted: Mapping[str, str], host: str, found: Mapping[str, Any]) -> Finding:
+def _missing(wanted: Mapping[str, str], host: str, found: Mapping[str, Any]) -> CheckResult:
     named = f"{wanted['key']} {wanted['path']}"
     if "folder" not in found:
-        return Finding(
+        return CheckResult(
             CHECK, host, "failure", f"{named}: {found['missing']}", "each rank reads it on its own host",
             "copy it there, to the same path, or put it on a disk that all hosts share",
         )  # fmt: skip
     if found["offline"]:
-        return Finding(
+        return CheckResult(
             CHECK, host, "failure", f"{named} is not in {found['folder']}, and HF_HUB_OFFLINE is set",
             "it cannot be downloaded", "download it there once, or copy the cache",
         )  # fmt: skip
-    return Finding(
+    return CheckResult(
         CHECK, host, "warning", f"{named} is not in the cache there", "each host downloads it at the start",
         "download it ahead, or share HF_HOME between the hosts",
     )  # fmt: skip
 
 
-def _other(wanted: Mapping[str, str], value: str) -> Finding:
-    return Finding(
+def _other(wanted: Mapping[str, str], value: str) -> CheckResult:
+    return CheckResult(
         CHECK, None, "failure", f"{wanted['key']} {wanted['path']}: {value}",
         "ranks would train on other rows, or from other weights, than each other",
         "copy one host's to all, or put it on a disk that they share",

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, gib, passed
+from dsft.doctor.finding import CheckResult, gib, passed
 from dsft.system.disk import may_lock_all
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
+    from dsft.doctor.finding import ProbeResults
 
 INFINIBAND = Path("/sys/class/infiniband")
 FILES_OF_RANK = 8
@@ -36,12 +36,12 @@ def _number(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def check(seen: Seen) -> Iterator[Finding]:
+def check(seen: ProbeResults) -> Iterator[CheckResult]:
     world = sum(count or 1 for count in seen.slots.values())
     for host, part in seen.part("limits"):
         soft, needed = part["files"][0], FILES + FILES_OF_RANK * world
         if soft is not None and soft < needed:
-            yield Finding(
+            yield CheckResult(
                 "open files", host, "failure" if soft < FILES // 2 else "warning",
                 f"{soft:,} of {needed:,} that {world} ranks may take",
                 "sockets to other ranks and data files end with `Too many open files`",
@@ -52,17 +52,17 @@ def check(seen: Seen) -> Iterator[Finding]:
         yield _locked(host, part["locked"], part["infiniband"], seen.needs.locked)
 
 
-def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) -> Finding:
+def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) -> CheckResult:
     do = "ulimit -l unlimited, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
     if limit is None:
         return passed("locked memory", host, "without limit")
     if needed is not None and needed > limit:
-        return Finding(
+        return CheckResult(
             "locked memory", host, "failure", f"{gib(limit)}, and swap buffers take {gib(needed)} a process",
             "DeepSpeed locks them, and a process that may not is aborted", do,
         )  # fmt: skip
     if cards:
-        return Finding(
+        return CheckResult(
             "locked memory", host, "warning", f"{gib(limit)}, and there is InfiniBand ({', '.join(cards)})",
             "NCCL registers memory with it, and fails where it may not lock it", do,
         )  # fmt: skip

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from dsft.doctor.finding import Finding, passed
-from dsft.doctor.visit import Facts, Talks
+from dsft.doctor.finding import CheckResult, passed
+from dsft.doctor.visit import Facts, HostChannels
 from dsft.rank.route import address_towards, interface_of
 from dsft.remote import forwarded, module_command
 
@@ -88,7 +88,7 @@ class Network:
     reduces: tuple[AllReduce, ...]
     backend: str | None
     processes: int
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     sampled: bool
     seconds: float = 0.0
 
@@ -119,7 +119,7 @@ def measure(
     began = time.monotonic()
 
     async def measured() -> Network:
-        async with Talks(lambda host: module_command(host, PROGRAM, through), variables) as talks:
+        async with HostChannels(lambda host: module_command(host, PROGRAM, through), variables) as talks:
             there = await talks.ask({host: {"do": "listen"} for host in hosts}, START)
             own = interface or variables.get("GLOO_SOCKET_IFNAME") or None
             found = await _Measurement(talks, there, own, expect_gbit, told).all(hosts, variables)
@@ -133,7 +133,7 @@ class _Measurement:
     """The measurement on open channels. there: host -> its store's port, interfaces and GPUs, for hosts that
     answer."""
 
-    talks: Talks
+    talks: HostChannels
     there: Mapping[str, Facts]
     interface: str | None
     expect_gbit: float | None
@@ -214,7 +214,7 @@ class _Measurement:
 
     async def _all_reduce(
         self, ranks: Mapping[str, Sequence[int]], backend: str, sizes: Sequence[int]
-    ) -> tuple[list[AllReduce], Finding]:
+    ) -> tuple[list[AllReduce], CheckResult]:
         size, hosts = sum(map(len, ranks.values())), list(ranks)
         first = hosts[0]
         place = {host: _address(self.there[host], self.interface) or host for host in hosts}
@@ -231,7 +231,7 @@ class _Measurement:
         answers = await self.talks.ask(questions, REDUCE)
         if len(answers) < len(ranks):
             reasons = [f"{host}: {why}" for host, why in self.talks.silent.items()]
-            return [], Finding(
+            return [], CheckResult(
                 "all-reduce", None, "failure",
                 f"{backend}, {size} processes on {len(ranks)} hosts: " + "; ".join(reasons),
                 "a run's ranks would come no further",
@@ -277,11 +277,11 @@ def sizes_for(backend: str, links: Sequence[Link]) -> list[int]:
     return [size for number, size in enumerate(SIZES[backend]) if not number or size * 48e-9 < slowest]
 
 
-def unreached(host: str, reason: str) -> Finding:
+def unreached(host: str, reason: str) -> CheckResult:
     """Return the finding for a host on which no program could be started from here."""
     here, own = socket.gethostname(), address_towards(host)
     through = f" ({interface_of(own)})" if own and interface_of(own) else ""
-    return Finding(
+    return CheckResult(
         "links", host, "failure",
         f"{here}{through} → {host}: no program could be started there ({reason})",
         "no rank could be started there either, and none of its links was measured",
@@ -289,7 +289,7 @@ def unreached(host: str, reason: str) -> Finding:
     )  # fmt: skip
 
 
-def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[Finding]:
+def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[CheckResult]:
     """Yield a finding for each dead, slow or far direction; one pass for all if there is none."""
     if not links:
         yield passed("links", None, "no two hosts that answer, so no link to measure")
@@ -309,8 +309,8 @@ def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[F
         )  # fmt: skip
 
 
-def _dead(link: Link) -> Finding:
-    return Finding(
+def _dead(link: Link) -> CheckResult:
+    return CheckResult(
         "links", link.sender, "failure",
         f"{_named(link)}: no transfer, {link.error}",
         "the ranks of these two hosts would not find each other, and all would wait until a timeout",
@@ -319,12 +319,12 @@ def _dead(link: Link) -> Finding:
     )  # fmt: skip
 
 
-def _slow(link: Link, links: Sequence[Link], expected: float, given: bool) -> Finding | None:
+def _slow(link: Link, links: Sequence[Link], expected: float, given: bool) -> CheckResult | None:
     assert link.gbit is not None
     least, than = _least(link, links, expected, given)
     if link.gbit >= least:
         return None
-    return Finding(
+    return CheckResult(
         "links", link.sender, "warning",
         f"{_named(link)}: {link.gbit:.3g} Gbit/s, less than {than}",
         "each step waits for its slowest link, so all hosts train at the pace of this one",
@@ -333,12 +333,12 @@ def _slow(link: Link, links: Sequence[Link], expected: float, given: bool) -> Fi
     )  # fmt: skip
 
 
-def _far(link: Link, links: Sequence[Link]) -> Finding | None:
+def _far(link: Link, links: Sequence[Link]) -> CheckResult | None:
     others = [o.round_trip for o in links if o.round_trip is not None and _ends(o) != _ends(link)]
     assert link.round_trip is not None
     if link.round_trip < FAR or (others and link.round_trip < FAR_TIMES * statistics.median(others)):
         return None
-    return Finding(
+    return CheckResult(
         "links", link.sender, "warning",
         f"{_named(link)}: a round trip of {1e3 * link.round_trip:.3g} ms",
         "a step has hundreds of small exchanges under ZeRO 3, and each takes at least half of that",

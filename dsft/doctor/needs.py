@@ -26,7 +26,7 @@ FP32 = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderNeeds:
     """A folder.
 
     path    None: each host finds it from its own variables
@@ -54,7 +54,7 @@ class Needs:
     spec: Spec
     hosts: Mapping[str, int | None]
     port: int
-    places: Mapping[str, Place]
+    places: Mapping[str, FolderNeeds]
     locked: int | None
     inputs: tuple[Mapping[str, str], ...]
     ops: tuple[str, ...]
@@ -122,13 +122,16 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
 
 def _places(
     spec: Spec, census: Census | None, swapped: Swapped | None, hosts: Mapping[str, int | None]
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, FolderNeeds]]:
     yield "output_dir", _output(spec, census)
     if any(not source.path.startswith(BUILTIN_PREFIX) for source in (*spec.data.train, *spec.data.eval)):
-        yield "data.cache_dir", Place(spec.data.cache_dir or str(Path(spec.output_dir, ".cache", "data")))
-    yield EXTENSIONS, Place(None)
+        yield (
+            "data.cache_dir",
+            FolderNeeds(spec.data.cache_dir or str(Path(spec.output_dir, ".cache", "data"))),
+        )
+    yield EXTENSIONS, FolderNeeds(None)
     if any(each["kind"].startswith("hub-") for each in _inputs(spec, Path())):
-        yield HUB, Place(None)
+        yield HUB, FolderNeeds(None)
     most = max((count or 1 for count in hosts.values()), default=1)
     for key in swap_keys(spec):
         folder = getattr(spec.parallel, key).nvme_path
@@ -136,19 +139,19 @@ def _places(
             size = None
             if swapped is not None:
                 size = most * (swapped.states if key == "offload_optimizer" else swapped.parameters)
-            yield f"parallel.{key}.nvme_path", Place(folder, size, size)
+            yield f"parallel.{key}.nvme_path", FolderNeeds(folder, size, size)
 
 
-def _output(spec: Spec, census: Census | None) -> Place:
+def _output(spec: Spec, census: Census | None) -> FolderNeeds:
     """Return the output folder with its sizes: a checkpoint is written before an older one is removed, and
     the export comes last."""
     if census is None:
-        return Place(spec.output_dir)
+        return FolderNeeds(spec.output_dir)
     checkpoint = census.trained * (FP32 + moment_bytes(spec))
     export = (census.trained if spec.model.lora else census.numel) * weight_bytes(spec)
     there = len(list(Path(spec.output_dir, spec.name, "checkpoints").glob("step-*/MANIFEST.json")))
     kept = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
-    return Place(spec.output_dir, checkpoint + export, max(1, kept + 1 - there) * checkpoint + export)
+    return FolderNeeds(spec.output_dir, checkpoint + export, max(1, kept + 1 - there) * checkpoint + export)
 
 
 def _inputs(spec: Spec, spec_path: Path) -> Iterator[dict[str, str]]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from dsft.doctor.finding import Finding, passed
+from dsft.doctor.finding import CheckResult, passed
 from dsft.rank.route import interfaces, is_loopback
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
+    from dsft.doctor.finding import ProbeResults
 
 CONNECT = 2.0  # seconds that another host may take to answer
 NAMES = 3.0  # seconds that the name service may take
@@ -124,7 +124,7 @@ def each(work: Callable[[str], T], names: Sequence[str], limit: float) -> dict[s
     return dict(found)
 
 
-def port(seen: Seen) -> Iterator[Finding]:
+def port(seen: ProbeResults) -> Iterator[CheckResult]:
     for host, part in seen.part("listening"):
         if "port" not in part:
             continue
@@ -132,7 +132,7 @@ def port(seen: Seen) -> Iterator[Finding]:
         if part["port"] is None:
             yield passed("port", host, f"{number} is free")
         else:
-            yield Finding(
+            yield CheckResult(
                 "port", host, "failure", f"{number} is taken by {part['port']}",
                 "rank 0 listens there, and the others would find something else or nothing",
                 "end it (it may be left of an earlier run), or choose another: MASTER_PORT, --master_port",
@@ -163,7 +163,7 @@ def address_of(host: str, part: Mapping[str, Any]) -> str | None:
     return next((each for each in found if not is_loopback(each) and not _is_of_link(each)), None)
 
 
-def interface(seen: Seen) -> Iterator[Finding]:
+def interface(seen: ProbeResults) -> Iterator[CheckResult]:
     if len(seen.slots) < 2:
         return
     for host, part in seen.part("network"):
@@ -171,12 +171,12 @@ def interface(seen: Seen) -> Iterator[Finding]:
         yield _unnamed(host, part) if name is None else _named(host, name, part)
 
 
-def _named(host: str, name: str, part: Mapping[str, Any]) -> Finding:
+def _named(host: str, name: str, part: Mapping[str, Any]) -> CheckResult:
     found = part["interfaces"].get(name)
     there = ", ".join(key for key, each in part["interfaces"].items() if each["up"] and key != "lo")
     if found is None or not found["up"] or not found["addresses"]:
         what = "is not there" if found is None else ("is down" if not found["up"] else "has no address")
-        return Finding(
+        return CheckResult(
             "interface", host, "failure", f"{name} {what}; up are: {there or 'none'}", HANG,
             "name one that each host has in cluster.interface, or bring it up",
         )  # fmt: skip
@@ -184,10 +184,10 @@ def _named(host: str, name: str, part: Mapping[str, Any]) -> Finding:
     return passed("interface", host, f"{name}, {address_of(host, part)}{speed}")
 
 
-def _unnamed(host: str, part: Mapping[str, Any]) -> Finding:
+def _unnamed(host: str, part: Mapping[str, Any]) -> CheckResult:
     nccl = next((name for name, found in part["interfaces"].items() if _for_nccl(name, found)), None)
     if nccl is None:
-        return Finding(
+        return CheckResult(
             "interface", host, "failure", "none but the loopback is up", HANG,
             "bring up the network that the hosts share",
         )  # fmt: skip
@@ -200,7 +200,7 @@ def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
     return bool(found["up"] and found["addresses"] and not name.startswith(("lo", "docker")))
 
 
-def names(seen: Seen) -> Iterator[Finding]:
+def names(seen: ProbeResults) -> Iterator[CheckResult]:
     """Check that each host resolves the spec's names of all others."""
     if len(seen.slots) < 2:
         return
@@ -215,7 +215,7 @@ def names(seen: Seen) -> Iterator[Finding]:
         if lost or near:
             good = False
             what = f"does not know {', '.join(lost)}" if lost else f"takes {', '.join(near)} for itself"
-            yield Finding(
+            yield CheckResult(
                 "names", host, "failure", what, f"{HANG}: rank 0 is found by its name",
                 "mend /etc/hosts there or the name service, or put addresses into cluster.hosts",
             )  # fmt: skip
@@ -241,7 +241,7 @@ def targets(
     return found
 
 
-def connections(seen: Seen) -> Iterator[Finding]:
+def connections(seen: ProbeResults) -> Iterator[CheckResult]:
     """Check that each host reaches each other."""
     if len(seen.slots) < 2:
         return
@@ -253,7 +253,7 @@ def connections(seen: Seen) -> Iterator[Finding]:
         tried, good = tried + len(reached), good + len(reached) - len(failed)
         if failed:
             told = "; ".join(f"{name}: {why or 'no answer'}" for name, why in failed.items())
-            yield Finding(
+            yield CheckResult(
                 "connection", host, "failure", f"does not reach {told}", HANG,
                 "open the ports between the hosts (all of them: ranks choose theirs), or name an interface "
                 "that all share in cluster.interface",

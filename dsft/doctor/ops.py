@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, passed
+from dsft.doctor.finding import CheckResult, passed
 from dsft.engine.toolchain import build_folder, compiler_version, is_compiled, lacking_tool
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
+    from dsft.doctor.finding import ProbeResults
 
 CHECK = "compiler"
 
@@ -30,7 +30,7 @@ def look(ops: Sequence[str], on_cpu: bool) -> dict[str, Any]:
     return facts
 
 
-def check(seen: Seen) -> Iterator[Finding]:
+def check(seen: ProbeResults) -> Iterator[CheckResult]:
     for host, part in seen.part("build"):
         lacking = ", ".join(part["lacking"])
         if not part["ops"]:
@@ -42,7 +42,7 @@ def check(seen: Seen) -> Iterator[Finding]:
         else:
             cause, do = part["fault"]
             allowed = part["lacking"] == ["cpu_adam"] and seen.needs.spec.parallel.allow_torch_adam
-            yield Finding(
+            yield CheckResult(
                 CHECK, host, "warning" if allowed else "failure",
                 f"{lacking} cannot be compiled: {cause}",
                 "by parallel.allow_torch_adam torch's slower AdamW would step" if allowed

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dsft.doctor.finding import Finding, Seen, passed
-from dsft.doctor.visit import Silence
+from dsft.doctor.finding import CheckResult, ProbeResults, passed
+from dsft.doctor.visit import NoResponse
 from dsft.errors import SpecError
 from dsft.generate.hostfile import parse
 
@@ -51,13 +51,13 @@ _PROGRAM: tuple[tuple[str, str, str], ...] = (
 )  # fmt: skip
 
 
-def reach(seen: Seen) -> Iterator[Finding]:
+def reach(seen: ProbeResults) -> Iterator[CheckResult]:
     for host in seen.slots:
         silence = seen.visits.silent.get(host)
         if silence is None:
             yield passed(CHECK, host, "answers")
         elif host in seen.visits.first:
-            yield Finding(
+            yield CheckResult(
                 CHECK,
                 host,
                 "failure",
@@ -69,7 +69,7 @@ def reach(seen: Seen) -> Iterator[Finding]:
             yield _from_outside(seen, fault(host, silence))
 
 
-def _from_outside(seen: Seen, finding: Finding) -> Finding:
+def _from_outside(seen: ProbeResults, finding: CheckResult) -> CheckResult:
     """Lower the finding to a warning outside a Slurm allocation, where Slurm may not let users onto its
     hosts."""
     cluster = seen.needs.spec.cluster
@@ -79,14 +79,14 @@ def _from_outside(seen: Seen, finding: Finding) -> Finding:
     return replace(finding, level="warning", why="nothing is known of this host", do=do)
 
 
-def fault(host: str, silence: Silence) -> Finding:
+def fault(host: str, silence: NoResponse) -> CheckResult:
     last = (silence.said.splitlines() or ["nothing was said"])[-1].strip()
     value, do = _meaning(silence, last)
     said = "" if last in value or not silence.said else f" ({last[:200]})"
-    return Finding(CHECK, host, "failure", f"{value}{said}", WHY, do.replace("HOST", host))
+    return CheckResult(CHECK, host, "failure", f"{value}{said}", WHY, do.replace("HOST", host))
 
 
-def _meaning(silence: Silence, last: str) -> tuple[str, str]:
+def _meaning(silence: NoResponse, last: str) -> tuple[str, str]:
     if silence.code == 126:
         return "its Python cannot be started", "see to the rights of the interpreter there"
     for pattern, value, do in (*_PROGRAM, *_WORDS):
@@ -103,16 +103,16 @@ def _meaning(silence: Silence, last: str) -> tuple[str, str]:
     return f"the doctor's program ended with exit code {silence.code}", "try it by hand: ssh HOST"
 
 
-def folders(seen: Seen) -> Iterator[Finding]:
+def folders(seen: ProbeResults) -> Iterator[CheckResult]:
     for host, facts in seen.visits.first.items():
         if facts.get("folder") is not None:
-            yield Finding(
+            yield CheckResult(
                 "folder", host, "failure", f"{os.getcwd()} cannot be entered ({facts['folder']})",
                 "the run starts there on every host", "put it there at the same path, or on a shared disk",
             )  # fmt: skip
 
 
-def hostfile(seen: Seen) -> Iterator[Finding]:
+def hostfile(seen: ProbeResults) -> Iterator[CheckResult]:
     """Check that `hostfiles/NAME`, if it exists, has the spec's hosts and slots."""
     cluster, file = seen.needs.spec.cluster, Path("hostfiles", seen.needs.spec.name)
     if cluster is None or cluster.launcher not in {"dsft", "deepspeed"} or not file.is_file():
@@ -121,13 +121,13 @@ def hostfile(seen: Seen) -> Iterator[Finding]:
         hosts = parse(file.read_text(encoding="utf-8"), str(file))
     except (SpecError, OSError, UnicodeDecodeError) as error:
         why = error.problems[0] if isinstance(error, SpecError) else error
-        yield Finding(
+        yield CheckResult(
             "hostfile", None, "warning", f"{file} cannot be used ({why})", "deepspeed --hostfile would fail",
             "write it again: dsft generate SPEC",
         )  # fmt: skip
         return
     if hosts != cluster.hosts:
-        yield Finding(
+        yield CheckResult(
             "hostfile", None, "warning", f"{file} has other hosts or slots than cluster.hosts",
             "a run that is started with it stops in its first second", "write it again: dsft generate SPEC",
         )  # fmt: skip
@@ -135,7 +135,7 @@ def hostfile(seen: Seen) -> Iterator[Finding]:
         yield passed("hostfile", None, f"{file} has the spec's hosts")
 
 
-def programs(seen: Seen) -> Iterator[Finding]:
+def programs(seen: ProbeResults) -> Iterator[CheckResult]:
     """Check that the launcher's program is on this machine's PATH."""
     cluster = seen.needs.spec.cluster
     if cluster is None or len(cluster.hosts) < 2:
@@ -145,7 +145,7 @@ def programs(seen: Seen) -> Iterator[Finding]:
         return
     if shutil.which(program) is None:
         is_pdsh = program == "pdsh"
-        yield Finding(
+        yield CheckResult(
             "programs", None, "warning", f"{program} is not on PATH here",
             f"{'deepspeed --hostfile' if is_pdsh else 'cluster.launcher slurm'} starts processes with it",
             f"install {program}" + (", or start with dsft launch, which needs none" if is_pdsh else ""),

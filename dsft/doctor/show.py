@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dsft.doctor.finding import Finding, Seen, failures, listed
+from dsft.doctor.finding import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.links import Link, Network
 from dsft.doctor.software import differing, table
 from dsft.errors import WorldError, printable
@@ -36,7 +36,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def print_findings(
-    seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None
+    seen: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
 ) -> None:
     for finding in found:
         place = f"{finding.check} on {finding.host}" if finding.host else finding.check
@@ -120,7 +120,9 @@ def _cell(link: Link) -> str:
     return f"{link.gbit:.3g} ({1e3 * link.round_trip:.3g})"
 
 
-def as_json(seen: Seen, found: Sequence[Finding], seconds: float, network: Network | None = None) -> str:
+def as_json(
+    seen: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
+) -> str:
     """Return the JSON text. versions: package -> host -> version; differing: names of those that differ
     between hosts; network: None if it was not measured."""
     versions = table(seen)

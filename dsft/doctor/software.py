@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import Finding, passed
+from dsft.doctor.finding import CheckResult, passed
 from dsft.engine.toolchain import package_file
 from dsft.rank.software import decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
+    from dsft.doctor.finding import ProbeResults
 
 ALSO = ("safetensors", "peft", "pydantic")
 """Packages beside DECISIVE that affect messages and files."""
@@ -44,7 +44,7 @@ def cuda_of_torch() -> str | None:
     return (found[1] or found[2]) if found else None
 
 
-def table(seen: Seen) -> dict[str, dict[str, str]]:
+def table(seen: ProbeResults) -> dict[str, dict[str, str]]:
     """Return package -> host -> version for all hosts that answered."""
     found: dict[str, dict[str, str]] = {}
     for host, part in seen.part("software"):
@@ -60,12 +60,12 @@ def differing(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[st
     return {name: by_host for name, by_host in versions.items() if len(set(by_host.values())) > 1}
 
 
-def check(seen: Seen) -> Iterator[Finding]:
+def check(seen: ProbeResults) -> Iterator[CheckResult]:
     found = table(seen)
     different = differing(found)
     for name, by_host in different.items():
         values = ", ".join(f"{host} {version}" for host, version in _grouped(by_host))
-        yield Finding(
+        yield CheckResult(
             CHECK,
             None,
             "warning" if name in MILD or _is_patch(name, by_host) else "failure",
@@ -76,13 +76,13 @@ def check(seen: Seen) -> Iterator[Finding]:
     for name in NEEDED:
         lacking = [host for host, version in found.get(name, {}).items() if version == "none"]
         if lacking and name not in different:
-            yield Finding(
+            yield CheckResult(
                 CHECK, None, "failure", f"{name} is not installed", "it trains", "install it: scripts/install"
             )
     if found and not different:
         alike = {name: next(iter(by_host.values())) for name, by_host in found.items()}
         for line in outside({name: version for name, version in alike.items() if version != "none"}):
-            yield Finding(
+            yield CheckResult(
                 CHECK,
                 None,
                 "warning",

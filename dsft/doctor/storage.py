@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import GIB, Finding, gib, passed
+from dsft.doctor.finding import GIB, CheckResult, gib, passed
 from dsft.errors import StorageError
 from dsft.system.disk import check_disk
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import Seen
-    from dsft.doctor.needs import Place
+    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.needs import FolderNeeds
 
 SHM = Path("/dev/shm")
 NVME = "nvme_path"
@@ -101,19 +101,21 @@ def sees(path: str, nonce: str) -> str:
         return error.strerror or str(error)
 
 
-def space(seen: Seen) -> Iterator[Finding]:
+def space(seen: ProbeResults) -> Iterator[CheckResult]:
     for host, part in seen.part("storage"):
         for key, folder in part["folders"].items():
             yield _of_folder(host, key, folder, seen.needs.places[key])
 
 
-def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: Place) -> Finding:
+def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: FolderNeeds) -> CheckResult:
     named = f"{key} {folder['path']}"
     why = _WHAT.get(key, "the optimizer's states are swapped there")
     if folder["refused"] is not None:
         said = folder["refused"]
         value = said if "nvme_path" in key else f"{named} cannot be written ({said})"
-        return Finding("space", host, "failure", value, why, "make it writable there, or name another folder")
+        return CheckResult(
+            "space", host, "failure", value, why, "make it writable there, or name another folder"
+        )
     free = folder["free"]
     least = FLOOR if place.least is None else max(place.least, 1 << 20)
     if key in (EXTENSIONS, "data.cache_dir", HUB):
@@ -122,21 +124,23 @@ def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: Place) -> 
     do = "free space, or name another folder"
     if free < least:
         needs = f", and the run needs {gib(least)}" if place.least is not None else ""
-        return Finding("space", host, "failure", f"{value}{needs}", f"{why}; a full disk ends the run", do)
+        return CheckResult(
+            "space", host, "failure", f"{value}{needs}", f"{why}; a full disk ends the run", do
+        )
     if place.wanted is not None and free < place.wanted:
-        return Finding(
+        return CheckResult(
             "space", host, "warning", f"{value}, and all that the run keeps takes {gib(place.wanted)}",
             f"{why}; a full disk ends the run", f"{do}, or lower checkpoint.keep_last",
         )  # fmt: skip
     if place.wanted is None and free < LITTLE and key != EXTENSIONS:
-        return Finding(
+        return CheckResult(
             "space", host, "warning", f"{value}; what the run needs is not known here", why,
             f"{do}; dsft plan SPEC counts the model, and the doctor knows its size from then on",
         )  # fmt: skip
     return passed("space", host, value + (f" of {gib(place.wanted)} needed" if place.wanted else ""))
 
 
-def shared(seen: Seen) -> Iterator[Finding]:
+def shared(seen: ProbeResults) -> Iterator[CheckResult]:
     """Check that the others see the file that the first host wrote."""
     if len(seen.slots) < 2 or seen.needs.first not in seen.visits.first:
         return
@@ -149,7 +153,7 @@ def shared(seen: Seen) -> Iterator[Finding]:
         if host != seen.needs.first and said.get("sees") != "yes"
     }
     for host, said in blind.items():
-        yield Finding(
+        yield CheckResult(
             "shared", host, "failure",
             f"output_dir {folder} is another folder than on {seen.needs.first} (a file of its own: {said})",
             "every rank writes its part of a checkpoint there, and reads all of it when the run goes on",
@@ -159,22 +163,22 @@ def shared(seen: Seen) -> Iterator[Finding]:
         yield passed("shared", None, f"output_dir {folder} is one folder for all")
 
 
-def shared_memory(seen: Seen) -> Iterator[Finding]:
+def shared_memory(seen: ProbeResults) -> Iterator[CheckResult]:
     for host, part in seen.part("storage"):
         slots, found = seen.slots[host] or 1, part["shm"]
         do = "mount -o remount,size=8G /dev/shm, or --shm-size=8g (or --ipc=host) for a container"
         if found is None:
-            yield Finding(
+            yield CheckResult(
                 "shm", host, "failure", "there is no /dev/shm", "ranks of a host meet there", "mount -t tmpfs"
                 " tmpfs /dev/shm"
             )  # fmt: skip
         elif seen.on_cpu(host) and found["free"] < slots * SHM_OF_RANK:
-            yield Finding(
+            yield CheckResult(
                 "shm", host, "failure", f"/dev/shm has {gib(found['free'])} free for {slots} rank(s)",
                 "DeepSpeed keeps 69 MB a rank there, and a rank that gets none ends with `bus error`", do,
             )  # fmt: skip
         elif not seen.on_cpu(host) and found["free"] < SHM_OF_NCCL:
-            yield Finding(
+            yield CheckResult(
                 "shm", host, "warning", f"/dev/shm has {gib(found['free'])} free",
                 "NCCL and data loaders share memory there, and end with `bus error` where it is full", do,
             )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Ask a module on all hosts at once (`Talks`), and ask `dsft.doctor.probe` its two questions (`visit`): what
-a host is like, and what it sees of the others. Leaves no process behind."""
+"""Ask a module on all hosts at once (`HostChannels`), and ask `dsft.doctor.probe` its two questions
+(`visit`): what a host is like, and what it sees of the others. Leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Command = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoResponse:
     """Why a host did not answer.
 
     code  exit code of the process that was started; None if it had to be killed
@@ -39,23 +39,23 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Visits:
+class ProbeAnswers:
     """All answers. first, second: by host; silent: hosts without a first or second answer."""
 
     first: Mapping[str, Facts]
     second: Mapping[str, Facts]
-    silent: Mapping[str, Silence]
+    silent: Mapping[str, NoResponse]
 
 
-class Talks:
+class HostChannels:
     """Channels to a module on several hosts. silent: hosts that did not answer; they are not asked again."""
 
     def __init__(self, command: Command, environ: Mapping[str, str]) -> None:
         self._command, self._environ = command, environ
         self._channels: dict[str, Channel] = {}
-        self.silent: dict[str, Silence] = {}
+        self.silent: dict[str, NoResponse] = {}
 
-    async def __aenter__(self) -> Talks:
+    async def __aenter__(self) -> HostChannels:
         return self
 
     async def __aexit__(
@@ -87,13 +87,13 @@ class Talks:
                 self._channels[host] = await Channel.open(argv, self._environ)
             facts = await self._channels[host].ask(question, seconds)
         except NoAnswer as error:
-            self.silent[host] = Silence(error.code, error.said)
+            self.silent[host] = NoResponse(error.code, error.said)
             return None
         except WorldError as error:  # not a host name
-            self.silent[host] = Silence(1, str(error))
+            self.silent[host] = NoResponse(1, str(error))
             return None
         if set(facts) == {"fault"}:
-            self.silent[host] = Silence(1, facts["fault"].partition("\n")[0])  # without torch's stack
+            self.silent[host] = NoResponse(1, facts["fault"].partition("\n")[0])  # without torch's stack
             return None
         answered(host)
         return facts
@@ -105,7 +105,7 @@ def visit(
     command: Command,
     environ: Mapping[str, str],
     answered: Callable[[str], None] = lambda host: None,
-) -> Visits:
+) -> ProbeAnswers:
     """Ask the probes both questions.
 
     orders    host -> the first question
@@ -114,10 +114,10 @@ def visit(
     answered  called with each host that gave its first answer
     """
 
-    async def both() -> Visits:
-        async with Talks(command, environ) as talks:
+    async def both() -> ProbeAnswers:
+        async with HostChannels(command, environ) as talks:
             first = await talks.ask(orders, ANSWER, answered)
             second = await talks.ask(wanted(first), ANSWER)
-            return Visits(first, second, talks.silent)
+            return ProbeAnswers(first, second, talks.silent)
 
     return asyncio.run(both())

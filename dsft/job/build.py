@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dsft.checkpoint.export import read_model_files, write_beside
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.steps import DatasetMicroBatches, TrainSteps, evaluation
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
@@ -31,12 +31,11 @@ from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.reference import dpo_of
-from dsft.reference.check import FEW, check_start, random_pairs
-from dsft.reference.check import Start as FirstStep
+from dsft.reference.check import FEW, StartCheck, check_start, random_pairs
 from dsft.reference.evaluate import PairSet, pair_evaluation
-from dsft.reference.precomputed import Precomputed
+from dsft.reference.precomputed import PrecomputedReference
 from dsft.reference.refer import adapter_off
-from dsft.reference.source import Source, Start, source_of, store_of
+from dsft.reference.source import RunReference, RunStart, source_of, store_of
 from dsft.report.memory import MemoryFile
 from dsft.spec.schema import Spec
 
@@ -59,12 +58,12 @@ class Built:
     engine: Engine
     objective: Objective
     model_files: Mapping[str, bytes]
-    reference: Source | None = None
+    reference: RunReference | None = None
 
 
 def stored_values(
-    job: Job, inputs: Inputs, world: World, start: Start, memory: MemoryFile
-) -> Precomputed | None:
+    job: Job, inputs: Inputs, world: World, start: RunStart, memory: MemoryFile
+) -> PrecomputedReference | None:
     """Return the log-probabilities of a precomputed reference, scoring the pairs that the store lacks; None
     for any other reference. Then begin the "load" phase of `memory`."""
     stored = None
@@ -76,7 +75,12 @@ def stored_values(
 
 
 def build(
-    job: Job, resolved: Resolved, inputs: Inputs, world: World, start: Start, stored: Precomputed | None
+    job: Job,
+    resolved: Resolved,
+    inputs: Inputs,
+    world: World,
+    start: RunStart,
+    stored: PrecomputedReference | None,
 ) -> Built:
     """Build the model from fresh or pretrained weights, then its engine and reference. A collective. stored:
     the precomputed log-probabilities of the reference, None where an engine computes them."""
@@ -122,7 +126,9 @@ def build(
     )
 
 
-def bring_to(engine: Engine, start: Checkpoint | None, progress: Progress, world: World, folder: Path) -> str:
+def bring_to(
+    engine: Engine, start: CheckpointReader | None, progress: Progress, world: World, folder: Path
+) -> str:
     """Load the checkpoint `start` into the engine, if there is one. Return a line that says where the run
     starts. folder: the run's. A collective."""
     if start is None:
@@ -141,7 +147,7 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
         yield prove_start(job, inputs, world, built, built.reference)
 
 
-def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: Source) -> str:
+def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: RunReference) -> str:
     """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
     reference, check random pairs too, different ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
@@ -153,7 +159,7 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     micro_batches = reference.refers[0](looked_at)
     # Not under ZeRO 3, where every pass must use the same modules as the one before.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
-    first = FirstStep(dpo_of(spec), inputs.train, micro_batches, pad, bare)
+    first = StartCheck(dpo_of(spec), inputs.train, micro_batches, pad, bare)
     return check_start(first, built.engine, policy, world)
 
 

@@ -45,7 +45,7 @@ SHOWN = 8
 class Hooks(Run):
     """The hooks that a run gives to its training loop.
 
-    compared    what a resumed run compares with its checkpoint, by the field names of `Facts`
+    compared    what a resumed run compares with its checkpoint, by the field names of `CheckpointState`
     evaluation  step -> metrics; None where nothing is held out
     flops       computes `Run.mfu`; None where the peak FLOP/s are not known
     profile     records the step that --profile asks for

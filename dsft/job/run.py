@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dsft.checkpoint.compare import check_same_run
-from dsft.checkpoint.read import Checkpoint, find
+from dsft.checkpoint.read import CheckpointReader, find
 from dsft.ending import finish
 from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
@@ -147,7 +147,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
+def resume_point(job: Job, world: World, say: Say) -> CheckpointReader | None:
     """Return the checkpoint that checkpoint.resume selects, verified by rank 0; None to start at step 0.
     Raises CheckpointError where it is of another run."""
 
@@ -156,11 +156,11 @@ def resume_point(job: Job, world: World, say: Say) -> Checkpoint | None:
         for note in found.notes:
             say(f"warning: {note}")
         if found.path is not None:
-            check_same_run(Checkpoint.open(found.path), job.spec, job.batch, None)
+            check_same_run(CheckpointReader.open(found.path), job.spec, job.batch, None)
         return found.path
 
     path = world.first(choose)
-    return world.each(lambda: Checkpoint.open(path)) if path else None
+    return world.each(lambda: CheckpointReader.open(path)) if path else None
 
 
 @dataclass

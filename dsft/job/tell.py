@@ -10,8 +10,8 @@ from typing import Any
 from dsft.checkpoint.card import origin_of
 from dsft.checkpoint.compare import changed_generation
 from dsft.checkpoint.export import write_model_folder
-from dsft.checkpoint.read import Checkpoint
-from dsft.checkpoint.save import Facts
+from dsft.checkpoint.read import CheckpointReader
+from dsft.checkpoint.save import CheckpointState
 from dsft.data.sets.load import RunData
 from dsft.engine.world import World
 from dsft.identity import Identity
@@ -50,13 +50,13 @@ def facts_of(
     built: Built,
     *,
     unchanged: bool | None,
-) -> Facts:
+) -> CheckpointState:
     """Return the facts that a checkpoint stores. compared: `built_from` and `software`, for the fields of
-    Facts of these names; unchanged: whether the reference is the same as at the start, None where not
-    checked."""
+    `CheckpointState` of these names; unchanged: whether the reference is the same as at the start, None
+    where not checked."""
     reference = built.reference
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
-    return Facts(
+    return CheckpointState(
         progress=asdict(progress),
         spec=job.spec.model_dump(mode="json"),
         batch=asdict(job.batch),
@@ -73,7 +73,7 @@ def facts_of(
     )
 
 
-def describe(job: Job, config: Config, inputs: Inputs, start: Checkpoint | None) -> list[str]:
+def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader | None) -> list[str]:
     """Write the files in the run's folder that document how it was made, and the files that an export needs
     beside the weights. Return lines to print: one for a token that was added to those that end an answer, and
     a warning for each key of generation_config.json that differs from `start`, since only the export will

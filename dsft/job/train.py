@@ -13,7 +13,7 @@ from dsft.checkpoint.compare import (
     check_same_rows,
     check_same_run,
 )
-from dsft.checkpoint.read import Checkpoint, step_folder
+from dsft.checkpoint.read import CheckpointReader, step_folder
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
@@ -28,7 +28,7 @@ from dsft.loop import Progress, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import as_it_is, of_zeros
-from dsft.reference.source import Start
+from dsft.reference.source import RunStart
 from dsft.rehearsal import rehearse, told_when_full
 from dsft.report.profile import StepTrace, traced_step
 from dsft.spec.schema import Spec
@@ -39,7 +39,7 @@ def train(
     job: Job,
     config: Config,
     world: World,
-    start: Checkpoint | None,
+    start: CheckpointReader | None,
     progress: Progress,
     say: Say,
     lock: FolderLock,
@@ -59,7 +59,7 @@ def train(
         say(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
     memory = open_memory(job, resolved.counted, largest[0].input_ids.numel(), world)
-    begin = Start(folder, start, say)
+    begin = RunStart(folder, start, say)
     stored = stored_values(job, inputs, world, begin, memory)
     with told_when_full(memory.meter):
         built = build(job, resolved, inputs, world, begin, stored)
@@ -103,7 +103,9 @@ def train(
     return step_folder(folder, end.step)
 
 
-def read(job: Job, world: World, start: Checkpoint | None, say: Say) -> tuple[Inputs, Mapping[str, Identity]]:
+def read(
+    job: Job, world: World, start: CheckpointReader | None, say: Say
+) -> tuple[Inputs, Mapping[str, Identity]]:
     """Read the inputs, and check that they are the same on every rank and as they were when `start` was
     saved. Return them, and the identities that a later start will compare. A collective."""
     inputs = world.each(lambda: read_inputs(job.spec, say, first=world.rank == 0))
@@ -119,7 +121,7 @@ def read(job: Job, world: World, start: Checkpoint | None, say: Say) -> tuple[In
 
 
 def compare_with(
-    start: Checkpoint, job: Job, inputs: Inputs, compared: Mapping[str, Identity]
+    start: CheckpointReader, job: Job, inputs: Inputs, compared: Mapping[str, Identity]
 ) -> Iterator[str]:
     """Compare everything that decides the numbers with what it was when `start` was saved. Raises
     CheckpointError for what must be the same, and yields a warning for what may differ."""

@@ -1,5 +1,5 @@
 """Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that stored
-values are still what it gives (`check_again`), and that it has not changed when the run ends (`Unchanged`).
+values are still what it gives (`check_again`), and that it has not changed when the run ends (`DriftCheck`).
 
 At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2, in exact arithmetic.
 How far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
@@ -33,8 +33,8 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_model
 from dsft.reference.key import Key, differences, weights_of
-from dsft.reference.refer import Held
-from dsft.reference.store import Stored
+from dsft.reference.refer import EngineReference
+from dsft.reference.store import StoreContents
 from dsft.spec.schema import Dpo, Spec
 
 EXACT = 1e-5  # bound for rewards, margins and the loss in fp32, and the smallest bound for any type
@@ -59,7 +59,7 @@ BARE = (
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCheck:
     """The input of `check_start`. micro_batches: this rank's of the first step, with pairs.reference, as many
     on every rank; without_adapter: a context in which the policy runs without its adapter, None where it has
     none."""
@@ -72,7 +72,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Found:
+class PairScores:
     """Scores of the n answers of this rank's pairs. ids: (n / 2,); policy, training, reference:
     log-probabilities (n / 2, 2) of the policy in evaluation mode, of the policy in training mode, and of the
     reference; num_tokens: (n / 2, 2); rounding: nats per unit of `spread`."""
@@ -104,7 +104,7 @@ def spread(num_tokens: Tensor) -> Tensor:
     return torch.maximum(n.sqrt(), n / 10)
 
 
-def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> str:
+def check_start(start: StartCheck, engine: Engine, policy: Policy, world: World) -> str:
     """Check that the policy equals its reference at step 0. Return a line that says how near they are. Raises
     SpecError on every rank where they differ, with the probable cause. A collective."""
     pairs = _joined(world.gather(_look(start, engine, policy, world)))
@@ -125,7 +125,7 @@ def check_start(start: Start, engine: Engine, policy: Policy, world: World) -> s
     )
 
 
-def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found | None:
+def _look(start: StartCheck, engine: Engine, policy: Policy, world: World) -> PairScores | None:
     """Score this rank's pairs; None on a rank that has no pair, or not the last stage."""
     batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
@@ -144,7 +144,7 @@ def _look(start: Start, engine: Engine, policy: Policy, world: World) -> Found |
     logps = torch.cat(plain).cpu()
     again = torch.stack([one.double().sum().cpu() for one in alone[: len(rows)]]).view(-1, 2)
     apart = (logps[: len(again)] - again).abs() / spread(num_tokens[: len(again)])
-    return Found(
+    return PairScores(
         ids=torch.tensor(numbers),
         num_tokens=num_tokens,
         policy=logps,
@@ -162,14 +162,16 @@ def _unit_roundoff(policy: Policy) -> float:
     return max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
 
 
-def _joined(ranks: Sequence[Found | None]) -> Found:
+def _joined(ranks: Sequence[PairScores | None]) -> PairScores:
     known = [one for one in ranks if one is not None]
     names = ("ids", "num_tokens", "policy", "training", "reference")
     columns = {name: torch.cat([getattr(one, name) for one in known]) for name in names}
-    return Found(**columns, rounding=max(one.rounding for one in known))
+    return PairScores(**columns, rounding=max(one.rounding for one in known))
 
 
-def _is_without_adapter(start: Start, engine: Engine, world: World, pairs: Found, bound: Tensor) -> bool:
+def _is_without_adapter(
+    start: StartCheck, engine: Engine, world: World, pairs: PairScores, bound: Tensor
+) -> bool:
     """Return whether the reference is the policy without its adapter. A collective."""
     if start.without_adapter is None:
         return False
@@ -195,7 +197,7 @@ def _by_pairs(off: Tensor, bound: Tensor) -> str:
     )
 
 
-def _worst(start: Start, pairs: Found, off: Tensor, bound: Tensor) -> str:
+def _worst(start: StartCheck, pairs: PairScores, off: Tensor, bound: Tensor) -> str:
     """Name the pairs that are farthest off, with the bound."""
     order = torch.argsort(off / bound, descending=True)[:SHOWN]
     names = [
@@ -212,7 +214,7 @@ def _error(what: str, where: str, cause: str) -> SpecError:
 # --- stored values ----------------------------------------------------------------------------------------
 
 
-def choose_again(stored: Stored, count: int) -> tuple[NDArray[np.int64], ...]:
+def choose_again(stored: StoreContents, count: int) -> tuple[NDArray[np.int64], ...]:
     """Choose up to `count` random stored pairs, other ones at each start. Return their numbers per
     dataset."""
     known = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
@@ -276,7 +278,7 @@ def check_weights(spec: Spec, key: Key) -> None:
         )
 
 
-class Unchanged:
+class DriftCheck:
     """A digest taken at the start, with a check that it is still the same."""
 
     def __init__(self, what: str, digest: Callable[[], Any]) -> None:
@@ -284,12 +286,12 @@ class Unchanged:
         self._what, self._digest, self._then = what, digest, digest()
 
     @classmethod
-    def of_weights(cls, held: Held) -> Unchanged:
+    def of_weights(cls, held: EngineReference) -> DriftCheck:
         """Watch the weights of this rank; to be made before the first step."""
         return cls("weights, on every rank,", lambda: weights_digest(held.weights()))
 
     @classmethod
-    def of_files(cls, spec: Spec, key: Key) -> Unchanged:
+    def of_files(cls, spec: Spec, key: Key) -> DriftCheck:
         """Watch the files of a precomputed reference, whatever its hub id resolves to later. A fresh
         reference has no files; it follows from the spec. Raises as `check_weights` does."""
         check_weights(spec, key)

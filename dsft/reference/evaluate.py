@@ -41,7 +41,7 @@ class PairSet:
 
 
 @dataclass(frozen=True)
-class Table:
+class PairTable:
     """Values of n pairs: logps, num_tokens and reference, each (n, 2), as in Pairs; float64 except
     num_tokens."""
 
@@ -72,7 +72,7 @@ def pair_evaluation(
     return evaluate
 
 
-def score_pairs(one: PairSet, engine: Engine, world: World) -> Table:
+def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
     """Score a set once, and return the same table on every rank. A collective."""
     columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
     for start in range(0, len(one.micro_batches), TOGETHER):
@@ -87,11 +87,11 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> Table:
             columns[pairs.ids.to(world.device), : row.shape[1]] = row
     columns = world.sum(columns)
     reference = columns[:, 4:] if one.refer else None
-    return Table(columns[:, :2], columns[:, 2:4].long(), reference)
+    return PairTable(columns[:, :2], columns[:, 2:4].long(), reference)
 
 
 def margin_rows(
-    step: int, sets: Sequence[PairSet], tables: Sequence[Table], dpo: Dpo
+    step: int, sets: Sequence[PairSet], tables: Sequence[PairTable], dpo: Dpo
 ) -> Iterator[Mapping[str, float | str | None]]:
     """Yield the lines of margins/step-N.jsonl, one per pair, set by set, in the order of the data."""
     for one, table in zip(sets, tables, strict=True):

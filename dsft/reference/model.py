@@ -49,7 +49,7 @@ def _config(spec: Spec, counted: Census) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Reference:
+class OpenReference:
     """An open reference. policy: this rank's part of the module, for checks; engine: computes
     log-probabilities until it is closed."""
 
@@ -57,7 +57,7 @@ class Reference:
     engine: FrozenEngine
 
 
-def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
+def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference:
     """Build the reference and its engine. A collective. `world`: the policy's while that trains, or that of a
     scoring pass, with the layout of `reference_layout`. Raises as `build_model`."""
     model, counted = reference_model(spec), _counted(spec, facts)
@@ -74,10 +74,10 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> Reference:
         return policy
 
     policy = world.each(part)
-    return Reference(policy, build_frozen_engine(policy, config, world))
+    return OpenReference(policy, build_frozen_engine(policy, config, world))
 
 
-def proven(reference: Reference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
+def proven(reference: OpenReference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
     """Run the checks on real rows that a run does for its policy too, and yield a line for each. A
     collective."""
     other = dpo_of(spec).reference_model

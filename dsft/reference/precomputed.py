@@ -24,8 +24,8 @@ from dsft.reference import store
 from dsft.reference.check import choose_again
 from dsft.reference.key import Components, Key, differences, key_of
 from dsft.reference.refer import Refer, look_up
-from dsft.reference.score import Pass, score
-from dsft.reference.store import Stored
+from dsft.reference.score import ScoringPass, score
+from dsft.reference.store import StoreContents
 from dsft.report.console import shown
 from dsft.spec.schema import Spec
 from dsft.system.files import atomic_write, cached_json, write_error
@@ -38,7 +38,7 @@ _WAIT = 1.0  # seconds between two attempts to take a lock that another job has
 
 
 @dataclass(frozen=True)
-class Precomputed:
+class PrecomputedReference:
     """Log-probabilities from a store. key: their identity; logps: (n, 2) of each dataset, that of training
     first."""
 
@@ -60,7 +60,7 @@ def precompute(
     *,
     again: bool,
     known: Callable[[Key], None] = lambda key: None,
-) -> Precomputed:
+) -> PrecomputedReference:
     """Return the log-probabilities of all pairs, scoring those that the store lacks. A collective, before the
     policy is built. again: score some of the stored pairs once more, to check them; known: called with the
     key before anything is scored, may raise to reject it.
@@ -75,7 +75,7 @@ def precompute(
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
     total = sum(map(len, datasets))
 
-    def look(tell: Say = lambda text: None) -> Stored:
+    def look(tell: Say = lambda text: None) -> StoreContents:
         store.check(folder, key, tell)
         return store.read(folder, key, [len(one) for one in datasets], tell)
 
@@ -91,7 +91,7 @@ def precompute(
         if stored.num_missing or chosen:
             began = time.monotonic()
             with shown(say, first=world.rank == 0) as tell:
-                asked = Pass(spec, key, folder, micro_batch_size, datasets, stored, pairs)
+                asked = ScoringPass(spec, key, folder, micro_batch_size, datasets, stored, pairs)
                 score(asked, inputs, world, say, tell)
             say(_done(stored.num_missing, total - stored.num_missing, chosen, time.monotonic() - began))
     stored = world.first(lambda: look(say))
@@ -101,7 +101,7 @@ def precompute(
             "dpo.reference_store to a sound disk that all hosts share."
         )
     say(f"reference: the log-probabilities of {total:,} pairs are in {folder}")
-    return Precomputed(key, folder, stored.logps)
+    return PrecomputedReference(key, folder, stored.logps)
 
 
 def _take(folder: Path, world: World, held: ExitStack, say: Say) -> None:

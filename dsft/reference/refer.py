@@ -29,7 +29,7 @@ are."""
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineReference:
     """A reference that an engine scores. weights: those of its weights that this rank has; none is
     trained."""
 
@@ -37,7 +37,7 @@ class Held:
     weights: Callable[[], Iterator[Tensor]]
 
 
-class WithReference(LazyMicroBatches):
+class BatchesWithReference(LazyMicroBatches):
     """Micro-batches of pairs, each filled on access: a held-out set may be larger than memory."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:
@@ -70,27 +70,29 @@ def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
 def filled(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
     """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
     stage."""
-    return WithReference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
+    return (
+        BatchesWithReference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
+    )
 
 
 def look_up(logps: NDArray[np.float64]) -> Refer:
     """Return a Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when
     a micro-batch is accessed."""
     table = torch.from_numpy(logps)
-    return lambda micro_batches: WithReference(micro_batches, lambda _, pairs: table[pairs.ids])
+    return lambda micro_batches: BatchesWithReference(micro_batches, lambda _, pairs: table[pairs.ids])
 
 
-def refer_to_engine(engine: FrozenEngine) -> Held:
+def refer_to_engine(engine: FrozenEngine) -> EngineReference:
     """Use a second engine beside the policy's as reference. All micro-batches of a call are scored right
     away, without gradients and dropout."""
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return filled(micro_batches, engine.score(micro_batches, answer_logps))
 
-    return Held(refer, engine.weights)
+    return EngineReference(refer, engine.weights)
 
 
-def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
+def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> EngineReference:
     """Use the policy's engine as reference. A new adapter is switched off. An adapter that training continues
     (model.lora.path) is scored with a frozen copy of its values, and so is what is trained beside an adapter
     (model.lora.modules_to_save).
@@ -113,7 +115,7 @@ def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Held:
         yield from (home_of(p) for p in policy.parameters() if not p.requires_grad)
         yield from at_start.values
 
-    return Held(refer, weights)
+    return EngineReference(refer, weights)
 
 
 @contextmanager

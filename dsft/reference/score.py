@@ -34,8 +34,8 @@ from dsft.plan.tables import size_text
 from dsft.reference import store
 from dsft.reference.check import check_again, check_weights
 from dsft.reference.key import Key
-from dsft.reference.model import Reference, open_reference, proven
-from dsft.reference.store import Stored
+from dsft.reference.model import OpenReference, open_reference, proven
+from dsft.reference.store import StoreContents
 from dsft.rehearsal import ran_out
 from dsft.report.memory import resident
 from dsft.spec.schema import Spec
@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Pass:
+class ScoringPass:
     """A scoring pass, the same on every rank. datasets: data.train, then each held-out set; stored: the
     values that `folder` has; again: stored pairs (k,) of each dataset to score once more, before all
     others."""
@@ -58,12 +58,12 @@ class Pass:
     folder: Path
     micro_batch_size: int
     datasets: Sequence[Dataset]
-    stored: Stored
+    stored: StoreContents
     again: Sequence[Ids]
 
 
 @dataclass(frozen=True)
-class Pace:
+class ScoringProgress:
     """Progress of all ranks, in pairs and their tokens."""
 
     done: int
@@ -87,7 +87,9 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def score(asked: Pass, inputs: Inputs, world: World, say: Say, tell: Callable[[Pace], None]) -> None:
+def score(
+    asked: ScoringPass, inputs: Inputs, world: World, say: Say, tell: Callable[[ScoringProgress], None]
+) -> None:
     """Score the pairs that the store lacks. A collective, before the policy is built. `say` gets lines on
     every rank, `tell` the progress on rank 0.
 
@@ -103,7 +105,7 @@ def score(asked: Pass, inputs: Inputs, world: World, say: Say, tell: Callable[[P
         world.each(lambda: check_weights(spec, asked.key))
         for line in proven(reference, spec, inputs, world):
             say(f"reference: {line}")
-    scorer = Scorer(asked, inputs.pad_id, world, reference)
+    scorer = PairScorer(asked, inputs.pad_id, world, reference)
     scorer.check()
     scorer.score(tell if world.rank == 0 else lambda pace: None)
     while_open = in_use(world.device)
@@ -154,10 +156,10 @@ def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> Batc
     return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data, spec.task)
 
 
-class Scorer:
+class PairScorer:
     """An open reference that scores pairs. Every method is a collective."""
 
-    def __init__(self, asked: Pass, pad_id: int, world: World, reference: Reference) -> None:
+    def __init__(self, asked: ScoringPass, pad_id: int, world: World, reference: OpenReference) -> None:
         self._asked, self._pad_id, self._world, self._reference = asked, pad_id, world, reference
         self._batch = scoring_batch(asked.spec, asked.micro_batch_size, world.layout.data_parallel)
 
@@ -179,22 +181,24 @@ class Scorer:
             precision = asked.spec.train.precision
             check_again(asked.folder, asked.datasets[dataset], ids, stored, values, precision)
 
-    def score(self, tell: Callable[[Pace], None]) -> None:
+    def score(self, tell: Callable[[ScoringProgress], None]) -> None:
         """Score the missing pairs of each dataset and add them to the store."""
         missing = self._asked.stored.missing
         rounds = [(n, ids) for n, of_it in enumerate(missing) for ids in self._rounds(n, of_it)]
         done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
         tokens = list(accumulate((self._tokens(*one) for one in rounds), initial=0))
-        writer = Writer(self._asked.folder, self._asked.key)
+        writer = ShardWriter(self._asked.folder, self._asked.key)
         for number, (dataset, ids) in enumerate(rounds):
-            tell(Pace(done[number], done[-1], tokens[number], tokens[-1]))
+            tell(ScoringProgress(done[number], done[-1], tokens[number], tokens[-1]))
             mine = list(self._scored(dataset, ids))
             self._world.each(partial(self._keep, writer, dataset, mine))
         self._world.each(writer.close)
         if rounds:
-            tell(Pace(done[-1], done[-1], tokens[-1], tokens[-1]))
+            tell(ScoringProgress(done[-1], done[-1], tokens[-1], tokens[-1]))
 
-    def _keep(self, writer: Writer, dataset: int, scored: Sequence[tuple[Ids, NDArray[np.float64]]]) -> None:
+    def _keep(
+        self, writer: ShardWriter, dataset: int, scored: Sequence[tuple[Ids, NDArray[np.float64]]]
+    ) -> None:
         for pairs, logps in scored:
             self._check_finite(dataset, pairs, logps)
             writer.add(dataset, pairs, logps)
@@ -234,7 +238,7 @@ class Scorer:
             )
 
 
-class Writer:
+class ShardWriter:
     """A buffer for one rank's shards, written whenever the dataset changes, and when the oldest waiting pair
     has waited for SHARD_SECONDS."""
 

@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Engine
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.policy import Policy
 from dsft.plan.reference import dpo_of, reference_line, reference_model
-from dsft.reference.check import Unchanged
+from dsft.reference.check import DriftCheck
 from dsft.reference.key import Key, key_of
 from dsft.reference.model import open_reference, proven
-from dsft.reference.precomputed import Precomputed, check_same_reference, memory_of, precompute, remember
+from dsft.reference.precomputed import (
+    PrecomputedReference,
+    check_same_reference,
+    memory_of,
+    precompute,
+    remember,
+)
 from dsft.reference.refer import Refer, as_it_is, refer_to_engine, refer_to_start
 from dsft.spec.schema import Spec
 
@@ -25,14 +31,14 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class RunReference:
     """A run's reference. refers: one Refer per dataset, data.train first, then each held-out set; key: its
     identity; unchanged: checks at the end of the run that it is still the same; is_stored: the values come
     from a store, so they can be looked up ahead of a step, in any thread."""
 
     refers: Sequence[Refer]
     key: Key
-    unchanged: Unchanged
+    unchanged: DriftCheck
     is_stored: bool = False
 
     @property
@@ -52,11 +58,11 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """The starting point of a run: its folder, and the checkpoint that it resumes from."""
 
     folder: Path
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointReader | None
     say: Say
 
     def check(self, key: Key) -> None:
@@ -74,7 +80,9 @@ class Start:
         return key
 
 
-def store_of(spec: Spec, inputs: Inputs, world: World, micro_batch_size: int, start: Start) -> Precomputed:
+def store_of(
+    spec: Spec, inputs: Inputs, world: World, micro_batch_size: int, start: RunStart
+) -> PrecomputedReference:
     """Return the values of the store, after scoring those that it lacks. A collective, before the policy is
     built."""
     again = start.checkpoint is not None or dpo_of(spec).reference_model is not None  # else the policy scores
@@ -89,14 +97,14 @@ def source_of(
     world: World,
     policy: Policy,
     engine: Engine,
-    stored: Precomputed | None,
-    start: Start,
-) -> Source:
+    stored: PrecomputedReference | None,
+    start: RunStart,
+) -> RunReference:
     """Open the reference. A collective, before any step or checkpoint has changed the policy. Raises
     CheckpointError where the run began with another reference."""
     if stored is not None:
-        unchanged = world.each(lambda: Unchanged.of_files(spec, stored.key))
-        return Source(stored.refers, stored.key, unchanged, is_stored=True)
+        unchanged = world.each(lambda: DriftCheck.of_files(spec, stored.key))
+        return RunReference(stored.refers, stored.key, unchanged, is_stored=True)
     start.say(reference_line(spec))
     key = world.first(lambda: start.checked(spec, inputs))
     sets = 1 + len(inputs.held_out)
@@ -107,4 +115,4 @@ def source_of(
         for line in proven(live, spec, inputs, world):
             start.say(f"reference: {line}")
         held = refer_to_engine(live.engine)
-    return Source([held.refer] * sets, key, Unchanged.of_weights(held))
+    return RunReference([held.refer] * sets, key, DriftCheck.of_weights(held))

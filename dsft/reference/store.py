@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoreContents:
     """Values read from a store. logps: of each dataset, (n, 2) float64, NaN where a pair is missing."""
 
     logps: tuple[NDArray[np.float64], ...]
@@ -142,7 +142,7 @@ def _check_shards(folder: Path, key: Key) -> None:
         )
 
 
-def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
+def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> StoreContents:
     """Read the values of datasets with the given numbers of pairs. A damaged shard is reported and ignored,
     so its pairs are missing; a shard of another key is ignored. Raises StorageError where the folder cannot
     be read."""
@@ -155,7 +155,7 @@ def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> Stored:
                 _take(shard, logps)
     except OSError as error:
         raise _not_read(folder, error) from None
-    return Stored(logps)
+    return StoreContents(logps)
 
 
 def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps: NDArray[np.float64]) -> None:

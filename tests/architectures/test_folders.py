@@ -16,9 +16,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 
 from dsft.checkpoint.export import export, write_beside
 from dsft.checkpoint.files import read_files
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import Retention
-from dsft.checkpoint.save import Facts, save
+from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
 from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
@@ -91,11 +91,11 @@ def exported(policy: Policy, folder: Path) -> Path:
     write_beside(model_folder, persistent_buffers(causal_lm))
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
-    facts = Facts({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
+    facts = CheckpointState({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     files = read_files(model_folder)
     save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Retention(None))
-    export(Checkpoint.open(folder / "checkpoints" / "step-0"), folder / "out")
+    export(CheckpointReader.open(folder / "checkpoints" / "step-0"), folder / "out")
     return folder / "out"
 
 

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dsft.checkpoint.export import export_checkpoint, write_beside
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.retain import Retention
-from dsft.checkpoint.save import Facts, save
+from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
@@ -107,7 +107,7 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         world.first(lambda: write_beside(folder / f"{kind}-model", persistent_buffers(policy.causal_lm)))
         engine: Any = build_engine(policy, spec, config, world, next_token())
         outcome = run(engine, policy, steps, world, attention)
-        facts = Facts({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
+        facts = CheckpointState({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
         save(
             folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
             model_files=read_files(folder / f"{kind}-model"), retention=Retention(None, None),

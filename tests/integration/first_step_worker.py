@@ -44,7 +44,7 @@ from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
-from dsft.reference.check import Start, check_start
+from dsft.reference.check import StartCheck, check_start
 from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.refer import adapter_off, look_up
 from dsft.spec.schema import Dpo, Model, Spec
@@ -135,7 +135,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     assert table.num_tokens.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())
     try:
-        first = Start(dpo, dataset, micro_batches, PAD, without)
+        first = StartCheck(dpo, dataset, micro_batches, PAD, without)
         return check_start(first, engine, policy, world), apart
     except SpecError as error:
         return str(error), apart

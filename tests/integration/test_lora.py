@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
 from tests.launching import alone
@@ -65,7 +65,9 @@ def test_a_run_with_adapters_goes_on_where_it_stopped(
     for key in METRICS:
         assert records(run_of(tmp_path), key) == pytest.approx(records(run_of(adapted), key), rel=1e-6), key
     if layout == "parallel.zero_stage=2":
-        whole, resumed = (Checkpoint.open(run_of(f) / "checkpoints" / "step-10") for f in (adapted, tmp_path))
+        whole, resumed = (
+            CheckpointReader.open(run_of(f) / "checkpoints" / "step-10") for f in (adapted, tmp_path)
+        )
         for name, shape in whole.shapes.items():
             for kind in ("value", "exp_avg", "exp_avg_sq"):
                 numel = torch.Size(shape).numel()
@@ -76,7 +78,7 @@ def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
     adapted: Path, base: Path, tmp_path: Path
 ) -> None:
     path = run_of(adapted) / "checkpoints" / "step-10"
-    names = set(Checkpoint.open(path).shapes)
+    names = set(CheckpointReader.open(path).shapes)
     assert all(".lora_" in name for name in names - {"lm_head.weight"}) and len(names) == 4 * 7 * 3 + 1
 
     adapter = run_of(adapted) / "export"
@@ -118,7 +120,7 @@ def test_new_tokens_beside_adapters_under_zero_3(base: Path, tmp_path: Path) -> 
     tokenizer, first = AutoTokenizer.from_pretrained(export), before.config.vocab_size
     assert tokenizer.convert_tokens_to_ids("color") == first and len(tokenizer) == first + 1
     exported = load_file(export / "adapter_model.safetensors")
-    held = Checkpoint.open(run_of(tmp_path / "resumed") / "checkpoints" / "step-10")
+    held = CheckpointReader.open(run_of(tmp_path / "resumed") / "checkpoints" / "step-10")
     adapted = AutoPeftModelForCausalLM.from_pretrained(export)
     for name, tensor in (
         ("model.embed_tokens.weight", adapted.get_input_embeddings().weight),
@@ -165,7 +167,7 @@ def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run_of(tmp_path) / "export").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    held = set(Checkpoint.open(run_of(tmp_path) / "checkpoints" / "step-10").shapes)
+    held = set(CheckpointReader.open(run_of(tmp_path) / "checkpoints" / "step-10").shapes)
     assert changed == held == {n for n in before if "layers.1." in n or n.endswith("norm.weight")}
 
     # The rest is not in the checkpoint: over another base neither a run nor an export goes on.

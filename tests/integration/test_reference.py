@@ -23,7 +23,7 @@ from dsft.plan.promised import load
 from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of
-from dsft.reference.store import Stored, store_folder
+from dsft.reference.store import StoreContents, store_folder
 from dsft.system.lock import hold
 from tests.integration.runs import records
 from tests.launching import LATE, ROOT, end_group, free_port, torchrun
@@ -101,7 +101,7 @@ def said_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
             end_group(rank.pid)
 
 
-def held(spec_path: Path) -> Stored:
+def held(spec_path: Path) -> StoreContents:
     spec = load(spec_path)
     inputs = read_inputs(spec, lambda text: None)
     key = key_of(spec, reference_model(spec), inputs)
@@ -147,7 +147,7 @@ def until_it_waits(job: subprocess.Popen[str]) -> str:
     return said
 
 
-def check_values(spec_path: Path, where: Path, found: Stored) -> None:
+def check_values(spec_path: Path, where: Path, found: StoreContents) -> None:
     """Against transformers alone, pair by pair."""
     assert not found.num_missing
     plain = AutoModelForCausalLM.from_pretrained(where)

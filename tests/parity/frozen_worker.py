@@ -47,7 +47,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
 from dsft.rank.environment import detect
-from dsft.reference.check import Unchanged
+from dsft.reference.check import DriftCheck
 from dsft.reference.model import open_reference
 from dsft.reference.refer import refer_to_start
 from dsft.spec.schema import Spec
@@ -199,7 +199,7 @@ def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: st
 
     def asking(policy: Policy, engine: Engine) -> Callable[[int], None]:
         start = refer_to_start(policy, engine, spec)
-        unchanged = Unchanged.of_weights(start)
+        unchanged = DriftCheck.of_weights(start)
 
         def ask(step: int) -> None:
             found = batches(world, step)

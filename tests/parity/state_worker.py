@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.checkpoint.files import read_files
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import Retention
-from dsft.checkpoint.save import Facts, save
+from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine import state
 from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
@@ -147,7 +147,7 @@ class Case:
         shards = self.world.layout.shards
         fragments = state.owned_fragments(self.engine, self.named, self.world.shard_rank, shards)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
-        facts = Facts({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
+        facts = CheckpointState({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
         save(
             run,
             fragments,
@@ -158,7 +158,7 @@ class Case:
             retention=Retention(None),
         )
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: CheckpointReader) -> None:
         state.load(self.engine, self.named, checkpoint.read, checkpoint.state["progress"]["applied_steps"])
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ def save_case(folder: Path, name: str) -> dict[str, Any]:
 
 def load_case(folder: Path, words: str) -> dict[str, Any]:
     source, target, saved_at = words.split(":")
-    start = Checkpoint.open(folder / source / "checkpoints" / f"step-{saved_at}")
+    start = CheckpointReader.open(folder / source / "checkpoints" / f"step-{saved_at}")
     case = Case(target, 1, folder)  # other weights: what is right afterwards was loaded
     if start.step == 0:
         case.step(0)  # an engine with moments, counts and gathered parameters of its own
@@ -244,7 +244,9 @@ def load_case(folder: Path, words: str) -> dict[str, Any]:
     case.save(run, STEPS)
     result: dict[str, Any] = {"case": words, "ranks": case.world.world_size, "losses": losses}
     if case.world.rank == 0:
-        old, new = (Checkpoint.open(r / "checkpoints" / f"step-{STEPS}") for r in (folder / source, run))
+        old, new = (
+            CheckpointReader.open(r / "checkpoints" / f"step-{STEPS}") for r in (folder / source, run)
+        )
         assert old.state["kinds"] == new.state["kinds"]
         result["differences"] = {kind: difference(old, new, kind) for kind in old.state["kinds"]}
         result["moved"] = difference(start, old, "value")
@@ -253,12 +255,12 @@ def load_case(folder: Path, words: str) -> dict[str, Any]:
     return result
 
 
-def difference(one: Checkpoint, other: Checkpoint, kind: Any) -> float:
+def difference(one: CheckpointReader, other: CheckpointReader, kind: Any) -> float:
     """The largest difference of any element, relative to its tensor's largest."""
     return max(distance(a, b) for a, b in tensors(one, other, kind))
 
 
-def tensors(one: Checkpoint, other: Checkpoint, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def tensors(one: CheckpointReader, other: CheckpointReader, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for name, shape in one.shapes.items():
         size = torch.Size(shape).numel()
         yield one.read(name, kind, 0, size), other.read(name, kind, 0, size)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.retain import Retention
-from dsft.checkpoint.save import Facts, save
+from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
 from dsft.errors import DsftError
 from tests.launching import LATE
@@ -84,8 +84,8 @@ def on_ranks(ranks: int, work: Callable[[Rank], T]) -> list[T | DsftError]:
         return list(pool.map(one, range(ranks)))
 
 
-def facts(step: int) -> Facts:
-    return Facts(
+def facts(step: int) -> CheckpointState:
+    return CheckpointState(
         progress={"step": step, "applied_steps": step},
         spec={"train": {"precision": "fp32", "seed": 1}},
         batch={"global_batch_size": 8},

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from dsft.checkpoint.card import CARD, model_card, origin_of
 from dsft.checkpoint.export import export
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 
 HOSTILE = "a|b`c*_[x](http://evil)<script>&amp;\n---\ntags: [x]\n# h \u202e$e$ www.evil.org me@evil.org"
 
@@ -154,6 +154,6 @@ def test_what_stands_before_an_address_is_left_out() -> None:
 
 def test_an_export_has_its_card_and_an_older_checkpoint_has_one_too(maker: Any, tmp_path: Path) -> None:
     maker.save(4)
-    export(Checkpoint.open(maker.step(4)), tmp_path / "out")  # its state has no model and no origin
+    export(CheckpointReader.open(maker.step(4)), tmp_path / "out")  # its state has no model and no origin
     card = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     assert rows(card) == {"steps": "4 steps of 8 examples", "precision": "fp32"}

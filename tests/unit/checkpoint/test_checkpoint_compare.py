@@ -14,7 +14,7 @@ from dsft.checkpoint.compare import (
     check_same_run,
     other_rows,
 )
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
 from dsft.spec.schema import Spec
@@ -48,14 +48,14 @@ def rows_of(fingerprint: str | None = None, **rows: int) -> dict[str, Any]:
     }
 
 
-def checkpoint() -> Checkpoint:
+def checkpoint() -> CheckpointReader:
     state = {
         "progress": {"step": 7},
         "spec": spec_with().model_dump(mode="json"),
         "batch": {"global_batch_size": 8, "micro_batch_size": 2, "accumulation_steps": 2, "data_parallel": 2},
         "data": rows_of(a=10),
     }
-    return Checkpoint(Path("step-7"), {}, state, "")
+    return CheckpointReader(Path("step-7"), {}, state, "")
 
 
 SAME = BatchSizes(8, 2, 2, 2)
@@ -168,9 +168,9 @@ BUILT: dict[str, Any] = {
 }
 
 
-def checkpoint_of(built_from: dict[str, Any], software: dict[str, Any] = SOFTWARE) -> Checkpoint:
+def checkpoint_of(built_from: dict[str, Any], software: dict[str, Any] = SOFTWARE) -> CheckpointReader:
     state = checkpoint().state | {"built_from": built_from, "software": software}
-    return Checkpoint(Path("step-7"), {}, state, "")
+    return CheckpointReader(Path("step-7"), {}, state, "")
 
 
 def test_what_the_model_is_built_from_is_compared_by_key() -> None:

@@ -23,16 +23,16 @@ from transformers import (
 )
 
 from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.names import persistent_buffers
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
 
 
-def saved(maker: Any, ranks: int = 3) -> Checkpoint:
+def saved(maker: Any, ranks: int = 3) -> CheckpointReader:
     maker.save(4, ranks=ranks)
-    return Checkpoint.open(maker.step(4))
+    return CheckpointReader.open(maker.step(4))
 
 
 def test_transformers_loads_it_with_equal_logits(
@@ -83,10 +83,10 @@ def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker:
     assert export(checkpoint, out) == f"{out}: the model after step 4, exported before"
     assert (out / "model.safetensors").stat().st_ino == before
     maker.save(5)
-    export(Checkpoint.open(maker.step(5)), out)
+    export(CheckpointReader.open(maker.step(5)), out)
     assert (out / "model.safetensors").stat().st_ino != before
     (out / "model.safetensors").unlink()
-    export(Checkpoint.open(maker.step(5)), out)
+    export(CheckpointReader.open(maker.step(5)), out)
     assert (out / "model.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
@@ -155,10 +155,10 @@ def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> 
     out = tmp_path / "out"
     export(saved(maker), out)
     maker.save(5, ranks=3)
-    torn = Checkpoint.open(maker.step(5))
+    torn = CheckpointReader.open(maker.step(5))
     without = {name: file for name, file in torn.files.items() if name != "rank-00001.safetensors"}
     with pytest.raises(CheckpointError, match="holds no value of lm_head.weight from element 266 on"):
-        export(Checkpoint(torn.path, without, torn.state, "digest"), out)
+        export(CheckpointReader(torn.path, without, torn.state, "digest"), out)
     assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 4
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
@@ -182,7 +182,7 @@ import sys, threading
 from pathlib import Path
 import torch
 import dsft.checkpoint.export as module
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 
 def own_memory():  # in KiB; file pages that the kernel may drop do not count
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -194,12 +194,12 @@ def watch():
         peak = max(peak, own_memory())
 
 small, large, folder = map(Path, sys.argv[1:])
-module.export(Checkpoint.open(small), folder / "first")  # what a first export imports and allocates
+module.export(CheckpointReader.open(small), folder / "first")  # what a first export imports and allocates
 module.CHUNK = 2**18
 peak, done = 0, threading.Event()
 before, watcher = own_memory(), threading.Thread(target=watch)
 watcher.start()
-module.export(Checkpoint.open(large), folder / "out", dtype=torch.bfloat16)
+module.export(CheckpointReader.open(large), folder / "out", dtype=torch.bfloat16)
 done.set()
 watcher.join()
 print((peak - before) * 1024)

@@ -17,7 +17,7 @@ import dsft.model.files
 from dsft.checkpoint.compare import check_same_rows
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.files import read_files
-from dsft.checkpoint.read import Checkpoint
+from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
 from dsft.commands.chat import Sampling, load
@@ -48,7 +48,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def checkpoint(model: Model, folder: Path) -> tuple[Checkpoint, Any]:
+def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
     """As a run would write it, with adapters that do something; and the model that it is of."""
     tokenizer, added = open_tokenizer(model)
     told = token_facts(tokenizer, added.first_id)
@@ -80,7 +80,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[Checkpoint, Any]:
         )
 
     on_ranks(1, commit)
-    return Checkpoint.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()
+    return CheckpointReader.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsft.checkpoint.read import Checkpoint, find, seal, verify
+from dsft.checkpoint.read import CheckpointReader, find, seal, verify
 from dsft.errors import CheckpointError, LockedError
 
 
@@ -63,7 +63,7 @@ def test_any_damage_to_any_file_is_named_and_the_one_before_is_taken(two: Any, d
         DAMAGES[damage](two.step(2) / name)
         if name.name != "MANIFEST.json" or not same_json(two.step(2) / name, whole / name):
             with pytest.raises(CheckpointError) as error:
-                Checkpoint.open(two.step(2)).verify()
+                CheckpointReader.open(two.step(2)).verify()
             assert name.name in str(error.value) or name.name == "MANIFEST.json"
             found = find(two.run, "auto")
             assert found.path == two.step(1)
@@ -93,7 +93,7 @@ def test_a_flipped_bit_anywhere_in_the_tensors_is_found(maker: Any, data: st.Dat
     after[place // 8] ^= 1 << place % 8
     path.write_bytes(after)
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors is not what was written"):
-        Checkpoint.open(maker.step(1)).verify()
+        CheckpointReader.open(maker.step(1)).verify()
     path.write_bytes(before)
 
 
@@ -180,12 +180,14 @@ def test_any_range_is_read_whoever_wrote_it(maker: Any, ranks: int, data: st.Dat
     flat = maker.tensors[name].flatten()
     start = data.draw(st.integers(0, flat.numel()))
     stop = data.draw(st.integers(start, flat.numel()))
-    assert torch.equal(Checkpoint.open(maker.step(ranks)).read(name, "value", start, stop), flat[start:stop])
+    assert torch.equal(
+        CheckpointReader.open(maker.step(ranks)).read(name, "value", start, stop), flat[start:stop]
+    )
 
 
 def test_a_missing_range_is_refused_by_name(maker: Any) -> None:
     maker.save(1)
-    checkpoint = Checkpoint.open(maker.step(1))
+    checkpoint = CheckpointReader.open(maker.step(1))
     with pytest.raises(CheckpointError, match=r"holds no value of lm_head.weight from element 800 on"):
         checkpoint.read("lm_head.weight", "value", 0, 801)
     with pytest.raises(CheckpointError, match="holds no exp_avg_sq of model.norm.weight from element 0 on"):
@@ -197,7 +199,7 @@ def test_another_format_says_so(maker: Any) -> None:
     path = maker.step(1) / "MANIFEST.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match="has format 99; this dsft reads format 1"):
-        Checkpoint.open(maker.step(1))
+        CheckpointReader.open(maker.step(1))
 
 
 def test_a_manifest_that_says_something_else_is_found(maker: Any) -> None:
@@ -207,7 +209,7 @@ def test_a_manifest_that_says_something_else_is_found(maker: Any) -> None:
     del manifest["files"]["model/config.json"]
     path.write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="MANIFEST.json is not what was written"):
-        Checkpoint.open(maker.step(1))
+        CheckpointReader.open(maker.step(1))
 
 
 def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsft.checkpoint.files import Entry, write_tensors
-from dsft.checkpoint.read import Checkpoint, find
+from dsft.checkpoint.files import TensorEntry, write_tensors
+from dsft.checkpoint.read import CheckpointReader, find
 from dsft.checkpoint.retain import best_checkpoint
 from dsft.errors import DsftError, StorageError
 from tests.small_disk import small_disk, take_all_inodes
@@ -36,7 +36,7 @@ def test_a_committed_checkpoint_holds_every_element_and_lists_every_file(maker: 
         data = (maker.step(5) / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (listed["size"], listed["sha256"])
 
-    checkpoint = Checkpoint.open(maker.step(5))
+    checkpoint = CheckpointReader.open(maker.step(5))
     checkpoint.verify()
     assert checkpoint.step == 5
     assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in maker.tensors.items()}
@@ -58,7 +58,7 @@ def test_a_step_that_is_whole_is_left_as_it_is_and_a_torn_one_is_written_again(m
     assert (maker.step(1) / "MANIFEST.json").stat().st_ino == before
     os.truncate(maker.step(1) / "rank-00001.safetensors", 100)
     assert maker.save(1) == [f"{maker.step(1)} is committed"] * 2
-    Checkpoint.open(maker.step(1)).verify()
+    CheckpointReader.open(maker.step(1)).verify()
     assert maker.names() == {"step-1", "latest"}
 
 
@@ -103,8 +103,8 @@ def test_the_best_stay_too_and_the_first_of_them_is_named(maker: Any) -> None:
     assert maker.names() == {"step-2", "step-5", "latest", "best"}
     best = maker.run / "checkpoints" / "best"
     assert best.read_text() == "step-2\n"
-    assert Checkpoint.open(best).step == 2
-    assert Checkpoint.open(best).held_out_loss == 1.0
+    assert CheckpointReader.open(best).step == 2
+    assert CheckpointReader.open(best).held_out_loss == 1.0
     result = maker.save(6, keep_last=1, keep_best=2, loss=0.5)[0]
     assert result == f"{maker.step(6)} is committed; removed step-5"
     assert maker.names() == {"step-2", "step-6", "latest", "best"}
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(
     with small_disk(tmp_path / "disk", "size=3m") as disk:
         other = type(maker)(disk, maker.model_folder, maker.tensors | {"big": torch.randn(20_000)})
         other.save(1)
-        digest = Checkpoint.open(other.step(1)).digest
+        digest = CheckpointReader.open(other.step(1)).digest
         needed = sum(8 * tensor.numel() for tensor in other.tensors.values())
         free = shutil.disk_usage(disk).free
         (disk / "filler").write_bytes(b"x" * (free - int(room * needed) - 40_000 * (room > 0)))
@@ -234,8 +234,8 @@ def test_a_full_disk_leaves_the_older_checkpoint(
             assert isinstance(result, StorageError)
             assert "where this checkpoint needs" in str(result) or "No space left" in str(result)
         assert other.names() == {"step-1", "latest"}
-        Checkpoint.open(other.step(1)).verify()
-        assert Checkpoint.open(other.step(1)).digest == digest
+        CheckpointReader.open(other.step(1)).verify()
+        assert CheckpointReader.open(other.step(1)).digest == digest
 
 
 def test_a_disk_without_inodes_is_not_said_to_be_full(maker: Any, tmp_path: Path) -> None:
@@ -290,7 +290,11 @@ def save_and_die(maker: Any, moment: str, call: int) -> int:
 
 def test_tensors_are_written_in_pieces_as_the_library_reads_them(tmp_path: Path) -> None:
     wide, narrow = torch.randn(3, 5), torch.randn(7).bfloat16()
-    entries = [Entry("wide", (3, 5)), Entry("narrow", (7,), torch.bfloat16), Entry("none", (0,))]
+    entries = [
+        TensorEntry("wide", (3, 5)),
+        TensorEntry("narrow", (7,), torch.bfloat16),
+        TensorEntry("none", (0,)),
+    ]
     pieces = [*wide.flatten().split(4), *narrow.split(2)]
     written = write_tensors(tmp_path / "x.safetensors", entries, pieces, {"format": "pt"})
     found = load_file(tmp_path / "x.safetensors")

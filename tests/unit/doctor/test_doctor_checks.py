@@ -10,12 +10,12 @@ import pytest
 
 from dsft.doctor import needs
 from dsft.doctor.command import doctor, findings_of
-from dsft.doctor.finding import Finding, Seen
-from dsft.doctor.needs import Place, needs_of
+from dsft.doctor.finding import CheckResult, ProbeResults
+from dsft.doctor.needs import FolderNeeds, needs_of
 from dsft.doctor.network import address_of, chosen, targets
 from dsft.doctor.reach import fault
 from dsft.doctor.show import print_findings
-from dsft.doctor.visit import Silence, Visits
+from dsft.doctor.visit import NoResponse, ProbeAnswers
 from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
 from dsft.plan.promised import load
@@ -63,18 +63,20 @@ def facts() -> Facts:
     return {"node1": host("node1", "10.77.0.1"), "node2": host("node2", "10.77.0.2")}
 
 
-def seen(facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any] | None = None) -> Seen:
+def seen(
+    facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any] | None = None
+) -> ProbeResults:
     path = ROOT / "specs" / "two_nodes.yaml"
     wanted = needs_of(load(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
     reached = {"node1": 0.001, "node2": 0.001, "node1 (port 29500)": 0.001}
     said = {name: {"sees": "yes", "reached": reached} for name in facts}
-    silent = {name: Silence(255, "Connection refused") for name in wanted.hosts if name not in facts}
-    return Seen(wanted, Visits(facts, {**said, **(second or {})}, silent))
+    silent = {name: NoResponse(255, "Connection refused") for name in wanted.hosts if name not in facts}
+    return ProbeResults(wanted, ProbeAnswers(facts, {**said, **(second or {})}, silent))
 
 
 def test_what_a_host_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     evil = "\x1b]0;x\x07\x9b2J"
-    findings = [Finding("port", "node1", "failure", f"v{evil}", f"w{evil}", f"d{evil}")]
+    findings = [CheckResult("port", "node1", "failure", f"v{evil}", f"w{evil}", f"d{evil}")]
     facts = {"node1": host("node1", "10.0.0.1"), "node2": host("node2", "10.0.0.2")}
     facts["node1"]["software"]["versions"]["torch"] = f"2{evil}"
     print_findings(seen(facts), findings, 1.0)
@@ -83,7 +85,7 @@ def test_what_a_host_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixtur
     assert all(f"{letter}{shown}" in said for letter in "vwd2") and not set("\x1b\x07\x9b") & set(said)
 
 
-def told(found: Seen) -> list[str]:
+def told(found: ProbeResults) -> list[str]:
     """What is not in order: each says why, and what to do."""
     bad = [finding for finding in findings_of(found) if finding.level != "pass"]
     assert all(finding.why and finding.do for finding in bad)
@@ -223,7 +225,7 @@ def test_sizes_of_what_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_room_for_what_is_kept(facts: Facts) -> None:
     """Bytes that are known decide."""
     found = seen(facts)
-    places = {**found.needs.places, "output_dir": Place("/runs", 3 * GIB, 9 * GIB)}
+    places = {**found.needs.places, "output_dir": FolderNeeds("/runs", 3 * GIB, 9 * GIB)}
     object.__setattr__(found.needs, "places", places)  # frozen: a test's own value
     for free, expected in ((2, "failure"), (5, "warning"), (10, "pass")):
         facts["node2"]["storage"]["folders"]["output_dir"] = {
@@ -287,7 +289,7 @@ def test_addresses_that_others_try(facts: Facts) -> None:
     ],
 )  # fmt: skip
 def test_words_of_a_host_that_did_not_answer(code: int | None, said: str, expected: str) -> None:
-    finding = fault("node2", Silence(code, said))
+    finding = fault("node2", NoResponse(code, said))
     assert finding.value.startswith(expected), finding.value
     assert finding.level == "failure" and finding.do
 

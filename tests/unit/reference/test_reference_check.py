@@ -22,7 +22,7 @@ from dsft.engine.self_check import whole_rows
 from dsft.errors import SpecError
 from dsft.objective.answers import answer_logps
 from dsft.reference import check
-from dsft.reference.check import Start, check_start
+from dsft.reference.check import StartCheck, check_start
 from dsft.spec.schema import Dpo
 from tests.examples import dataset_of
 
@@ -83,7 +83,7 @@ class World:
         return [mine, *self.others]
 
 
-def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> Start:
+def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> StartCheck:
     """Two micro-batches of three pairs; the reference has scored `rows`."""
     own = [pair(number) for number in range(PAIRS)]
     batches = []
@@ -94,10 +94,10 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> 
         (logps,) = reference.score([scored], answer_logps)
         assert batch.pairs is not None
         batches.append(replace(batch, pairs=replace(batch.pairs, reference=logps)))
-    return Start(Dpo(), dataset_of(own), batches, 0)
+    return StartCheck(Dpo(), dataset_of(own), batches, 0)
 
 
-def said(start: Start, engine: Engine, world: Any = None) -> str:
+def said(start: StartCheck, engine: Engine, world: Any = None) -> str:
     policy: Any = SimpleNamespace(causal_lm=None, parameters=lambda: iter([torch.zeros(1)]))
     return check_start(start, engine, policy, world or World())  # type: ignore[arg-type]
 
@@ -113,7 +113,7 @@ def test_one_model_in_both_passes() -> None:
     assert "on 6 pairs rewards and margins are 0" in text and "1e-05 is rounding" in text
 
 
-def refused(start: Start, engine: Engine) -> str:
+def refused(start: StartCheck, engine: Engine) -> str:
     with pytest.raises(SpecError) as raised:
         said(start, engine)
     return str(raised.value)

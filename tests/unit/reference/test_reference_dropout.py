@@ -24,9 +24,9 @@ from dsft.plan.reference import reference_model
 from dsft.reference import model as reference_of
 from dsft.reference import store
 from dsft.reference.key import key_of
-from dsft.reference.model import Reference
+from dsft.reference.model import OpenReference
 from dsft.reference.refer import refer_to_engine
-from dsft.reference.score import Pass, Scorer, scoring_batch
+from dsft.reference.score import PairScorer, ScoringPass, scoring_batch
 from dsft.spec.schema import Spec
 from tests.unit.reference.small import ALONE, model, rows, spec
 
@@ -76,8 +76,8 @@ def precomputed(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Polic
     folder = store.store_folder(asked, key)
     store.prepare(folder, key)
     stored = store.read(folder, key, [PAIRS], pytest.fail)
-    kept = Pass(asked, key, folder, 2, [inputs.train], stored, ())
-    Scorer(kept, inputs.pad_id, ALONE, Reference(policy, frozen)).score(lambda pace: None)
+    kept = ScoringPass(asked, key, folder, 2, [inputs.train], stored, ())
+    PairScorer(kept, inputs.pad_id, ALONE, OpenReference(policy, frozen)).score(lambda pace: None)
     return torch.from_numpy(store.read(folder, key, [PAIRS], pytest.fail).logps[0])
 
 

@@ -20,9 +20,9 @@ from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.plan.reference import reference_model
-from dsft.reference.check import Unchanged, weights_digest
+from dsft.reference.check import DriftCheck, weights_digest
 from dsft.reference.key import Key, weights_of
-from dsft.reference.refer import Held, adapter_off, filled, refer_to_start
+from dsft.reference.refer import EngineReference, adapter_off, filled, refer_to_start
 from dsft.spec.schema import Spec
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -84,7 +84,7 @@ class Alone:
         return work()
 
 
-def proof(unchanged: Unchanged) -> str | DsftError:
+def proof(unchanged: DriftCheck) -> str | DsftError:
     return unchanged.proof(Alone())  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ def test_the_reference_of_a_new_adapter_is_the_model_without_it(tmp_path: Path, 
     policy = build_model(made.model, FACTS, 1, torch.float32)
     base = build_model(made.model.model_copy(update={"lora": None}), FACTS, 1, torch.float32)
     held = refer_to_start(policy, Alone(policy), made)  # type: ignore[arg-type]
-    unchanged = Unchanged.of_weights(held)
+    unchanged = DriftCheck.of_weights(held)
     moved(policy)
     after = [p.detach().clone() for p in policy.parameters()]
     wanted = Alone(base).score([micro_batch()], lambda logps, batch: logps.double().sum(1))[0]
@@ -175,7 +175,7 @@ def test_one_changed_element_is_another_digest(dtype: torch.dtype) -> None:
 
 def test_a_reference_that_has_changed_stops_the_run() -> None:
     tensor = torch.ones(4)
-    unchanged = Unchanged.of_weights(Held(lambda batches: batches, lambda: iter([tensor])))
+    unchanged = DriftCheck.of_weights(EngineReference(lambda batches: batches, lambda: iter([tensor])))
     assert str(proof(unchanged)).startswith("reference:")
     tensor[2] = 0
     found = proof(unchanged)
@@ -188,13 +188,13 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     asked = spec(tmp_path, {"name_or_path": str(folder)})
     key = Key(weights_of(asked, reference_model(asked)))
-    unchanged = Unchanged.of_files(asked, key)
+    unchanged = DriftCheck.of_files(asked, key)
     assert isinstance(proof(unchanged), str)
     save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
     found = proof(unchanged)
     assert isinstance(found, CheckpointError) and "files are not what they were" in str(found)
     with pytest.raises(WorldError, match=r"weight file model\.safetensors holds other bytes than then"):
-        Unchanged.of_files(asked, key)
+        DriftCheck.of_files(asked, key)
     (folder / "model.safetensors").unlink()
     folder.rmdir()
     assert isinstance(proof(unchanged), MissingInputError)
@@ -202,5 +202,5 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
 
 def test_a_fresh_reference_has_no_files_to_speak_of(tmp_path: Path) -> None:
     asked = spec(tmp_path, {"from_config": {"model_type": "llama"}})
-    unchanged = Unchanged.of_files(asked, Key(weights_of(asked, reference_model(asked))))
+    unchanged = DriftCheck.of_files(asked, Key(weights_of(asked, reference_model(asked))))
     assert proof(unchanged) == "reference: its config and seed are what they were at the start"

@@ -19,13 +19,13 @@ from dsft.reference import precomputed, store
 from dsft.reference.check import allowed, check_again, choose_again
 from dsft.reference.key import Key
 from dsft.reference.precomputed import (
-    Precomputed,
+    PrecomputedReference,
     check_same_reference,
     memory_of,
     precompute,
     remember,
 )
-from dsft.reference.score import Pass
+from dsft.reference.score import ScoringPass
 from dsft.system.lock import hold
 from tests.unit.reference.small import ALONE, model, rows, spec
 
@@ -45,11 +45,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[ScoringPass]:
     """Those that were run."""
-    run: list[Pass] = []
+    run: list[ScoringPass] = []
 
-    def score(asked: Pass, *others: Any) -> None:
+    def score(asked: ScoringPass, *others: Any) -> None:
         run.append(asked)
         for dataset, missing in enumerate(store.read(asked.folder, asked.key, SIZES, print).missing):
             if len(missing):
@@ -61,13 +61,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 
 def made(
     folder: Path, *, again: bool = False, say: Callable[[str], None] = print, **changed: Any
-) -> tuple[Precomputed, Inputs]:
+) -> tuple[PrecomputedReference, Inputs]:
     mine = spec(folder, changed)
     inputs = read_inputs(mine, lambda text: None)
     return precompute(mine, 2, inputs, ALONE, say, again=again), inputs
 
 
-def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
+def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> None:
     said: list[str] = []
     found, _ = made(folder, say=said.append)
     assert len(passes) == 1 and not sum(map(len, passes[0].again)) and passes[0].micro_batch_size == 2
@@ -88,11 +88,11 @@ def test_made_once_and_found_again(folder: Path, passes: list[Pass]) -> None:
 
 
 def test_it_goes_on_where_it_was_killed(
-    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = precomputed.score
 
-    def killed(asked: Pass, *others: Any) -> None:
+    def killed(asked: ScoringPass, *others: Any) -> None:
         store.write(asked.folder, asked.key, 0, np.arange(3), values(0, np.arange(3)))
         (asked.folder / "shard-x.safetensors.tmp").write_bytes(b"half")
         raise WorldError("was ended by signal 9")
@@ -109,7 +109,7 @@ def test_it_goes_on_where_it_was_killed(
 
 
 def test_two_jobs_at_once_make_one_store(
-    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, began, waits = precomputed.score, threading.Event(), threading.Event()
     said: list[str] = []
@@ -126,7 +126,7 @@ def test_two_jobs_at_once_make_one_store(
 
     monkeypatch.setattr(precomputed, "score", slow)
     monkeypatch.setattr(precomputed, "_WAIT", 0.05)
-    found: list[Precomputed] = []
+    found: list[PrecomputedReference] = []
     other = threading.Thread(target=lambda: found.append(made(folder)[0]))
     other.start()
     assert began.wait(60)
@@ -137,14 +137,14 @@ def test_two_jobs_at_once_make_one_store(
     assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
 
 
-def test_the_store_may_stand_in_the_runs_own_folder(folder: Path, passes: list[Pass]) -> None:
+def test_the_store_may_stand_in_the_runs_own_folder(folder: Path, passes: list[ScoringPass]) -> None:
     run = folder / "runs" / "dpo"
     with hold(run):  # as the run does
         found, _ = made(folder, dpo={"reference_store": str(run)})
     assert found.folder == run and len(passes) == 1
 
 
-def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list[Pass]) -> None:
+def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list[ScoringPass]) -> None:
     given = {"reference_store": str(folder / "store")}
     found, _ = made(folder, dpo=given)
     assert found.folder == folder / "store"
@@ -156,7 +156,7 @@ def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list
     assert len(passes) == 2
 
 
-def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[Pass]) -> None:
+def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[ScoringPass]) -> None:
     mine = spec(folder)
     inputs = read_inputs(mine, lambda text: None)
 
@@ -169,14 +169,14 @@ def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[Pass]) -
 
 
 def test_a_store_that_loses_what_was_written(
-    folder: Path, passes: list[Pass], monkeypatch: pytest.MonkeyPatch
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precomputed, "score", lambda *given: None)
     with pytest.raises(StorageError, match=r"lacks 7 of 7 pairs .* dpo\.reference_store"):
         made(folder)
 
 
-def test_a_run_remembers_its_reference(folder: Path, passes: list[Pass]) -> None:
+def test_a_run_remembers_its_reference(folder: Path, passes: list[ScoringPass]) -> None:
     run, said = folder / "runs" / "small", []
     run.mkdir(parents=True)
     before, _ = made(folder)
@@ -201,7 +201,7 @@ def test_a_run_remembers_its_reference(folder: Path, passes: list[Pass]) -> None
 def test_random_pairs_of_all_datasets_are_chosen() -> None:
     logps = tuple(np.arange(2.0 * size).reshape(size, 2) for size in (50, 0, 30))
     logps[0][7] = np.nan
-    held, seen = store.Stored(logps), set()
+    held, seen = store.StoreContents(logps), set()
     for _ in range(100):
         chosen = choose_again(held, 6)
         assert sum(map(len, chosen)) == 6
@@ -218,7 +218,9 @@ def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_wit
         assert allowed("bf16", tokens) == pytest.approx(times * self_check.ALONE["bf16"])
 
 
-def test_what_is_scored_otherwise_is_refused_with_both_values(folder: Path, passes: list[Pass]) -> None:
+def test_what_is_scored_otherwise_is_refused_with_both_values(
+    folder: Path, passes: list[ScoringPass]
+) -> None:
     found, inputs = made(folder)
     ids = np.array([1, 3])
     stored = found.logps[0][ids]

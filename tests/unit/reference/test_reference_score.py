@@ -16,7 +16,7 @@ from dsft.inputs import read_inputs
 from dsft.plan.reference import reference_model
 from dsft.reference import score, store
 from dsft.reference.key import key_of
-from dsft.reference.score import Pass, Scorer, memory_line
+from dsft.reference.score import PairScorer, ScoringPass, memory_line
 from tests.unit.reference.small import ALONE, model, rows, spec
 
 PAIRS = 5
@@ -38,13 +38,19 @@ def scored(folder: Path, values: Callable[[Any], Any]) -> None:
     asked = spec(folder)
     inputs = read_inputs(asked, lambda text: None)
     key = key_of(asked, reference_model(asked), inputs)
-    given = Pass(
-        asked, key, folder / "store", 2, [inputs.train], store.Stored((np.full((PAIRS, 2), np.nan),)), ()
+    given = ScoringPass(
+        asked,
+        key,
+        folder / "store",
+        2,
+        [inputs.train],
+        store.StoreContents((np.full((PAIRS, 2), np.nan),)),
+        (),
     )
     store.prepare(given.folder, key)
     engine: Any = SimpleNamespace(score=lambda batches, kept: tuple(values(batch) for batch in batches))
     reference: Any = SimpleNamespace(engine=engine)
-    Scorer(given, inputs.pad_id, ALONE, reference).score(lambda pace: None)
+    PairScorer(given, inputs.pad_id, ALONE, reference).score(lambda pace: None)
 
 
 def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -> None:
@@ -63,7 +69,9 @@ def test_a_reference_that_does_not_fit_is_told_so(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(score, "open_reference", full)
     asked = spec(folder)
     inputs = read_inputs(asked, lambda text: None)
-    given = Pass(asked, key_of(asked, reference_model(asked), inputs), folder, 2, [], store.Stored(()), ())
+    given = ScoringPass(
+        asked, key_of(asked, reference_model(asked), inputs), folder, 2, [], store.StoreContents(()), ()
+    )
     with pytest.raises(OutOfMemoryError, match="the reference does not fit into memory") as raised:
         score.score(given, inputs, ALONE, print, print)
     assert ADVICE in str(raised.value)
