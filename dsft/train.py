@@ -181,7 +181,7 @@ def train(
 
     share = set_environment(spec, launched)
     with known_accelerator():
-        from dsft.job import Job, run  # torch and deepspeed are imported from here on
+        from dsft.run import Job, run  # torch and deepspeed are imported from here on
 
     run(
         Job(
@@ -213,7 +213,7 @@ def score_only(
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)
     with known_accelerator():
-        from dsft.job.score import score_only as score
+        from dsft.run.reference_only import score_only as score
 
     way_on = "the same command without --reference_only trains"
     if options.any_ranks:

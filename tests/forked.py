@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
-    "dsft.job",
+    "dsft.run",
     "transformers.models.llama.modeling_llama",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by DeepSpeed's start, and torch.compile with it
     "matplotlib.figure",

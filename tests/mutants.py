@@ -36,7 +36,7 @@ SUBJECTS: dict[str, str] = {
     "dsft/objective/next_token.py": "tests/unit/objective",
     "dsft/objective/preference.py": "tests/unit/objective",
     "dsft/model/head.py": "tests/unit/model/test_model_head.py tests/unit/model/test_model_policy.py",
-    "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/test_loss_scale.py",
+    "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/run/test_loss_scale.py",
     "dsft/engine/optimizer.py": f"{ENGINE}groups.py {ENGINE}clip.py",
     "dsft/engine/frozen.py": "tests/unit/reference",
     "dsft/reference/check.py": "tests/unit/reference",

@@ -34,7 +34,7 @@ CONSEQUENCES = (
     r"[Ss]ocket [Tt]imeout",
     r"Application timeout caused pair closure",
     r"TCPStore",
-    r"has ended before its time",  # dsft/job/run.py
+    r"has ended before its time",  # dsft/run/main.py
     r"which started this run, is gone",  # dsft/rank/ancestors.py
 )
 """Messages of a rank whose peer or host is gone: from gloo, NCCL, torch's store, and dsft itself."""

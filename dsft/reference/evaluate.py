@@ -17,7 +17,6 @@ from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.world import World
-from dsft.loop import Record
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards
@@ -56,13 +55,13 @@ class PairTable:
 
 def pair_evaluation(
     sets: Sequence[PairSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
-) -> Callable[[int], Record]:
+) -> Callable[[int], dict[str, float]]:
     """Return a function step -> the metrics of all sets. It is a collective; rank 0 writes
     FOLDER/margins/step-N.jsonl."""
     of_answers = objective.of_answers
     assert of_answers is not None, "an objective of preference pairs"
 
-    def evaluate(step: int) -> Record:
+    def evaluate(step: int) -> dict[str, float]:
         tables = [score_pairs(one, engine, world) for one in sets]
         sums = torch.stack([torch.stack(of_answers(table.logps, table.pairs)) for table in tables])
         world.first(lambda: write_margins(folder, step, margin_rows(step, sets, tables, dpo)))

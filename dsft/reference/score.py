@@ -36,8 +36,7 @@ from dsft.reference.check import check_again, check_weights
 from dsft.reference.key import Key
 from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.store import StoreContents
-from dsft.rehearsal import ran_out
-from dsft.report.memory import resident
+from dsft.report.memory import is_out_of_memory, resident
 from dsft.spec.schema import Spec
 
 SHARD_SECONDS = 30.0
@@ -133,7 +132,7 @@ def told_when_full(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"{what} ({str(error).splitlines()[0]}); set dpo.reference_zero_stage to 3, "

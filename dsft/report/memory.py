@@ -116,6 +116,22 @@ def room(device: torch.device) -> int:
     return available if limit == resource.RLIM_INFINITY else min(available, limit - _status("VmSize"))
 
 
+SIGNS = (
+    "out of memory",  # torch's allocator; CUDA's error 2, which NCCL's messages end with too
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "bad_alloc",
+    "STATUS_ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuSPARSE, cuDNN 8
+    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "Failed to CUDA",  # NCCL: "Failed to CUDA calloc 4194304 bytes", "… host alloc …" (nccl, alloc.h)
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: torch's allocators, CUDA's libraries, numpy's or Python's own."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
 def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
     """Return the largest peaks over the ranks, by phase."""
     found: dict[Phase, Peaks] = {}

@@ -41,7 +41,7 @@ def test_light_modules_import_nothing_heavy() -> None:
 def test_a_rank_imports_nothing_needless() -> None:
     """In a fresh interpreter: what every run imports, with a model's own class."""
     code = (
-        "import sys, dsft.job\nfrom transformers.models.llama.modeling_llama import LlamaForCausalLM\n"
+        "import sys, dsft.run\nfrom transformers.models.llama.modeling_llama import LlamaForCausalLM\n"
         f"print(*sorted({NEEDLESS!r} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -17,7 +17,7 @@ OF_A_FILE, LONG_FILES = (
     {
         "dsft/cli.py": 422,
         "dsft/data/render/masks.py": 422,
-        "dsft/loop.py": 411,
+        "dsft/run/loop.py": 411,
         "dsft/plan/ds_config.py": 441,
         "dsft/spec/combinations.py": 423,
         "dsft/spec/schema.py": 604,

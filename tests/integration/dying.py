@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import dsft.checkpoint.save as saving
-import dsft.loop as loop
+import dsft.run.loop as loop
 from dsft.train import main
 
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import dsft.job.train
+import dsft.run.train
 from dsft.engine.api import Engine
-from dsft.loop import fit
+from dsft.run.loop import fit
 from dsft.train import main
 
 rank, name, at, *arguments = sys.argv[1:]
@@ -46,5 +46,5 @@ def flipping_fit(engine: Engine, *given: Any) -> Any:
 
 if __name__ == "__main__":
     if name != "-":
-        dsft.job.train.fit = flipping_fit
+        dsft.run.train.fit = flipping_fit
     sys.exit(main(arguments))

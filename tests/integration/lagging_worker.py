@@ -27,8 +27,6 @@ from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
-from dsft.job.hooks import watch_hosts
-from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
@@ -38,6 +36,8 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.report import hosts
+from dsft.run.hooks import watch_hosts
+from dsft.run.loop import Progress, Record, Run, Schedule, fit
 from dsft.spec.schema import Spec
 
 SECONDS = 1.0  # that a verdict rests on, in place of 10

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import dsft.loop as loop
+import dsft.run.loop as loop
 from dsft.train import main
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-    import dsft.loop as loop
+    import dsft.run.loop as loop
     from dsft.system.process import end
     from dsft.train import main
 

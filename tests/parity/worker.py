@@ -56,7 +56,6 @@ from dsft.engine.ops import CPU_ADAM
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing
 from dsft.engine.world import World, join
-from dsft.loop import Record
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -75,6 +74,7 @@ from dsft.plan.reference import reference_model
 from dsft.plan.reference_config import reference_config
 from dsft.rank.environment import detect
 from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
+from dsft.run.loop import Record
 from dsft.spec.schema import Spec
 from tests.examples import dataset_of
 from tests.parity import pairs, plain

@@ -52,7 +52,7 @@ def counted() -> Iterator[Counter[str]]:
 
 @contextmanager
 def waits(*, within: str = "") -> Iterator[Counter[str]]:
-    """Where the host waits for the device: {"dsft/loop.py:187 train": 2}, each place being the innermost
+    """Where the host waits for the device: {"dsft/run/loop.py:187 train": 2}, each place being the innermost
     frame of a file whose path contains `within`. What torch's own check finds: copies to the host and from
     pageable memory, .item(), nonzero; cudaDeviceSynchronize and waiting for events it does not."""
     found: Counter[str] = Counter()

@@ -21,8 +21,6 @@ from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World, join
-from dsft.job.hooks import watch_hosts
-from dsft.loop import Progress, Record, Run, Schedule, fit
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -33,6 +31,8 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.run.hooks import watch_hosts
+from dsft.run.loop import Progress, Record, Run, Schedule, fit
 from dsft.spec.schema import Dpo, Spec
 from tests.standin import inside
 

@@ -34,10 +34,10 @@ def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that `main` would run, each with the environment of its moment."""
     found: list[Any] = []
-    module: Any = ModuleType("dsft.job")
+    module: Any = ModuleType("dsft.run")
     module.Job = lambda **named: SimpleNamespace(**named)
     module.run = lambda job: found.append(SimpleNamespace(spec=job.spec, environ=dict(os.environ)))
-    monkeypatch.setitem(sys.modules, "dsft.job", module)
+    monkeypatch.setitem(sys.modules, "dsft.run", module)
     return found
 
 
@@ -95,7 +95,7 @@ def test_no_secret_stands_in_a_traceback_or_a_message(
 
         return run
 
-    module: Any = sys.modules["dsft.job"]
+    module: Any = sys.modules["dsft.run"]
     for error, code in ((RuntimeError(text), 1), (MissingInputError(text), 66)):
         monkeypatch.setattr(module, "run", fails(error))
         assert main([str(QUICKSTART)]) == code

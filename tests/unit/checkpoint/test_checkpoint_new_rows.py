@@ -24,11 +24,11 @@ from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError
-from dsft.job.resolve import untrained_rows
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts
 from dsft.plan.census import census_from
+from dsft.run.resolve import untrained_rows
 from dsft.spec.schema import Model
 from tests.unit.checkpoint.conftest import Rank, facts, make_llama, on_ranks
 

@@ -24,10 +24,6 @@ from dsft.engine.world import Agreement, World
 from dsft.errors import DsftError
 from dsft.identity import Identity
 from dsft.inputs import Inputs
-from dsft.job.api import Job, Say
-from dsft.job.build import Built
-from dsft.job.tell import facts_of
-from dsft.loop import Doing, Progress, Record, Run
 from dsft.plan.census import Census
 from dsft.plan.flops import peak_tflops, work
 from dsft.rank.stopping import REASONS
@@ -35,6 +31,10 @@ from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.memory import MemoryFile, Phase
 from dsft.report.profile import StepTrace
 from dsft.report.run import Report
+from dsft.run.artifacts import facts_of
+from dsft.run.build import Built
+from dsft.run.job import Job, Say
+from dsft.run.loop import Doing, Progress, Record, Run
 from dsft.system.lock import FolderLock
 
 SHOWN = 8

@@ -115,7 +115,7 @@ class Alike(Protocol):
 
 class Run:
     """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
-    methods are in `dsft.job.hooks`. evaluates: whether rows are held out."""
+    methods are in `dsft.run.hooks`. evaluates: whether rows are held out."""
 
     evaluates = False
     watch: Watch | None = None

@@ -16,9 +16,6 @@ from dsft.data.sets.load import RunData
 from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
-from dsft.job.api import Config, Job
-from dsft.job.build import Built
-from dsft.loop import Progress
 from dsft.model.build import has_frozen
 from dsft.plan.census import Census
 from dsft.plan.memory.ranks import memory as memory_plan
@@ -29,6 +26,9 @@ from dsft.reference.model import config_of
 from dsft.report.folder import Provenance, versions, write_folder
 from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
+from dsft.run.build import Built
+from dsft.run.job import Config, Job
+from dsft.run.loop import Progress
 from dsft.spec.load import dump_spec
 
 

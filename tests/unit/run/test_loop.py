@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft import loop
 from dsft.data.steps.batch import GlobalStep, MicroBatch, SourceShare
 from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
-from dsft.loop import Progress, Record, Run, Schedule, fit, seed_step
 from dsft.objective.api import Objective, Term, evaluation_record
+from dsft.run import loop
+from dsft.run.loop import Progress, Record, Run, Schedule, fit, seed_step
 
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
 

@@ -15,8 +15,8 @@ import torch
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
-from dsft.rehearsal import Taken, advice, first_part, ran_out, tokens_that_fit, told_when_full
-from dsft.report.memory import MemoryMeter, Phase
+from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
+from dsft.run.memory_probe import Taken, advice, first_part, tokens_that_fit, told_when_full
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
@@ -68,9 +68,11 @@ def test_the_way_out_is_a_size_of_the_spec(batch: MicroBatch, fit: int, way_out:
 
 
 def test_only_failed_allocations_are_taken_for_such() -> None:
-    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
-    assert ran_out(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …"))
-    assert ran_out(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …")
+    )
+    assert is_out_of_memory(MemoryError())
     for said in (
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
@@ -80,9 +82,11 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
         "NCCL error … ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA "
         "calloc 4194304 bytes",
     ):
-        assert ran_out(RuntimeError(said)), said
-    assert not ran_out(RuntimeError("NCCL error … ncclUnhandledCudaError: Cuda failure 700 'an illegal …'"))
-    assert not ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        assert is_out_of_memory(RuntimeError(said)), said
+    assert not is_out_of_memory(
+        RuntimeError("NCCL … ncclUnhandledCudaError: Cuda failure 700 'an illegal …'")
+    )
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ import resource, sys
 import torch
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
-from dsft.rehearsal import rehearse
+from dsft.run.memory_probe import rehearse
 from dsft.report.memory import MemoryMeter
 
 BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
@@ -136,7 +140,7 @@ except OutOfMemoryError as error:
 
 
 def run(*arguments: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORKER, *arguments]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

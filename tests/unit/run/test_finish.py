@@ -12,14 +12,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.ending import outcome, refuse_changed_reference, what_next
 from dsft.errors import CheckpointError
 from dsft.inputs import read_inputs
-from dsft.job.api import Job
-from dsft.job.tell import describe
 from dsft.plan.batch import batch_sizes
 from dsft.plan.layout import layout
 from dsft.rank.environment import Launched
+from dsft.run.artifacts import describe
+from dsft.run.finish import outcome, refuse_changed_reference, what_next
+from dsft.run.job import Job
 from dsft.spec.schema import Spec
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")

@@ -19,18 +19,18 @@ from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, build_identity, input_identity, software_identity
 from dsft.inputs import Inputs, longest, read_inputs
-from dsft.job.api import Config, Job, Say
-from dsft.job.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
-from dsft.job.hooks import Hooks, mfu_of, watch_hosts
-from dsft.job.resolve import resolve
-from dsft.job.tell import describe, open_memory, open_report
-from dsft.loop import Progress, Schedule, fit
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import as_it_is, of_zeros
 from dsft.reference.source import RunStart
-from dsft.rehearsal import rehearse, told_when_full
 from dsft.report.profile import StepTrace, traced_step
+from dsft.run.artifacts import describe, open_memory, open_report
+from dsft.run.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
+from dsft.run.hooks import Hooks, mfu_of, watch_hosts
+from dsft.run.job import Config, Job, Say
+from dsft.run.loop import Progress, Schedule, fit
+from dsft.run.memory_probe import rehearse, told_when_full
+from dsft.run.resolve import resolve
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock
 

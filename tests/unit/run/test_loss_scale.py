@@ -8,7 +8,7 @@ import torch
 from dsft.data.steps.batch import GlobalStep
 from dsft.engine.api import GROWTH_STEPS, INITIAL_SCALE, LOWEST_SCALE, LossScale, StepResult
 from dsft.engine.gradients import Scaler
-from dsft.loop import Progress, loss_scale_record
+from dsft.run.loop import Progress, loss_scale_record
 
 BATCH = GlobalStep((), {"tokens": 1}, 1, 0.5, (0,))
 

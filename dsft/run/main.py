@@ -18,22 +18,22 @@ import torch
 
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.read import CheckpointReader, find
-from dsft.ending import finish
 from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
 from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, StorageError, WorldError
 from dsft.identity import process_identity
-from dsft.job.api import Job, Say
-from dsft.job.resolve import swap_folders
-from dsft.job.train import train
-from dsft.loop import Progress
 from dsft.rank.launched import counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.rank.software import versions_line
 from dsft.rank.stopping import Stopping
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
+from dsft.run.finish import finish
+from dsft.run.job import Job, Say
+from dsft.run.loop import Progress
+from dsft.run.resolve import swap_folders
+from dsft.run.train import train
 from dsft.system.files import write_error
 from dsft.system.lock import FolderLock, hold
 

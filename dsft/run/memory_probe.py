@@ -11,7 +11,7 @@ from dsft.data.steps.batch import MicroBatch, first_part
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
-from dsft.report.memory import MemoryMeter, Phase, room
+from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory, room
 
 PARTS = (4, 2, 1)  # divisors of the longest micro-batch: two smaller ones are measured first
 LESS = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
@@ -50,25 +50,9 @@ def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], me
     try:
         step()
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(advice(longest, taken, limit, str(error))) from error
-
-
-SIGNS = (
-    "out of memory",  # torch's allocator; CUDA's error 2, which NCCL's messages end with too
-    "DefaultCPUAllocator",
-    "can't allocate memory",
-    "bad_alloc",
-    "STATUS_ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuSPARSE, cuDNN 8
-    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
-    "Failed to CUDA",  # NCCL: "Failed to CUDA calloc 4194304 bytes", "… host alloc …" (nccl, alloc.h)
-)
-
-
-def ran_out(error: Exception) -> bool:
-    """Whether an allocation failed: torch's allocators, CUDA's libraries, numpy's or Python's own."""
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 @contextmanager
@@ -77,7 +61,7 @@ def told_when_full(meter: MemoryMeter) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(full(meter.phase, str(error))) from error
 

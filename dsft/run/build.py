@@ -19,9 +19,6 @@ from dsft.engine.partition import sharding_for, share_buffers
 from dsft.engine.self_check import check_rows
 from dsft.engine.world import World
 from dsft.inputs import Inputs
-from dsft.job.api import Job
-from dsft.job.resolve import Resolved
-from dsft.loop import Progress, Record
 from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable, switch_off_dropout
 from dsft.model.names import persistent_buffers
@@ -37,6 +34,9 @@ from dsft.reference.precomputed import PrecomputedReference
 from dsft.reference.refer import adapter_off
 from dsft.reference.source import RunReference, RunStart, source_of, store_of
 from dsft.report.memory import MemoryFile
+from dsft.run.job import Job
+from dsft.run.loop import Progress, Record
+from dsft.run.resolve import Resolved
 from dsft.spec.schema import Spec
 
 

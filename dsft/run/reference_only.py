@@ -10,13 +10,13 @@ from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.world import join
 from dsft.identity import build_identity, input_identity, process_identity
 from dsft.inputs import read_inputs
-from dsft.job.run import together
 from dsft.plan.reference import reference_layout
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
+from dsft.run.main import together
 from dsft.spec.schema import Spec
 
 

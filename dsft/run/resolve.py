@@ -18,7 +18,6 @@ from typing import Any
 from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.inputs import Inputs
-from dsft.job.api import Config, Job, Say
 from dsft.model.census import take_census
 from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import Cut, cut_of
@@ -36,6 +35,7 @@ from dsft.plan.memory.offload import (
     with_pinning,
 )
 from dsft.rank.swap import clear_left_over, hold_swap_folder
+from dsft.run.job import Config, Job, Say
 from dsft.spec.schema import Model
 from dsft.system.disk import check_disk, check_locked, check_space
 from dsft.system.host import host_memory
