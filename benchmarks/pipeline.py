@@ -256,7 +256,7 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     from deepspeed.pipe import DualPipeVModule
     from torch import nn
 
-    from dsft.engine.initialize import start
+    from dsft.engine.initialize import initialize_deepspeed
     from dsft.model.weights import Sharding
     from dsft.objective.next_token import next_token
 
@@ -283,16 +283,16 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology and the seed
         module = DualPipeVModule(layers, num_stages=RANKS, loss_fn=loss, partition_method="uniform")
     trained = {name: p for policy in policies.values() for name, p in policy.named_trained().items()}
-    started = start(module, trained, spec, config_of(spec, world))
-    started.set_learning_rate(RATE)
+    parts = initialize_deepspeed(module, trained, spec, config_of(spec, world))
+    parts.set_learning_rate(RATE)
 
     def step(number: int) -> float:
-        started.engine.set_train_batch_size(number)
+        parts.engine.set_train_batch_size(number)
         to_come.update((which, iter(made)) for which in own)
-        mean = started.engine.train_batch((batch.input_ids, batch) for batch in made[:number])
+        mean = parts.engine.train_batch((batch.input_ids, batch) for batch in made[:number])
         return float(mean) if world.rank == 0 else 0.0
 
-    return step, watch(started.engine)
+    return step, watch(parts.engine)
 
 
 MAKERS: Mapping[str, Callable[[Any, int], tuple[Step, list[Computed]]]] = {

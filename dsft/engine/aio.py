@@ -44,9 +44,9 @@ def rates(folder: Path) -> tuple[list[Rates], bool]:
     """Return the rates with each of SETTINGS, and whether they were measured now. folder: on the disk, with
     at least MEASURED bytes free."""
     place = cache_folder() / "aio" / f"{_disk(folder)}.json"
-    known = _known(place)
-    if known is not None:
-        return known, False
+    cached = _cached(place)
+    if cached is not None:
+        return cached, False
     found = measure(folder)
     cache_json(place, {"settings": list(SETTINGS), "rates": found})
     return found, True
@@ -74,13 +74,13 @@ def _disk(folder: Path) -> str:
     return f"{socket.gethostname()}-{os.stat(folder).st_dev}-deepspeed-{deepspeed.__version__}"
 
 
-def _known(place: Path) -> list[Rates] | None:
+def _cached(place: Path) -> list[Rates] | None:
     try:
-        kept = cached_json(place)
-        found = [(float(read), float(written)) for read, written in kept["rates"]]
+        stored = cached_json(place)
+        found = [(float(read), float(written)) for read, written in stored["rates"]]
     except (ValueError, KeyError, TypeError):
         return None
-    return found if kept["settings"] == list(SETTINGS) else None
+    return found if stored["settings"] == list(SETTINGS) else None
 
 
 def _rate(aio: Any, path: Path, settings: Mapping[str, Any]) -> Rates:

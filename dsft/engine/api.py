@@ -91,12 +91,12 @@ class Scorer(Protocol):
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return `kept` of each micro-batch, on the device: by default its targets' log-probabilities (B, T)
-        float32.
+        """Return `output` of each micro-batch, on the device: by default its targets' log-probabilities (B,
+        T) float32.
 
         Computes no gradients, and no dropout unless `training`. Empty where this rank does not have the last
         stage. A collective: every rank passes the same number of micro-batches.

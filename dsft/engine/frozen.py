@@ -41,7 +41,7 @@ class FrozenEngine:
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ class FrozenEngine:
         self._module.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
         scored = ((self._forward(batch), batch) for batch in batches)
-        return tuple(kept(logps, batch) for logps, batch in scored if logps is not None)
+        return tuple(output(logps, batch) for logps, batch in scored if logps is not None)
 
     def weights(self) -> Iterator[Tensor]:
         """Yield this rank's share of each parameter."""

@@ -35,7 +35,7 @@ from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
-class Started:
+class DeepSpeedParts:
     """DeepSpeed on a module.
 
     engine     DeepSpeed's engine
@@ -69,7 +69,7 @@ class Started:
 class TrainingEngine(ABC):
     """The part of `dsft.engine.api.Engine` that both engines share."""
 
-    _started: Started
+    _deepspeed: DeepSpeedParts
     _engine: Any  # DeepSpeed's
 
     def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
@@ -78,9 +78,9 @@ class TrainingEngine(ABC):
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
 
-    def _start(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:
-        self._started = start(module, self._trained, spec, config)
-        self._engine = self._started.engine
+    def _initialize(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:
+        self._deepspeed = initialize_deepspeed(module, self._trained, spec, config)
+        self._engine = self._deepspeed.engine
 
     @abstractmethod
     def step(
@@ -102,8 +102,8 @@ class TrainingEngine(ABC):
         return replicated(self._causal_lm, state.master_weights(self._engine, self._trained))
 
     def set_loss_scale(self, loss_scale: LossScale) -> None:
-        if self._started.scaler is not None:
-            self._started.scaler.state = loss_scale
+        if self._deepspeed.scaler is not None:
+            self._deepspeed.scaler.state = loss_scale
 
     def load(self, read: ReadRange, applied_steps: int) -> None:
         state.load(self._engine, self._trained, read, applied_steps)
@@ -117,9 +117,9 @@ class TrainingEngine(ABC):
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
 
 
-def start(
+def initialize_deepspeed(
     module: nn.Module, trained: Mapping[str, nn.Parameter], spec: Spec, config: Mapping[str, Any]
-) -> Started:
+) -> DeepSpeedParts:
     """Start DeepSpeed. A collective: every rank calls it with its own stage. `config` is not changed."""
     install_norms()
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
@@ -138,7 +138,7 @@ def start(
         clip = StepClip(tuple(trained.values()), spec.train.max_grad_norm, stages)
         optimizer.register_step_pre_hook(clip)
     scaler = install_scaler(engine.optimizer) if spec.train.precision == "fp16" else None
-    return Started(engine, optimizer, clip, scaler)
+    return DeepSpeedParts(engine, optimizer, clip, scaler)
 
 
 COUNTERS = (
@@ -156,23 +156,23 @@ def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> N
     cpu = device.type == "cpu"
     state.allocate_moments(engine)
     with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
-        with _counters_kept(engine):
+        with _restored_counters(engine):
             step()
     state.reset_state(engine)
 
 
 @contextmanager
-def _counters_kept(engine: Any) -> Iterator[None]:
+def _restored_counters(engine: Any) -> Iterator[None]:
     owners = (engine, engine.optimizer)
-    kept = [(owner, {k: v for k, v in vars(owner).items() if k in COUNTERS}) for owner in owners]
+    saved = [(owner, {k: v for k, v in vars(owner).items() if k in COUNTERS}) for owner in owners]
     for name in ("loss_scaler", "loss_scale_config"):  # in fp16: the first at ZeRO 1 to 3, the second at 0
         scale = getattr(engine.optimizer, name, None)
         if hasattr(scale, "__dict__"):
-            kept.append((scale, dict(vars(scale))))
+            saved.append((scale, dict(vars(scale))))
     try:
         yield
     finally:
-        for owner, numbers in kept:
+        for owner, numbers in saved:
             vars(owner).update(numbers)
 
 

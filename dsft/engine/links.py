@@ -117,16 +117,16 @@ def ping(other: int) -> float:
     until = time.perf_counter() + PING_SECONDS
     while len(spent) < PINGS and (len(spent) < 4 or time.perf_counter() < until):
         began = time.perf_counter()
-        _tell(1.0, other)
-        _heard(other)
+        _send_value(1.0, other)
+        _receive_value(other)
         spent.append(time.perf_counter() - began)
-    _tell(0.0, other)
+    _send_value(0.0, other)
     return statistics.median(spent[3:])
 
 
 def pong(other: int) -> None:
-    while goes_on := _heard(other):
-        _tell(goes_on, other)
+    while goes_on := _receive_value(other):
+        _send_value(goes_on, other)
 
 
 def receive(other: int) -> float:
@@ -136,13 +136,13 @@ def receive(other: int) -> float:
     size = LEAST
     while True:
         buffer = torch.ones(size, dtype=torch.uint8)  # so that its pages are allocated
-        _heard(other)
+        _receive_value(other)
         began = time.perf_counter()
-        _tell(1.0, other)
+        _send_value(1.0, other)
         dist.recv(buffer, other)
         spent = time.perf_counter() - began
         is_last = spent >= SECONDS or size >= MOST
-        _tell(0.0 if is_last else 1.0, other)
+        _send_value(0.0 if is_last else 1.0, other)
         if is_last:
             return size * 8 / spent / 1e9
         size *= 4
@@ -152,18 +152,18 @@ def send(other: int) -> None:
     size, goes_on = LEAST, 1.0
     while goes_on:
         buffer = torch.ones(size, dtype=torch.uint8)
-        _tell(1.0, other)  # ready
-        _heard(other)
+        _send_value(1.0, other)  # ready
+        _receive_value(other)
         dist.send(buffer, other)
-        goes_on = _heard(other)
+        goes_on = _receive_value(other)
         size *= 4
 
 
-def _tell(value: float, other: int) -> None:
+def _send_value(value: float, other: int) -> None:
     dist.send(torch.tensor(value), other)
 
 
-def _heard(other: int) -> float:
+def _receive_value(other: int) -> float:
     value = torch.zeros(())
     dist.recv(value, other)
     return float(value)

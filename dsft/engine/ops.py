@@ -60,25 +60,25 @@ class Ranks(Protocol):
     def hosts_first(self, work: Callable[[], object]) -> None: ...
 
 
-def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Log) -> dict[str, Any]:
+def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, log: Log) -> dict[str, Any]:
     """Load the ops that the spec needs on all ranks, and return the configuration with `CPU_ADAM` set. A
     collective.
 
     Raises BuildError or StorageError where a host cannot load an op. If that op is cpu_adam, for states in
-    memory, and parallel.allow_torch_adam is set, all ranks use torch's AdamW instead, and `say` gets the
+    memory, and parallel.allow_torch_adam is set, all ranks use torch's AdamW instead, and `log` gets the
     reason.
     """
     decided = dict(config)
     for op in needed_ops(spec):
         try:
-            load_everywhere(_BUILDERS[op](), ranks, say)
+            load_everywhere(_BUILDERS[op](), ranks, log)
         except (BuildError, StorageError) as error:
             if op != "cpu_adam" or spec.parallel.offload_optimizer.device == "nvme":
                 raise
             reason = str(error).rstrip(".")
             if not spec.parallel.allow_torch_adam:
                 raise type(error)(f"{reason}; {_WAY_OUT}") from None
-            say(f"warning: {reason}; by parallel.allow_torch_adam torch's AdamW steps on the CPU instead")
+            log(f"warning: {reason}; by parallel.allow_torch_adam torch's AdamW steps on the CPU instead")
             decided[CPU_ADAM] = False
         else:
             if op == "cpu_adam":
@@ -86,22 +86,22 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, say: Log) -
     return decided
 
 
-def load_everywhere(builder: Any, ranks: Ranks, say: Log) -> None:
-    """Load the op on all ranks, on one of each host first. A collective. `say` gets a line before and after a
+def load_everywhere(builder: Any, ranks: Ranks, log: Log) -> None:
+    """Load the op on all ranks, on one of each host first. A collective. `log` gets a line before and after a
     compile. Raises on all ranks what `load_op` raises on one."""
     is_here = is_compiled(builder.name, _accelerator())
     lacking = [host for host in ranks.gather(None if is_here or ranks.local_rank else gethostname()) if host]
     if lacking:
-        say(f"building {builder.name} on {', '.join(lacking)}, about a minute, once per host")
+        log(f"building {builder.name} on {', '.join(lacking)}, about a minute, once per host")
     start = time.monotonic()
-    ranks.hosts_first(lambda: load_op(builder, say))
+    ranks.hosts_first(lambda: load_op(builder, log))
     if lacking:
-        say(f"built {builder.name} in {time.monotonic() - start:.0f} s")
+        log(f"built {builder.name} in {time.monotonic() - start:.0f} s")
 
 
-def load_op(builder: Any, say: Log) -> Any:
+def load_op(builder: Any, log: Log) -> Any:
     """Return the op's module; compile it first where necessary. DeepSpeed's own later call finds it loaded.
-    `say` gets a line while another process compiles.
+    `log` gets a line while another process compiles.
 
     Raises BuildError with what is missing or the compiler's last lines; StorageError where the folder cannot
     be written.
@@ -114,7 +114,7 @@ def load_op(builder: Any, say: Log) -> Any:
         if is_installed(op, _accelerator()):
             return _loaded(builder, None)
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone_in(folder, say):
+        with _alone_in(folder, log):
             if not (folder / op / f"{op}.so").is_file():
                 lacking = lacking_tool([op], torch.cuda.is_available())
                 if lacking is not None:  # torch would print a page of warnings first
@@ -133,7 +133,7 @@ def _accelerator() -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path, say: Log) -> Iterator[None]:
+def _alone_in(folder: Path, log: Log) -> Iterator[None]:
     """Lock dsft's folder and make torch build there. The kernel releases the lock when its process dies.
     torch's own lock, the mere existence of a file (torch/utils/file_baton.py), outlives a killed build, and
     torch waits for it without end: here no other process can own it, so it is removed."""
@@ -141,7 +141,7 @@ def _alone_in(folder: Path, say: Log) -> Iterator[None]:
     try:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
-        say(f"waiting for {holder(folder)}, which builds DeepSpeed's ops in {folder}")
+        log(f"waiting for {holder(folder)}, which builds DeepSpeed's ops in {folder}")
         lock.acquire()
     before = os.environ.get(EXTENSIONS)
     os.environ[EXTENSIONS] = str(folder)
@@ -149,7 +149,7 @@ def _alone_in(folder: Path, say: Log) -> Iterator[None]:
         (folder / NAME).write_text(f"process {os.getpid()} on {gethostname()}")
         for left in folder.glob("*/lock"):
             left.unlink()
-            say(f"removed {left}, which a build that was killed left behind")
+            log(f"removed {left}, which a build that was killed left behind")
         yield
     finally:
         os.environ.pop(EXTENSIONS)
@@ -159,14 +159,14 @@ def _alone_in(folder: Path, say: Log) -> Iterator[None]:
 
 
 def _loaded(builder: Any, folder: Path | None) -> Any:
-    said = io.StringIO()
+    output_stream = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output_stream):
             return builder.load()
     except OSError:  # its folder cannot be written
         raise
     except Exception as error:  # from torch, from DeepSpeed, or an ImportError of the built module
-        output = f"{said.getvalue()}{error}\n"
+        output = f"{output_stream.getvalue()}{error}\n"
         where = ""
         with contextlib.suppress(OSError):  # a full disk
             if folder is not None:

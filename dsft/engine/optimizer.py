@@ -44,12 +44,12 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
     that matches no trained parameter of the whole model, and in a pipeline for stages that DeepSpeed cannot
     step together."""
     settings = {_settings(name, parameter, spec.optim) for name, parameter in trained.items()}
-    told = world.gather((list(trained), len(settings)))
-    names = list(dict.fromkeys(name for mine, _ in told for name in mine))
+    gathered = world.gather((list(trained), len(settings)))
+    names = list(dict.fromkeys(name for mine, _ in gathered for name in mine))
     problems = group_problems(spec.optim, names)
     if problems:
         raise SpecError(WRONG, problems)
-    counts = [count for _, count in told]
+    counts = [count for _, count in gathered]
     if 0 in counts:
         message = f"stage {world.layout.stage(counts.index(0))} has no parameter that is trained; set it to 1"
         raise SpecError(WRONG, [Problem("parallel.pipeline_stages", message)])

@@ -30,18 +30,18 @@ class PipelineEngine(TrainingEngine):
     ) -> None:
         super().__init__(policy, world, objective)
         self._scales, self._total = self._zeros(), self._zeros()
-        self._keep: Callable[[Tensor, MicroBatch], None] | None = None  # set only while scoring
+        self._record: Callable[[Tensor, MicroBatch], None] | None = None  # set only while scoring
         self._stage = _Stage(policy)
         module = _pipeline(self._stage, world, self._loss)
         ties = find_ties(self._trained, world)  # after it, since a PipelineModule removes the marks
-        self._start(module, spec, config)
+        self._initialize(module, spec, config)
         tie(self._engine, ties, world.shard_rank)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
         """Run forward and backward on each of the micro-batches, then one optimizer step."""
-        self._started.set_learning_rate(learning_rate)
+        self._deepspeed.set_learning_rate(learning_rate)
         number, shards = len(micro_batches), self._world.layout.shards
         self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * shards)
         self._total = self._zeros()
@@ -49,7 +49,7 @@ class PipelineEngine(TrainingEngine):
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
         self._scales = to_device(scales * (number * shards), self._world.device)
         self._engine.train_batch(self._feed(micro_batches))
-        return StepResult(self._total, *self._started.outcome())
+        return StepResult(self._total, *self._deepspeed.outcome())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
         """Rehearse with as many micro-batches as the first stage has in flight at once, or with those of a
@@ -82,23 +82,23 @@ class PipelineEngine(TrainingEngine):
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
         scored: list[Tensor] = []
-        self._keep = lambda logps, micro_batch: scored.append(kept(logps, micro_batch))
+        self._record = lambda logps, micro_batch: scored.append(output(logps, micro_batch))
         try:
             self._evaluate(micro_batches, training)
         finally:
-            self._keep = None
+            self._record = None
         return tuple(scored)
 
     def _loss(self, scored: PolicyOutput, micro_batch: MicroBatch) -> Tensor:
         """Return a micro-batch's loss; DeepSpeed calls this on the last stage. Add up its sums here, since
         DeepSpeed would round them to float32."""
-        if self._keep is not None:
-            self._keep(scored.logps.detach(), micro_batch)
+        if self._record is not None:
+            self._record(scored.logps.detach(), micro_batch)
             return scored.logps.new_zeros(())
         sums = self._objective.term_sums(*scored, micro_batch)
         self._total += sums.detach()
@@ -160,9 +160,9 @@ def find_ties(trained: Mapping[str, nn.Parameter], world: World) -> Ties:
     """Find the parameters that several stages train, by name, and mark all copies but the first stage's. A
     collective."""
     shards, found = world.layout.shards, []
-    told = world.gather(list(trained))
-    for name in dict.fromkeys(name for names in told for name in names):
-        ranks = [rank for rank, names in enumerate(told) if name in names]
+    gathered = world.gather(list(trained))
+    for name in dict.fromkeys(name for names in gathered for name in names):
+        ranks = [rank for rank, names in enumerate(gathered) if name in names]
         if len(ranks) > shards:
             group = dist.new_group(ranks)  # a collective of all ranks
             if world.rank in ranks:

@@ -67,7 +67,7 @@ class Replicas:
             return
         mine = {n: int(digest(tensor)) for n, tensor in self._tensors().items() if n in self._holders}
         gathered = self._world.gather((socket.gethostname(), mine))
-        raise WorldError(_unlike([host for host, _ in gathered], [held for _, held in gathered], step))
+        raise WorldError(_unlike([host for host, _ in gathered], [digests for _, digests in gathered], step))
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def replicated(causal_lm: nn.Module, master_weights: Iterable[tuple[str, Tensor]
 
 
 def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that do not depend on the rows that a rank has seen."""
+    """Return the buffers that do not depend on the rows that a rank has computed."""
     return {
         name: buffer
         for prefix, part in causal_lm.named_modules()
@@ -100,10 +100,10 @@ def _buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
 
 def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
     """Return the ranks that have each tensor, for all that several ranks have: the same on every rank."""
-    everyones = [names] * world.world_size if world.layout.pipeline_stages == 1 else world.gather(names)
+    names_by_rank = [names] * world.world_size if world.layout.pipeline_stages == 1 else world.gather(names)
     found: dict[str, list[int]] = {}
-    for rank, held in enumerate(everyones):
-        for name in held:
+    for rank, present in enumerate(names_by_rank):
+        for name in present:
             found.setdefault(name, []).append(rank)
     return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1}
 
@@ -112,8 +112,8 @@ def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: in
     """Return the message. `hosts` and `digests` are by rank; digests are of each tensor that the rank shares
     with others."""
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for name in dict.fromkeys(name for held in digests for name in held):
-        values = {rank: held[name] for rank, held in enumerate(digests) if name in held}
+    for name in dict.fromkeys(name for present in digests for name in present):
+        values = {rank: present[name] for rank, present in enumerate(digests) if name in present}
         usual, times = Counter(values.values()).most_common(1)[0]
         odd = [rank for rank, value in values.items() if value != usual]
         if odd:

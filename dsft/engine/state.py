@@ -73,15 +73,15 @@ def owned_fragments(
     locate, replicated = _locator(engine.optimizer)
     kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer))
     for name, parameter in _once(named):
-        held = None if is_copy(parameter) else locate(parameter)
-        if held is not None and replicated:
-            held = held.part(*_share(held.size, shard_rank, shards))
-        if held is None or held.size == 0:
+        shard = None if is_copy(parameter) else locate(parameter)
+        if shard is not None and replicated:
+            shard = shard.part(*_share(shard.size, shard_rank, shards))
+        if shard is None or shard.size == 0:
             continue
         for kind in kinds:
-            tensor = _tensor(engine.optimizer, held.home, kind)
+            tensor = _tensor(engine.optimizer, shard.home, kind)
             if tensor is not None:
-                yield Fragment(name, kind, held.start, held.of(tensor))
+                yield Fragment(name, kind, shard.start, shard.of(tensor))
 
 
 def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
@@ -89,9 +89,9 @@ def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[t
     the same and they are not the parameters themselves."""
     locate, is_replicated = _locator(engine.optimizer)
     for name, parameter in _once(named) if is_replicated else ():
-        held = locate(parameter)
-        if held is not None and held.home is not parameter:
-            yield name, held.of(held.home)
+        shard = locate(parameter)
+        if shard is not None and shard.home is not parameter:
+            yield name, shard.of(shard.home)
 
 
 @torch.no_grad()
@@ -107,10 +107,10 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
     homes = [home for home in _homes(optimizer) if is_swapped(optimizer, home)]
     swapped: dict[int, list[Callable[[], None]]] = {id(home): [] for home in homes}
     for name, parameter in _once(named):
-        held = locate(parameter)
-        put = partial(_put, optimizer, name, parameter, held, kinds, read)
-        if held is not None and id(held.home) in swapped:
-            swapped[id(held.home)].append(put)
+        shard = locate(parameter)
+        put = partial(_put, optimizer, name, parameter, shard, kinds, read)
+        if shard is not None and id(shard.home) in swapped:
+            swapped[id(shard.home)].append(put)
         else:
             put()
     for home in homes:
@@ -122,13 +122,18 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
 
 
 def _put(
-    optimizer: Any, name: str, parameter: Any, held: StateShard | None, kinds: Iterable[Kind], read: ReadRange
+    optimizer: Any,
+    name: str,
+    parameter: Any,
+    shard: StateShard | None,
+    kinds: Iterable[Kind],
+    read: ReadRange,
 ) -> None:
-    _set_value(name, parameter, held, read)
-    if held is not None and held.size:
+    _set_value(name, parameter, shard, read)
+    if shard is not None and shard.size:
         for kind in kinds:
-            moment = _base(optimizer).state[held.home][kind]
-            held.of(moment).copy_(read(name, kind, held.start, held.start + held.size))
+            moment = _base(optimizer).state[shard.home][kind]
+            shard.of(moment).copy_(read(name, kind, shard.start, shard.start + shard.size))
 
 
 def undo_first_step(engine: Any) -> None:
@@ -160,10 +165,10 @@ def is_copy(parameter: nn.Parameter) -> bool:
 
 
 def _once(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for name, parameter in named.items():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
+        if id(parameter) not in yielded:
+            yielded.add(id(parameter))
             yield name, parameter
 
 
@@ -202,11 +207,11 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
 def _locator(optimizer: Any) -> tuple[Locate, bool]:
     """Return a function that finds a parameter's state, and whether all ranks of a stage have the same."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return lambda parameter: _held_zero3(optimizer, parameter), False
+        return lambda parameter: _shard_zero3(optimizer, parameter), False
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-        return lambda parameter: _held_zero12(optimizer, parameter), False
+        return lambda parameter: _shard_zero12(optimizer, parameter), False
     if isinstance(optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
-        return _masters(optimizer).__getitem__, True
+        return _replicated_shards(optimizer).__getitem__, True
     if isinstance(optimizer, torch.optim.Optimizer):
         return lambda parameter: StateShard(0, parameter.numel(), parameter, 0), True
     raise CheckpointError(
@@ -214,7 +219,7 @@ def _locator(optimizer: Any) -> tuple[Locate, bool]:
     )
 
 
-def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> StateShard | None:
+def _shard_zero12(optimizer: Any, parameter: nn.Parameter) -> StateShard | None:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by deepspeed's link_hp_params
     if mapping is None:
         return None
@@ -223,14 +228,14 @@ def _held_zero12(optimizer: Any, parameter: nn.Parameter) -> StateShard | None:
     return StateShard(here.start, here.numel, flat, home.start)
 
 
-def _held_zero3(optimizer: Any, parameter: Any) -> StateShard:
+def _shard_zero3(optimizer: Any, parameter: Any) -> StateShard:
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]  # size with padding
     start = size * parameter.ds_zero_partition_rank
     home = optimizer.fp32_partitioned_groups_flat[group]
     return StateShard(start, max(min(size, parameter.ds_numel - start), 0), home, offset)
 
 
-def _masters(optimizer: Any) -> dict[nn.Parameter, StateShard]:
+def _replicated_shards(optimizer: Any) -> dict[nn.Parameter, StateShard]:
     """Return the parts at ZeRO 0 in bf16: one fp32 tensor per parameter (unfused) or per group (DeepSpeed's
     FusedAdam)."""
     found: dict[nn.Parameter, StateShard] = {}
@@ -313,20 +318,20 @@ def _replay_powers(base: DeepSpeedCPUAdam, applied_steps: int) -> None:
         )
 
 
-def _set_value(name: str, parameter: Any, held: StateShard | None, read: ReadRange) -> None:
+def _set_value(name: str, parameter: Any, shard: StateShard | None, read: ReadRange) -> None:
     """Set the fp32 value that this rank stores, and the weights in the type that forward and backward use."""
     if not hasattr(parameter, "ds_tensor"):
         whole = read(name, "value", 0, parameter.numel())
         parameter.data.copy_(whole.view(parameter.shape))
-        if held is not None:
-            held.of(held.home).copy_(whole.narrow(0, held.start, held.size))
+        if shard is not None:
+            shard.of(shard.home).copy_(whole.narrow(0, shard.start, shard.size))
         return
-    assert held is not None, "ZeRO 3 gives every rank a part of each parameter"
-    part = read(name, "value", held.start, held.start + held.size) if held.size else torch.empty(0)
-    held.of(held.home).copy_(part)
+    assert shard is not None, "ZeRO 3 gives every rank a part of each parameter"
+    part = read(name, "value", shard.start, shard.start + shard.size) if shard.size else torch.empty(0)
+    shard.of(shard.home).copy_(part)
     if (
         parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE
     ):  # else `write_parameters` writes its file
-        parameter.ds_tensor.narrow(0, 0, held.size).copy_(part)
+        parameter.ds_tensor.narrow(0, 0, shard.size).copy_(part)
     if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are whole on every rank
         parameter.data.copy_(read(name, "value", 0, parameter.ds_numel).view(parameter.ds_shape))

@@ -40,7 +40,8 @@ from dsft.spec.schema import Accelerator
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others wait
-_HEARD = timedelta(seconds=20)  # for the others to read the answer before rank 0 ends, and its store with it
+_ANSWER_READ = timedelta(seconds=20)
+"""Time for the others to read the answer before rank 0 ends, and its store with it."""
 _SHOWN = 8  # differences between ranks that a message shows
 
 
@@ -139,12 +140,12 @@ class World:
 def join(
     launched: Launched,
     layout: Layout,
-    say: Log = silent,
+    log: Log = silent,
     identity: Mapping[str, Any] | None = None,
     promised: Accelerator | None = None,
 ) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host reduce in shared memory by an
-    op that is compiled first (`say` gets the progress). A process started alone joins a group of one.
+    op that is compiled first (`log` gets the progress). A process started alone joins a group of one.
 
     `identity` has JSON values, by name, that must be the same on all ranks. They are compared, with the kind
     of device, before any collective: ranks with another backend or other code could not take part in one.
@@ -185,7 +186,7 @@ def join(
     )
     world.check_same(identity or {})  # again: after a change of hosts the store has what others wrote
     if name == "cpu":  # DeepSpeed finds its op loaded
-        load_everywhere(ShareMemCommBuilder(), world, say)
+        load_everywhere(ShareMemCommBuilder(), world, log)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a message about its op, on every rank
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
@@ -219,26 +220,26 @@ def meet(
     places: list[RankPlace] = []
     if rank == 0:
         found = [json.loads(store.get(f"identity/{other}")) for other in range(world_size)]
-        told = [json.loads(store.get(f"place/{other}")) for other in range(world_size)]
-        places = _places(told)
+        described = [json.loads(store.get(f"place/{other}")) for other in range(world_size)]
+        places = _places(described)
         is_same = all(one == found[0] for one in found)
         wrong = (shared_device(places) or "") if is_same else _unlike(found)
-        store.set("places", json.dumps(told))
+        store.set("places", json.dumps(described))
         store.set("wrong", wrong)
         if wrong:
             with contextlib.suppress(dist.DistError):  # a rank that has ended need not read it
-                store.wait([f"heard/{other}" for other in range(1, world_size)], _HEARD)
+                store.wait([f"answer_read/{other}" for other in range(1, world_size)], _ANSWER_READ)
     else:
         wrong = store.get("wrong").decode()
         places = _places(json.loads(store.get("places")))
-        store.set(f"heard/{rank}", "")
+        store.set(f"answer_read/{rank}", "")
     if wrong:
         raise WorldError(wrong)
     return places
 
 
-def _places(told: Sequence[dict[str, Any]]) -> list[RankPlace]:
-    return [RankPlace(**{**one, "device": Device(**one["device"])}) for one in told]
+def _places(described: Sequence[dict[str, Any]]) -> list[RankPlace]:
+    return [RankPlace(**{**one, "device": Device(**one["device"])}) for one in described]
 
 
 def _digest(value: Any) -> str:
@@ -250,8 +251,10 @@ def _unlike(values: Sequence[Any]) -> str:
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(values):
         for difference in json_differences(values[0], one):
-            ranks.setdefault(_told(difference), []).append(rank)
-    clauses = [f"{told} on rank{'s' if len(of) > 1 else ''} {_listed(of)}" for (_, told), of in ranks.items()]
+            ranks.setdefault(_clause(difference), []).append(rank)
+    clauses = [
+        f"{clause} on rank{'s' if len(of) > 1 else ''} {_listed(of)}" for (_, clause), of in ranks.items()
+    ]
     more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""
     return (
         f"The ranks would train different models: {'; '.join(clauses[:_SHOWN])}{more}. All hosts need the "
@@ -259,7 +262,7 @@ def _unlike(values: Sequence[Any]) -> str:
     )
 
 
-def _told(difference: Difference) -> tuple[str, str]:
+def _clause(difference: Difference) -> tuple[str, str]:
     return difference.key, difference.clause("is {} on rank 0", "{}")
 
 
@@ -333,7 +336,7 @@ class Ring:
         """Leave the ring, before the process group is closed: no rank is reported as gone from now on. A
         collective."""
         if self._thread is not None:
-            self._tell(_LEFT)
+            self._send(_LEFT)
             self._thread.join()
 
     def _listen(self) -> None:
@@ -349,8 +352,8 @@ class Ring:
             return
         if gone != self._behind:
             with contextlib.suppress(RuntimeError):  # that one is gone too
-                self._tell(1 + gone)
+                self._send(1 + gone)
         self._lost(gone, noticed)
 
-    def _tell(self, word: int) -> None:
+    def _send(self, word: int) -> None:
         dist.send(torch.tensor([word]), self._behind, group=self._group)

@@ -25,13 +25,13 @@ class ZeroEngine(TrainingEngine):
     ) -> None:
         super().__init__(policy, world, objective)
         place_buffers(policy, world.device)
-        self._start(policy, spec, config)
+        self._initialize(policy, spec, config)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
         """Run forward and backward on each of the micro-batches, then one optimizer step."""
-        self._started.set_learning_rate(learning_rate)
+        self._deepspeed.set_learning_rate(learning_rate)
         self._engine.train()
         total = self._zeros()
         # DeepSpeed takes the mean over the ranks; only this line undoes it.
@@ -43,7 +43,7 @@ class ZeroEngine(TrainingEngine):
             self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
             total += sums.detach()
         self._engine.step()
-        return StepResult(total, *self._started.outcome())
+        return StepResult(total, *self._deepspeed.outcome())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
         """Rehearse with two copies in one step, where steps have several micro-batches: the second has the
@@ -62,13 +62,13 @@ class ZeroEngine(TrainingEngine):
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
         self._engine.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
-        return tuple(kept(self._scored(batch).logps, batch) for batch in batches)
+        return tuple(output(self._scored(batch).logps, batch) for batch in batches)
 
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
         """Return (n_terms,) float64, differentiable."""

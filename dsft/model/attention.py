@@ -60,7 +60,7 @@ def attend_per_segment(
     else:
         return f"attention of packed rows: {attention}, as model.attention says"
     use(causal_lm, choice.name)
-    return f"attention of packed rows: {choice.said}"
+    return f"attention of packed rows: {choice.description}"
 
 
 def use(causal_lm: PreTrainedModel, name: str) -> None:
@@ -70,12 +70,13 @@ def use(causal_lm: PreTrainedModel, name: str) -> None:
     causal_lm.set_attn_implementation(name)
 
 
-def check_can_compile(causal_lm: PreTrainedModel, said: str) -> None:
-    """Raise SpecError where the loop computes attention over packed rows. said: the line about the choice."""
+def check_can_compile(causal_lm: PreTrainedModel, choice: str) -> None:
+    """Raise SpecError where the loop computes attention over packed rows. choice: the line of
+    `attend_per_segment`."""
     if causal_lm.config._attn_implementation == SEGMENTS:
         message = (
-            f"true, but attention per segment would be compiled anew for each row ({said}); use packing "
-            "false or compile false"
+            f"true, but attention per segment would be compiled again for each row ({choice}); set "
+            "data.packing or model.compile to false"
         )
         raise SpecError("Packed rows cannot be compiled here.", [Problem("model.compile", message)])
 

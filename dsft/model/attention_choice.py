@@ -45,10 +45,10 @@ ROUNDING = 0.05
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The chosen attention. name: its key in FUNCTIONS; said: which it is, and why none before it."""
+    """The chosen attention. name: its key in FUNCTIONS; description: which it is, and why none before it."""
 
     name: str
-    said: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,24 @@ def choose(causal_lm: PreTrainedModel, device: torch.device) -> AttentionChoice:
         return AttentionChoice(SEGMENTS, f"{loop}, as FlashAttention needs a GPU")
     if dtype not in FLASH_TYPES:
         return AttentionChoice(SEGMENTS, f"{loop}, as FlashAttention does not compute in {_short(dtype)}")
-    asked = requirements_of(causal_lm)
-    if asked.is_uneven:
+    needs = requirements_of(causal_lm)
+    if needs.is_uneven:
         return AttentionChoice(
             SEGMENTS, f"{loop}, as FlashAttention needs keys and values with heads of one size"
         )
     refused = ""
-    for name, kernel, flash_3, said in (
+    for name, kernel, flash_3, description in (
         (VARLEN, torch_kernel(), True, "FlashAttention 3"),
         (VARLEN, torch_kernel(), False, "varlen_attn of torch"),
         (PACKAGE, package_kernel, False, "the package flash-attn"),
     ):
         try:
             with _flash_3(flash_3):
-                _try(kernel, asked, dtype, device)
+                _try(kernel, needs, dtype, device)
         except Exception as error:  # what torch, the packages and the driver raise
-            refused += f"; not {said}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            refused += f"; not {description}: {(str(error).splitlines() or [type(error).__name__])[0]}"
         else:
-            return AttentionChoice(name, said + refused)
+            return AttentionChoice(name, description + refused)
     return AttentionChoice(SEGMENTS, loop + refused)
 
 
@@ -136,26 +136,28 @@ def _flash_3(wanted: bool) -> Iterator[None]:
         raise
 
 
-def _try(kernel: Kernel, asked: AttentionRequirements, dtype: torch.dtype, device: torch.device) -> None:
+def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, device: torch.device) -> None:
     """Run a kernel forward and backward on two segments, the first with one key before it, with a window of
     two tokens where layers have a window. Raises what the kernel raises, and DsftError where its output or a
     gradient differs from the definition's by more than rounding. Dropout is run but not compared."""
     begins = torch.tensor(BORDERS, dtype=torch.int32, device=device)
     keys = begins + torch.arange(len(BORDERS), dtype=torch.int32, device=device).clamp(max=1)
     tokens, pairs = BORDERS[-1], list[tuple[Tensor, Tensor]]()
-    for size, scale, window in product(asked.head_sizes, asked.scales, asked.windows):
+    for size, scale, window in product(needs.head_sizes, needs.scales, needs.windows):
         scaling = size**-0.5 if scale is None else scale
-        drawn = torch.Generator().manual_seed(size)
+        generator = torch.Generator().manual_seed(size)
         query, key, value, pull = (
-            (torch.randn(length, heads, size, generator=drawn) * factor).to(device, dtype).requires_grad_()
+            (torch.randn(length, heads, size, generator=generator) * factor)
+            .to(device, dtype)
+            .requires_grad_()
             for length, heads, factor in (
-                (tokens, asked.heads, 1 / (scaling * size**0.5)),  # scores of about 1
-                *[(tokens + 1, asked.key_heads, 1.0)] * 2,
-                (tokens, asked.heads, 1.0),
+                (tokens, needs.heads, 1 / (scaling * size**0.5)),  # scores of about 1
+                *[(tokens + 1, needs.key_heads, 1.0)] * 2,
+                (tokens, needs.heads, 1.0),
             )
         )
         reach = (-1, 0) if window is None else (1, 0)
-        form = AttentionArguments(tokens, scaling, reach, asked.softcap, asked.dropout)
+        form = AttentionArguments(tokens, scaling, reach, needs.softcap, needs.dropout)
         with torch.enable_grad():
             output = kernel(query, key, value, (begins, keys), form)
             mine = (output, *torch.autograd.grad(output, (query, key, value), pull))
@@ -187,10 +189,10 @@ def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: AttentionArg
         scores = torch.einsum("qhd,khd->hqk", q, k) * form.scale
         if form.softcap is not None:
             scores = form.softcap * torch.tanh(scores / form.softcap)
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(len(k) - len(q))
         if form.window[0] >= 0:
-            seen = seen.triu(len(k) - len(q) - form.window[0])
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
+            visible = visible.triu(len(k) - len(q) - form.window[0])
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v))
     return torch.cat(outputs)
 
 

@@ -26,7 +26,7 @@ Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of eac
 
 # Queries per call of the CPU kernel under a mask, which computes masked scores too: fewer queries have
 # fewer keys.
-AT_ONCE = 128
+QUERY_BLOCK = 128
 FLASH_SIZE = 256  # largest head of FlashAttention, torch's only kernel on a GPU that supports grouped heads
 
 
@@ -38,7 +38,7 @@ def segment_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention, causal within each segment of a packed row (B = 1) and the prompt that it continues,
     over the last `sliding_window` tokens, with scores soft-capped by `softcap` as in Gemma 2: (B, heads, T,
@@ -47,9 +47,9 @@ def segment_attention(
 
     Raises DsftError for anything else that the model asks of its attention.
     """
-    segments, window = asked.pop(KEYWORD, None), asked.pop("sliding_window", WINDOW_NOT_GIVEN)
-    softcap = asked.pop("softcap", None)
-    refuse_unknown(module, attention_mask, segments is not None, window, asked)
+    segments, window = arguments.pop(KEYWORD, None), arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
+    softcap = arguments.pop("softcap", None)
+    refuse_unknown(module, attention_mask, segments is not None, window, arguments)
     longest = max(length + start for length, start in segments)
     reach = min(window, longest) if window not in (None, WINDOW_NOT_GIVEN) else longest
     band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
@@ -59,9 +59,11 @@ def segment_attention(
         for block in part.blocks(reach, softcap is not None):
             if softcap is not None:
                 assert band is not None
-                output = _attend_bent(block, block.seen(band), scale, dropout, softcap)
+                output = _attend_softcapped(block, block.visible(band), scale, dropout, softcap)
             else:
-                output = _attend(block, None if block.is_square(reach) else block.seen(band), scale, dropout)
+                output = _attend(
+                    block, None if block.is_square(reach) else block.visible(band), scale, dropout
+                )
             outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
@@ -81,20 +83,20 @@ class _Part(NamedTuple):
         return self.start == 0 and self.query.shape[2] <= reach
 
     def blocks(self, reach: int, is_masked: bool) -> Iterator[_Part]:
-        """Yield parts of AT_ONCE queries with the keys up to them and within reach, where there is a mask on
-        a CPU; else the whole part."""
+        """Yield parts of QUERY_BLOCK queries with the keys up to them and within reach, where there is a
+        mask on a CPU; else the whole part."""
         length, keys = self.query.shape[2], self.key.shape[2]
         if self.query.device.type != "cpu" or (self.is_square(reach) and not is_masked):
             yield self
             return
         before = self.start + length - keys  # the position of the first key
-        for begin in range(0, length, AT_ONCE):
-            start, size = self.start + begin, min(AT_ONCE, length - begin)
+        for begin in range(0, length, QUERY_BLOCK):
+            start, size = self.start + begin, min(QUERY_BLOCK, length - begin)
             first = max(before, start + 1 - reach)
             key, value = (x.narrow(2, first - before, start + size - first) for x in (self.key, self.value))
             yield _Part(self.query.narrow(2, begin, size), key, value, start)
 
-    def seen(self, band: Tensor | None) -> Tensor:
+    def visible(self, band: Tensor | None) -> Tensor:
         """Return (n, m) bool: which keys each query sees."""
         length, keys = self.query.shape[2], self.key.shape[2]
         if band is None:
@@ -143,7 +145,7 @@ def _ungrouped(part: _Part) -> tuple[Tensor, Tensor]:
     return part.key.repeat_interleave(groups, dim=1), part.value.repeat_interleave(groups, dim=1)
 
 
-def _attend_bent(part: _Part, mask: Tensor, scale: float, dropout: float, softcap: float) -> Tensor:
+def _attend_softcapped(part: _Part, mask: Tensor, scale: float, dropout: float, softcap: float) -> Tensor:
     """Compute attention with scores softcap × tanh(score ÷ softcap), which torch's kernel does not support:
     step by step, as transformers' Gemma 2 does, with the softmax in float32."""
     key, value = _ungrouped(part)
@@ -165,12 +167,12 @@ def refuse_unknown(
     attention_mask: Tensor | None,
     has_segments: bool,
     window: int | None,
-    asked: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raise DsftError where a model asks more of its attention than is computed here. has_segments: the
-    attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none; asked: the other
+    attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none; arguments: the other
     keywords."""
-    unknown = [name for name, value in asked.items() if not _is_harmless(name, value)]
+    unknown = [name for name, value in arguments.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
     if not has_segments:
         reason = "hands no segments down to its attention"
@@ -178,7 +180,7 @@ def refuse_unknown(
         reason = "makes a mask of its own for its attention"
     elif unknown:
         reason = f"asks {' and '.join(sorted(unknown))} of its attention"
-    elif not asked.get("is_causal", getattr(module, "is_causal", True)):
+    elif not arguments.get("is_causal", getattr(module, "is_causal", True)):
         reason = "looks ahead"
     elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None) is not None:
         reason = "does not tell its attention which layers have a sliding window"

@@ -60,14 +60,14 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
 
     The kernel raises DsftError for what this `varlen_attn` does not compute.
     """
-    known = frozenset(inspect.signature(attend).parameters)
+    parameters = frozenset(inspect.signature(attend).parameters)
 
     def call(
         query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments
     ) -> Tensor:
         needed = (
-            ("windows", "window_size" not in known and form.window != (-1, 0)),
-            ("scales other than 1 ÷ √D", "scale" not in known and form.scale != query.shape[-1] ** -0.5),
+            ("windows", "window_size" not in parameters and form.window != (-1, 0)),
+            ("scales other than 1 ÷ √D", "scale" not in parameters and form.scale != query.shape[-1] ** -0.5),
             ("soft-caps", form.softcap is not None),
             ("dropout", form.dropout > 0),
         )
@@ -79,9 +79,9 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
             "scale": form.scale,
             "enable_gqa": query.shape[1] != key.shape[1],
         }
-        if "window_size" not in known:
+        if "window_size" not in parameters:
             wanted["is_causal"] = True
-        given = {name: value for name, value in wanted.items() if name in known}
+        given = {name: value for name, value in wanted.items() if name in parameters}
         output: Tensor = attend(query, key, value, *borders, form.longest, form.longest, **given)
         return output
 
@@ -123,13 +123,13 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
-        **asked: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
-        borders = asked.pop("cu_seq_lens_q", None), asked.pop("cu_seq_lens_k", None)
-        longest, _ = asked.pop("max_length_q", None), asked.pop("max_length_k", None)
-        index, softcap = asked.pop(KEY_INDEX, None), asked.pop("softcap", None)
-        window = asked.pop("sliding_window", WINDOW_NOT_GIVEN)
-        refuse_unknown(module, attention_mask, borders[0] is not None, window, asked)
+        borders = arguments.pop("cu_seq_lens_q", None), arguments.pop("cu_seq_lens_k", None)
+        longest, _ = arguments.pop("max_length_q", None), arguments.pop("max_length_k", None)
+        index, softcap = arguments.pop(KEY_INDEX, None), arguments.pop("softcap", None)
+        window = arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
+        refuse_unknown(module, attention_mask, borders[0] is not None, window, arguments)
         reach = -1 if window in (None, WINDOW_NOT_GIVEN) or window >= longest else window - 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -50,10 +50,10 @@ def build_model(
     dtype: torch.dtype,
     stage: int = 0,
     cut: Cut | None = None,
-    keep: Sharding = WHOLE,
+    sharding: Sharding = WHOLE,
 ) -> Policy:
     """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
-    engine's `keep` decides which range of each parameter is filled, and takes each parameter once it is
+    engine's `sharding` decides which range of each parameter is filled, and takes each parameter once it is
     filled.
 
     Raises SpecError for a config that cannot be built or cut, MissingInputError for a model that cannot be
@@ -77,9 +77,9 @@ def build_model(
         compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)
     if model.lora is not None:
-        fill_adapted(weights, policy, dtype, with_adapters(causal_lm, model.lora, seed, dtype, keep))
+        fill_adapted(weights, policy, dtype, with_adapters(causal_lm, model.lora, seed, dtype, sharding))
     else:
-        weights.fill(policy, dtype, keep)
+        weights.fill(policy, dtype, sharding)
     return policy
 
 
@@ -182,7 +182,8 @@ def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
 def compile_layers(causal_lm: PreTrainedModel) -> None:
     """Let torch.compile compile each decoder layer at its first use, in place. One layer at a time, since all
     layers of a kind share one graph; with dynamic shapes, since each micro-batch has its own length. Gradient
-    checkpointing is compiled with the layer; attention with padded rows too. Parameters keep their names."""
+    checkpointing is compiled with the layer; attention with padded rows too. Parameters keep
+    their names."""
     for module in causal_lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True, backend=BACKEND)

@@ -25,7 +25,7 @@ from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
 from dsft.spec.schema import Model
 
-NOT_ASKED = "where its layers come apart was not asked"
+NOT_SEARCHED = "the split points of its layers were not searched"
 
 
 def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = True) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
         causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_trainable(causal_lm)
     choose_trained(causal_lm, model)
-    split_points = find_split_points(config) if cuts else NOT_ASKED
+    split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
     return {
         "architecture": type(causal_lm).__name__,

@@ -31,12 +31,12 @@ class FreshWeights:
         self._tied = _tied(model)
         self._finished = _finished(self._order, self._tied)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
         """See `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the
         input embedding. Raises DsftError where transformers leaves a tensor of this architecture without a
         value."""
         places = TensorSlots(root)
-        made: dict[int, Tensor] = {}  # by the id of the meta tensor
+        created: dict[int, Tensor] = {}  # by the id of the meta tensor
         tied: set[int] = set()
         with init_scope():
             for named, finished in zip(self._order, self._finished, strict=True):
@@ -44,18 +44,18 @@ class FreshWeights:
                     continue
                 for old in own_tensors(named.module):
                     if old.is_meta:
-                        made[id(old)] = places.blank(old)
+                        created[id(old)] = places.blank(old)
                         if id(old) in self._tied:
-                            tied.add(id(made[id(old)]))
+                            tied.add(id(created[id(old)]))
                 torch.default_generator.manual_seed(module_seed(self._seed, named.name))
                 initialize_module(named, tied)
                 for key in finished:
-                    if key in made:
-                        self._finish(named, made[key], dtype, places, keep)
-        places.end(keep, self._kind)
+                    if key in created:
+                        self._finish(named, created[key], dtype, places, sharding)
+        places.end(sharding, self._kind)
 
     def _finish(
-        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, places: TensorSlots, keep: Sharding
+        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, places: TensorSlots, sharding: Sharding
     ) -> None:
         if not isinstance(tensor, nn.Parameter):
             return
@@ -63,7 +63,7 @@ class FreshWeights:
             local = next(name for name, p in named.module.named_parameters() if p is tensor)
             raise no_value(self._kind, f"{named.name}.{local}")
         tensor.data = tensor.data.to(dtype)
-        places.take(tensor, keep)
+        places.take(tensor, sharding)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
 
 
 def with_adapters(
-    causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, keep: Sharding
+    causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, sharding: Sharding
 ) -> Sharding:
     """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have any: those of
     the adapter at `lora.path`, else fresh ones. Values that depend on the adapted weights are set when those
@@ -91,15 +91,15 @@ def with_adapters(
                 break
         if read is not None:
             read(parameter)
-        keep.take(parameter, part)
+        sharding.take(parameter, part)
 
     # a norm needs whole rows, and the file replaces whole tensors
-    return Sharding(take=take) if lora.use_dora or read is not None else Sharding(keep.span, take)
+    return Sharding(take=take) if lora.use_dora or read is not None else Sharding(sharding.span, take)
 
 
-def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
     """Call `Weights.fill` on a model with adapters. They are taken out meanwhile, since some models
-    initialize what is below a module by its name (GPT-2's attention). Then `keep` takes them."""
+    initialize what is below a module by its name (GPT-2's attention). Then `sharding` takes them."""
     from peft.tuners.lora import LoraLayer
 
     places = [
@@ -111,13 +111,13 @@ def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, keep: Sh
     for parent, name, layer in places:
         setattr(parent, name, layer.base_layer)
     try:
-        weights.fill(root, dtype, keep)
+        weights.fill(root, dtype, sharding)
     finally:
         for parent, name, layer in places:
             setattr(parent, name, layer)
     for name, parameter in root.named_parameters():
         if is_adapter(name):
-            keep.take(parameter, None)
+            sharding.take(parameter, None)
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -179,11 +179,11 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
     trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
     file = _open(folder)
-    held = set(file.keys())
+    in_file = set(file.keys())
     embeddings = {PREFIX + plain_name(n): n for n in vocabulary_names(causal_lm)}
-    frozen = {name: n for name, n in embeddings.items() if name in held and name not in trained}
+    frozen = {name: n for name, n in embeddings.items() if name in in_file and name not in trained}
     for name, ours in (trained | frozen).items():
-        if name not in held:
+        if name not in in_file:
             raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
         found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
         if found != shape:
@@ -265,7 +265,7 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"is of class {type(module).__name__} and no linear; name linears, or all-linear"
     if module in saved:
-        return "stands in modules_to_save; keep one of the two"
+        return "is in modules_to_save too; leave it out of one of the two"
     return None
 
 

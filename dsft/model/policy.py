@@ -61,7 +61,7 @@ class Policy(nn.Module):
         """Return a clause that says what computes the softmax part of the head on `device`; empty where there
         is no choice."""
         (head,) = self._head
-        return "" if head is None else head.softmax_on(device, self._label_smoothing).said
+        return "" if head is None else head.softmax_on(device, self._label_smoothing).description
 
     def forward(  # noqa: PLR0913, PLR0917  the engines pass on what `behind_inputs` gives
         self,
@@ -94,7 +94,7 @@ class Policy(nn.Module):
             smoothing = self._label_smoothing if self.training else 0.0
             return PolicyOutput(target_logps(output.logits, targets, smoothing), {})
         if self._exit:
-            return self._exit[0].taken()
+            return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
         return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
 

@@ -39,7 +39,7 @@ class ReadWeights:
         self._names = _names(model)
         _check(model, values, self._names)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
         """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
         places = TensorSlots(root)
         with init_scope():
@@ -48,9 +48,9 @@ class ReadWeights:
                     continue
                 for old in own_tensors(named.module):
                     if isinstance(old, nn.Parameter) and old.is_meta:
-                        self._fill_parameter(old, dtype, places, keep)
+                        self._fill_parameter(old, dtype, places, sharding)
                 self._fill_buffers(named, places)
-        places.end(keep, self._kind)
+        places.end(sharding, self._kind)
 
     def tensor(self, old: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the whole value of one of the model's tensors."""
@@ -58,15 +58,17 @@ class ReadWeights:
         self._read(old, 0, value)
         return value.view(old.shape)
 
-    def _fill_parameter(self, old: Tensor, dtype: torch.dtype, places: TensorSlots, keep: Sharding) -> None:
-        start, stop = keep.span(old.numel())
+    def _fill_parameter(
+        self, old: Tensor, dtype: torch.dtype, places: TensorSlots, sharding: Sharding
+    ) -> None:
+        start, stop = sharding.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
         self._read(old, start, part)
         if len(part) == old.numel():
-            places.take(places.put(old, part.view(old.shape)), keep)
+            places.take(places.put(old, part.view(old.shape)), sharding)
         else:
             without_memory = torch.empty(1, dtype=dtype).expand(old.shape)
-            places.take(places.put(old, without_memory), keep, part)
+            places.take(places.put(old, without_memory), sharding, part)
 
     def _read(self, old: Tensor, start: int, out: Tensor) -> None:
         first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)
@@ -89,9 +91,9 @@ class ReadWeights:
             return
         for parameter in named.module.parameters(recurse=False):
             leave_alone(parameter)
-        made = [places.blank(old) for old in buffers]
+        blanks = [places.blank(old) for old in buffers]
         initialize_module(named, frozenset())
-        for old, new in zip(buffers, made, strict=True):
+        for old, new in zip(buffers, blanks, strict=True):
             if any(name in self._values.shapes for name in self._names.get(id(old), ())):
                 self._read(old, 0, new.view(-1))
 

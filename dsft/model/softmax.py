@@ -136,10 +136,10 @@ nearly equal numbers may be rounded to neighbors."""
 
 @dataclass(frozen=True)
 class SoftmaxChoice:
-    """The softmax that a head uses. said: a clause about it, empty where there is no choice."""
+    """The softmax that a head uses. description: a clause about it, empty where there is no choice."""
 
     softmax: Softmax
-    said: str = ""
+    description: str = ""
 
 
 @functools.cache

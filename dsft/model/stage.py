@@ -70,7 +70,7 @@ class StageOutput(PassThrough):
         self.leaving = hidden_states
         return super().forward(hidden_states)
 
-    def taken(self) -> Tensor:
+    def pop(self) -> Tensor:
         hidden, self.leaving = self.leaving, None
         assert hidden is not None, "a pass went through"
         return hidden
@@ -97,9 +97,9 @@ def cut_to_stage(model: PreTrainedModel, split_points: SplitPoints, stage: int, 
         layers[0] = StageInput(layers[0], split_points.in_tuple)
     if not is_last:
         layers[-1] = StageOutput(layers[-1], split_points.in_tuple)
-    kept = {id(p) for p in _parameters(model, split_points.after)} if is_last else set()
+    shared = {id(p) for p in _parameters(model, split_points.after)} if is_last else set()
     for name in () if is_first else split_points.before:
-        if not kept.intersection(map(id, model.get_submodule(name).parameters())):
+        if not shared.intersection(map(id, model.get_submodule(name).parameters())):
             model.set_submodule(name, Placeholder())
     for name in () if is_last else split_points.after:
         model.set_submodule(name, Placeholder())

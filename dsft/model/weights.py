@@ -48,10 +48,10 @@ class Sharding:
 class Weights(Protocol):
     """A source of a model's values."""
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
         """Give all tensors on the meta device under `root` their values, on the CPU: parameters in `dtype`,
         buffers in their own type. Tensors that have values already (an adapter) are left as they are. Every
-        parameter goes through `keep.take` once. Raises DsftError where there is no value for a tensor."""
+        parameter goes through `sharding.take` once. Raises DsftError where there is no value for a tensor."""
         ...
 
 
@@ -114,18 +114,18 @@ class TensorSlots:
         dtype, value = (torch.float32, math.nan) if floating else (old.dtype, 0)
         return self.put(old, torch.full(old.shape, value, dtype=dtype))
 
-    def take(self, parameter: Tensor, keep: Sharding, part: Tensor | None = None) -> None:
+    def take(self, parameter: Tensor, sharding: Sharding, part: Tensor | None = None) -> None:
         if isinstance(parameter, nn.Parameter) and id(parameter) not in self._taken:
             self._taken.add(id(parameter))
-            keep.take(parameter, part)
+            sharding.take(parameter, part)
 
-    def end(self, keep: Sharding, kind: str) -> None:
+    def end(self, sharding: Sharding, kind: str) -> None:
         """Take parameters that came from elsewhere (an adapter), and check that no tensor was left without a
         value."""
         for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
             if tensor.is_meta or (not isinstance(tensor, nn.Parameter) and has_nan(tensor)):
                 raise no_value(kind, name)
-            self.take(tensor, keep)
+            self.take(tensor, sharding)
 
 
 def has_nan(tensor: Tensor) -> bool:

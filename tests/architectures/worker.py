@@ -152,7 +152,7 @@ def score(policy: Policy, batch: MicroBatch) -> Tensor:
 
 def build(spec: Spec, keep: Sharding) -> Policy:
     """As a run does."""
-    policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, keep=keep)
+    policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, sharding=keep)
     check_trainable(policy.causal_lm)
     if spec.data.packing:
         attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)

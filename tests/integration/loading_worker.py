@@ -76,7 +76,7 @@ def compare(
     if tokens is not None:
         facts = TokenFacts(tokens, None, None, None, first_new=FIRST)
     keep = sharding_for(config, world)
-    policy = build_model(spec.model, facts, 0, DTYPES[precision], keep=keep)
+    policy = build_model(spec.model, facts, 0, DTYPES[precision], sharding=keep)
     frozen = sum(not parameter.requires_grad for parameter in policy.parameters())
     engine: Any = build_engine(policy, spec, config, world, next_token())
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])

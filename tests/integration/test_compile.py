@@ -108,5 +108,5 @@ def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_loop_over_segments_is_not_compiled() -> None:
     policy = build_model(Model(from_config=LLAMA, compile=True), FACTS, 3, torch.bfloat16)
     line = attend_per_segment(policy.causal_lm, "auto", 32)
-    with pytest.raises(SpecError, match="compiled anew for each row .*as FlashAttention needs a GPU"):
+    with pytest.raises(SpecError, match="compiled again for each row .*as FlashAttention needs a GPU"):
         check_can_compile(policy.causal_lm, line)

@@ -110,7 +110,7 @@ def compared(zero_stage: int, world: World) -> dict[str, Any]:
     config = deepspeed_config(spec, batch_sizes(spec.train, world.world_size))
     model: Any = build_model(spec.model, FACTS, 1, torch.float32).causal_lm
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    policy = build_model(spec.model, FACTS, 1, torch.float32, keep=sharding_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.float32, sharding=sharding_for(config, world))
     policy.__class__ = Sized
     engine: Any = build_engine(policy, spec, config, world, OBJECTIVE)
     mine = [laid(ids) for ids in rows(world.world_size)[world.data_rank]]

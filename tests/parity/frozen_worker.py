@@ -254,7 +254,7 @@ def losses(
     config = deepspeed_config(spec, batch)
     cut = balanced([1] * 4, world.layout.pipeline_stages)
     keep = sharding_for(config, world)
-    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, cut, keep=keep)
+    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, cut, sharding=keep)
     engine: Any = build_engine(policy, spec, config, world, next_token())
     if asking is not None:
         before = asking(policy, engine)

@@ -516,7 +516,7 @@ def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
 
     @functools.wraps(step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        scaler = engine._started.scaler  # of fp16
+        scaler = engine._deepspeed.scaler  # of fp16
         scale = 1.0 if scaler is None else scaler.loss_scale
         kept.append({name: full_gradient(p).detach().float() / scale for name, p in trained.items()})
         return step(*args, **kwargs)

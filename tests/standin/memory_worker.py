@@ -151,7 +151,7 @@ def measure(case: Case) -> dict[str, Any]:
     meter = MemoryMeter(world.device)
     meter.enter("load")
     keep = sharding_for(config, world)
-    policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], keep=keep)
+    policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], sharding=keep)
     attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)

@@ -116,7 +116,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         }
     )  # fmt: skip
     config = deepspeed_config(spec, batch_sizes(spec.train, 1))
-    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, keep=sharding_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", LENGTH)
     objective = preference(Dpo(loss_type="hinge")) if task == "dpo" else next_token()
     engine = build_engine(policy, spec, config, world, objective)

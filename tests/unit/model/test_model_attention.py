@@ -81,7 +81,7 @@ def test_equals_a_dense_mask(
     segments: Segments,
 ) -> None:
     """The output and the gradients of query, key and value, however many queries a kernel gets at once."""
-    monkeypatch.setattr(attention_loop, "AT_ONCE", at_once)
+    monkeypatch.setattr(attention_loop, "QUERY_BLOCK", at_once)
     torch.manual_seed(3)
     tokens = sum(length for length, _ in segments)
     row = [torch.randn(1, heads, tokens, SIZE) * 2 for heads in (HEADS, key_heads, key_heads)]
@@ -629,7 +629,7 @@ def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(attention_choice, "_try", broken)
     choice = choose(small("llama").bfloat16(), torch.device("cuda"))
     assert choice.name == SEGMENTS
-    assert choice.said.endswith(
+    assert choice.description.endswith(
         "not varlen_attn of torch: AssertionError; not the package flash-attn: AssertionError"
     )
 

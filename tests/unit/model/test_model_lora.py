@@ -98,7 +98,7 @@ def test_names_without_pefts_own_parts() -> None:
         ({"target_modules": ("embed_tokens",)}, "is of class Embedding and no linear"),
         ({"target_modules": ("lm_head",)}, "is the output head and gets none"),
         ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' fits no name"),
-        ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "stands in modules_to_save"),
+        ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
     ],
 )
 def test_names_that_cannot_be_meant(lora: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ def save(
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, keep: Sharding | None = None) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, keep=keep or Sharding())
+    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, sharding=keep or Sharding())
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def test_where_there_is_no_kernel_torchs_operations_are_taken_and_the_line_says_
     assert choose_softmax(plain, torch.bfloat16, CPU) == SoftmaxChoice(plain)
     if not torch.cuda.is_available():
         found = choose_softmax(plain, torch.bfloat16, torch.device("cuda"))
-        assert found.softmax == plain and "as the Triton kernel failed (" in found.said
+        assert found.softmax == plain and "as the Triton kernel failed (" in found.description
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +68,7 @@ def test_a_kernel_that_is_apart_is_not_used(dtype: torch.dtype) -> None:
     plain, same, wrong = Softmax(smoothing=0.1), Softmax(smoothing=0.1), Wrong(smoothing=0.1)
     assert choose_exact(plain, same, dtype, CPU).softmax is same
     found = choose_exact(plain, wrong, dtype, CPU)
-    assert found.softmax is plain and "0.03 of the largest gradient" in found.said
+    assert found.softmax is plain and "0.03 of the largest gradient" in found.description
 
 
 # --- products as a GPU has them ---------------------------------------------------------------------------

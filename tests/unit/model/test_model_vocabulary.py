@@ -27,7 +27,7 @@ LARGER = replace(FACTS, vocab_size=101)  # the folders have 96
 def built(
     folder: Path, facts: TokenFacts, dtype: torch.dtype = torch.float32, keep: Sharding | None = None
 ) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, keep=keep or Sharding())
+    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, sharding=keep or Sharding())
 
 
 def resized(held: Tensor, first: int, stop: int) -> Tensor:

@@ -50,11 +50,11 @@ class Engine:
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
-        scored = tuple(kept(self.logps(batch, training), batch) for batch in micro_batches)
+        scored = tuple(output(self.logps(batch, training), batch) for batch in micro_batches)
         return scored if self.is_last else ()
 
     def logps(self, batch: MicroBatch, training: bool) -> Tensor:

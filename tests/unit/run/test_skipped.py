@@ -43,14 +43,14 @@ class Scorer:
     def score(
         self,
         micro_batches: Sequence[MicroBatch],
-        kept: ScoreOutput = log_probabilities,
+        output: ScoreOutput = log_probabilities,
         *,
         training: bool = False,
     ) -> tuple[Tensor, ...]:
         self.passes += 1
         found = (torch.isin(batch.input_ids, self.faults) for batch in micro_batches)
         logps = (torch.zeros(fault.shape).masked_fill(fault, math.nan) for fault in found)
-        return tuple(kept(one, batch) for one, batch in zip(logps, micro_batches, strict=True))
+        return tuple(output(one, batch) for one, batch in zip(logps, micro_batches, strict=True))
 
 
 class World:
