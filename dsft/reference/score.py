@@ -223,7 +223,7 @@ class PairScorer:
     def _score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         largest = max((one.input_ids.numel() for one in micro_batches), default=0)
         with told_when_full(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
-            return self._reference.engine.score(micro_batches, kept=answer_logps)
+            return self._reference.engine.score(micro_batches, answer_logps)
 
     def _check_finite(self, dataset: int, pairs: Ids, logps: NDArray[np.float64]) -> None:
         bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
