@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import other_version
-from dsft.plan.memory.ranks import Memory, memory, needed
-from dsft.plan.memory.reference import ReferenceMemory, with_reference
+from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
+from dsft.plan.memory.reference import ReferenceMemory, ReferenceRankMemory, with_reference
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
@@ -21,6 +21,7 @@ from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 
 THIS_HOST = "localhost"
+GPU_MEMORY, HOST_MEMORY = "cluster.accelerator.memory_gib", "cluster.host_memory_gib"
 
 
 @dataclass(frozen=True)
@@ -120,22 +121,53 @@ def _check_length(spec: Spec, counted: Census) -> None:
         raise SpecError("The plan cannot be made.", [Problem("data.max_length", message)])
 
 
-def _memory_warnings(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> Iterator[str]:
+@dataclass(frozen=True)
+class Need:
+    """Memory in bytes that a run needs in one place, and the limit there. where: a GPU of a stage, or a
+    host; key: that of the limit."""
+
+    where: str
+    needs: int
+    limit: int
+    key: str
+
+
+def memory_limits(spec: Spec) -> tuple[int | None, int | None]:
+    """Return the bytes of a GPU and of a host; None for what the spec does not give."""
     cluster = spec.cluster
     gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
     host = cluster.host_memory_gib if cluster else None
-    for rank in sizes.stages:
-        if gpu is not None and rank.gpu > gpu * GIB:
-            yield (
-                f"cluster.accelerator.memory_gib: {gpu:g} is less than the {rank.gpu / GIB:.1f} GiB of "
-                f"stage {rank.stage}; dsft plan SPEC --compare shows the layouts that fit"
+    return gpu and int(gpu * GIB), host and int(host * GIB)
+
+
+def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> list[Need]:
+    """Return the memory that training, and a reference's pass before it, need where a limit is known; sorted
+    by the ratio of need to limit, the highest first."""
+    gpu, host = memory_limits(spec)
+    found: list[Need] = []
+
+    def add(stages: Sequence[RankMemory | ReferenceRankMemory], hosts: Mapping[str, int], when: str) -> None:
+        if gpu is not None:
+            found.extend(
+                Need(f"a GPU of stage {one.stage}{when}", one.gpu, gpu, GPU_MEMORY) for one in stages
             )
-    passes = reference.hosts if reference is not None and reference.hosts is not None else {}
-    for what, hosts in (("", sizes.hosts), (" in the reference's pass", passes)):
-        for name, size in hosts.items():
-            if host is not None and needed(size) > host * GIB:
-                yield (
-                    f"cluster.host_memory_gib: {host:g} is less than the {needed(size) / GIB:.1f} GiB that "
-                    f"host {name} needs{what}, a tenth to spare; take more hosts, or one of the layouts that "
-                    "dsft plan SPEC --compare shows to fit"
-                )
+        if host is not None:
+            found.extend(
+                Need(f"host {h}{when}", needed(size), host, HOST_MEMORY) for h, size in hosts.items()
+            )
+
+    add(sizes.stages, sizes.hosts, "")
+    if reference is not None and reference.hosts is not None:
+        add(reference.stages, reference.hosts, " in the reference's pass")
+    return sorted(found, key=lambda need: -need.needs / need.limit)
+
+
+def _memory_warnings(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> Iterator[str]:
+    for need in memory_needs(spec, sizes, reference):
+        if need.needs > need.limit:
+            spare = ", with a tenth to spare" if need.key == HOST_MEMORY else ""
+            yield (
+                f"{need.key}: {need.limit / GIB:g} is less than the {need.needs / GIB:.1f} GiB that "
+                f"{need.where} needs{spare}; take more hosts, or a layout that fits (dsft plan SPEC "
+                "--compare lists them)"
+            )

@@ -7,50 +7,33 @@ Each layout is checked with the rules of `dsft validate`, so none is offered tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any, Literal
 
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.build import Plan
+from dsft.plan.build import Need, Plan, memory_needs
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout
-from dsft.plan.memory.ranks import Memory, memory, needed
-from dsft.plan.memory.reference import ReferenceMemory, with_reference
-from dsft.plan.memory.sizes import GIB
+from dsft.plan.memory.ranks import Memory, memory
+from dsft.plan.memory.reference import with_reference
 from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, bubble, traffic
 from dsft.spec.document import Finding
 from dsft.spec.load import refusals
 from dsft.spec.rules import value_at, warnings
-from dsft.spec.schema import Offload, Parallel, Spec
+from dsft.spec.schema import Dpo, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest count as equally fast
 
 ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, fragmentation and the plan's error
-
-KEYS = (
-    "parallel.zero_stage",
-    "parallel.pipeline_stages",
-    "parallel.pipeline_cut",
-    "parallel.offload_optimizer.device",
-    "parallel.offload_optimizer.nvme_path",
-    "parallel.offload_parameters.device",
-    "parallel.offload_parameters.nvme_path",
-    "model.gradient_checkpointing",
-    "dpo.reference",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "train.accumulation_steps",
-)
-"""Keys of the spec that a layout may override."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +49,39 @@ class LayoutKeys:
     reference: str | None
 
     @property
-    def offloads(self) -> bool:
-        return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
-
-    @property
     def order(self) -> int:
         """Position in the usual order of trying layouts: plain data parallelism, ZeRO 1, 2 and 3, offload,
         pipeline, pipeline with offload."""
+        offloads = (self.offload_optimizer, self.offload_parameters) != ("none", "none")
         if self.pipeline_stages == 1:
-            return 4 if self.offloads else self.zero_stage
-        return 6 if self.offloads else 5
+            return 4 if offloads else self.zero_stage
+        return 6 if offloads else 5
 
-
-@dataclass(frozen=True)
-class Need:
-    """Memory in bytes that a layout needs in one place, and the limit there. where: a GPU of a stage, or a
-    host."""
-
-    where: str
-    needs: int
-    limit: int
+    def changes(self, spec: Spec) -> dict[str, Any]:
+        """Return dotted key -> value of the keys whose values in the spec must change to get this layout. A
+        listed pipeline_cut fits one number of stages only."""
+        own = spec.parallel
+        path = own.offload_optimizer.nvme_path or own.offload_parameters.nvme_path
+        is_cut = self.pipeline_stages != own.pipeline_stages
+        found: dict[str, Any] = {
+            "parallel.zero_stage": self.zero_stage,
+            "parallel.pipeline_stages": self.pipeline_stages,
+            "parallel.pipeline_cut": "parameters" if is_cut else own.pipeline_cut,
+            "model.gradient_checkpointing": self.checkpointing,
+        }
+        for key, device in (
+            ("parallel.offload_optimizer", self.offload_optimizer),
+            ("parallel.offload_parameters", self.offload_parameters),
+        ):
+            found[f"{key}.device"] = device
+            found[f"{key}.nvme_path"] = path if device == "nvme" else None
+            if device == "none":
+                found[f"{key}.pin_memory"] = None
+        if self.reference not in (None, dpo_of(spec).reference):
+            found["dpo.reference"] = self.reference
+        default_zero = is_cut and "zero_stage" not in own.model_fields_set  # depends on pipeline_stages
+        always = {"parallel.zero_stage"} if default_zero else set()
+        return {key: value for key, value in found.items() if key in always or value != value_at(spec, key)}
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,7 @@ class Size:
     batch: BatchSizes
     memory: Memory
     traffic: tuple[Flow, ...]
+    bubble: float
     cost: Cost
     over: tuple[Need, ...]
     full: float
@@ -121,39 +118,20 @@ class Candidate:
     warnings   those of `dsft validate`
     """
 
-    choice: LayoutKeys
-    refused: tuple[Finding, ...]
-    sizes: tuple[Size, ...]
-    overrides: tuple[str, ...]
-    warnings: tuple[str, ...]
+    keys: LayoutKeys
+    refused: tuple[Finding, ...] = ()
+    sizes: tuple[Size, ...] = ()
+    overrides: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def best(self) -> Size | None:
-        """The fastest micro-batch size that fits, preferably one that is not tight; among those about as fast
-        (AS_FAST) the one with the least memory."""
-        within = [size for size in self.sizes if not size.over]
-        fitting = [size for size in within if not size.is_tight] or within
-        if not fitting:
-            return None
-        fastest = min(size.cost.seconds for size in fitting)
-        return min((s for s in fitting if s.cost.seconds <= AS_FAST * fastest), key=lambda s: s.device)
+        return fastest_fit(self.sizes)
 
     @property
     def seconds(self) -> float:
         """Estimated seconds per step; infinite if nothing fits."""
         return self.best.cost.seconds if self.best else math.inf
-
-    @property
-    def bubble(self) -> float:
-        return bubble(self.choice.pipeline_stages, self.best.batch.accumulation_steps) if self.best else 0.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Memory in bytes of a GPU and of a host; None if unknown, which skips the check."""
-
-    device: int | None
-    host: int | None
 
 
 @dataclass(frozen=True)
@@ -161,7 +139,6 @@ class Comparison:
     """All layouts by verdict. fitting: in the order to try them, the advice first; too_large: the one closest
     to fitting first."""
 
-    limits: Limits
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
@@ -169,38 +146,31 @@ class Comparison:
 
 def compare(plan: Plan) -> Comparison:
     """Evaluate every layout that keeps the plan's global_batch_size on its hosts."""
-    limits = _limits(plan.spec)
 
     @cache  # slow, and a cut depends on nothing but the number of stages
     def cut(stages: int) -> Cut:
-        return cut_of(_parallel(plan.spec, {"pipeline_stages": stages}), plan.census)
+        own = plan.spec.parallel
+        listed = own.pipeline_cut if stages == own.pipeline_stages else "parameters"
+        return cut_of(Parallel(pipeline_stages=stages, pipeline_cut=listed), plan.census)
 
-    found = [_candidate(plan, choice, limits, cut) for choice in _choices(plan)]
+    found = [_candidate(plan, keys, cut) for keys in _layouts(plan)]
     fitting = [c for c in found if c.best is not None]
-    fitting.sort(key=lambda c: (c.choice.order, c.seconds))
     too_large = [c for c in found if c.best is None and not c.refused]
-    too_large.sort(key=lambda c: c.sizes[0].over[0].needs / c.sizes[0].over[0].limit)
-    refused = [c for c in found if c.refused]
-    return Comparison(limits, tuple(fitting), tuple(too_large), tuple(refused))
+    return Comparison(
+        tuple(sorted(fitting, key=lambda c: (c.keys.order, c.seconds))),
+        tuple(sorted(too_large, key=lambda c: c.sizes[0].full)),
+        tuple(c for c in found if c.refused),
+    )
 
 
-def _limits(spec: Spec) -> Limits:
-    cluster = spec.cluster
-    accelerator = cluster.accelerator if cluster else None
-    device = accelerator.memory_gib if accelerator else None
-    host = cluster.host_memory_gib if cluster else None
-    return Limits(_bytes(device), _bytes(host))
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
-
-
-def _choices(plan: Plan) -> Iterator[LayoutKeys]:
+def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
     """Yield all combinations, valid or not; for each number of stages that does not divide the ranks only
     one."""
     spec, ranks = plan.spec, plan.layout.world_size
-    references = _references(spec)
+    references: tuple[str | None, ...] = (None,)
+    if needs_reference(spec):
+        ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
+        references = tuple(dict.fromkeys(ways))  # the spec's own first
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
         if ranks % stages:
             yield LayoutKeys(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
@@ -210,81 +180,60 @@ def _choices(plan: Plan) -> Iterator[LayoutKeys]:
             yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference)
 
 
-def _references(spec: Spec) -> tuple[str | None, ...]:
-    """Return the values of dpo.reference to try, the spec's own first."""
-    if not needs_reference(spec):
-        return (None,)
-    ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
-    return tuple(dict.fromkeys(ways))
-
-
-def _candidate(plan: Plan, choice: LayoutKeys, limits: Limits, cut: Callable[[int], Cut]) -> Candidate:
-    spec = _with_choice(plan.spec, choice)
+def _candidate(plan: Plan, keys: LayoutKeys, cut: Callable[[int], Cut]) -> Candidate:
+    changes = keys.changes(plan.spec)
+    spec = _changed(plan.spec, changes)
     refused = tuple(refusals(spec, cluster_findings))
     if refused:
-        return Candidate(choice, refused, (), (), ())
-    whole = plan.batch.global_batch_size
+        return Candidate(keys, refused)
     try:
         places = layout(spec.parallel, plan.layout.world_size)
-        counts = cut(choice.pipeline_stages).counts
-        batch_sizes(_with_batch(spec, whole, 1).train, places.data_parallel)
+        counts = cut(keys.pipeline_stages).counts
+        batch_sizes(_changed(spec, _batch(plan, 1)).train, places.data_parallel)
     except SpecError as error:
-        found = tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems)
-        return Candidate(choice, found, (), (), ())
+        return Candidate(keys, tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems))
     sizes: list[Size] = []
-    micros = _micro_batches(plan, whole // places.data_parallel)
+    micros = _micro_batches(plan, plan.batch.global_batch_size // places.data_parallel)
+    fixed = _changed(spec, {"parallel.pipeline_cut": counts}) if len(counts) > 1 else spec  # computed once
     for micro in micros:
-        sizes.append(_size(plan, _with_batch(_with_cut(spec, counts), whole, micro), places, limits))
+        sizes.append(_size(plan, _changed(fixed, _batch(plan, micro)), places))
         if sizes[-1].over:
-            if micro != micros[-1] and choice.zero_stage == 3:  # one micro-batch: gradients may stay bf16
-                sizes.append(_size(plan, _with_batch(spec, whole, micros[-1]), places, limits))
+            if micro != micros[-1] and keys.zero_stage == 3:  # one micro-batch: gradients may stay bf16
+                sizes.append(_size(plan, _changed(fixed, _batch(plan, micros[-1])), places))
             break
-    found_one = Candidate(choice, (), tuple(sizes), (), warnings(spec))
-    return replace(found_one, overrides=_overrides(plan, spec, (found_one.best or sizes[0]).batch))
+    chosen = (fastest_fit(sizes) or sizes[0]).batch
+    if not _has_batch(plan.spec, chosen):
+        batch = _batch(plan, chosen.micro_batch_size)
+        changes |= {key: value for key, value in batch.items() if value != value_at(plan.spec, key)}
+    overrides = tuple(f"{key}={_written(value)}" for key, value in changes.items())
+    return Candidate(keys, (), tuple(sizes), overrides, warnings(spec))
 
 
-def _with_choice(spec: Spec, choice: LayoutKeys) -> Spec:
-    own = spec.parallel
-    path = own.offload_optimizer.nvme_path or own.offload_parameters.nvme_path
+def fastest_fit(sizes: Sequence[Size]) -> Size | None:
+    """Return the fastest micro-batch size that fits, preferably one that is not tight; among those about as
+    fast (AS_FAST) the one with the least memory. None if nothing fits."""
+    within = [size for size in sizes if not size.over]
+    fitting = [size for size in within if not size.is_tight] or within
+    fastest = min((size.cost.seconds for size in fitting), default=math.inf)
+    as_fast = [size for size in fitting if size.cost.seconds <= AS_FAST * fastest]
+    return min(as_fast, key=lambda size: size.device, default=None)
 
-    def offload(device: Device) -> Offload:
-        return Offload(device=device, nvme_path=path if device == "nvme" else None)
 
-    parallel = {
-        "zero_stage": choice.zero_stage,
-        "pipeline_stages": choice.pipeline_stages,
-        "offload_optimizer": offload(choice.offload_optimizer),
-        "offload_parameters": offload(choice.offload_parameters),
+def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of the spec, or of a section of it, with the values at these dotted keys."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        inner = getattr(section, name) or Dpo()  # of all sections on the way only dpo may be null
+        section = section.model_copy(update={name: _changed(inner, {rest: value}) if rest else value})
+    return section
+
+
+def _batch(plan: Plan, micro: int) -> dict[str, int | None]:
+    return {
+        "train.global_batch_size": plan.batch.global_batch_size,
+        "train.micro_batch_size": micro,
+        "train.accumulation_steps": None,
     }
-    model = {"gradient_checkpointing": choice.checkpointing}
-    changed: dict[str, Any] = {
-        "parallel": _parallel(spec, parallel),
-        "model": spec.model.model_copy(update=model),
-    }
-    if choice.reference not in (None, dpo_of(spec).reference):
-        changed["dpo"] = dpo_of(spec).model_copy(update={"reference": choice.reference})
-    return spec.model_copy(update=changed)
-
-
-def _parallel(spec: Spec, changes: Mapping[str, Any]) -> Parallel:
-    """Return the spec's `parallel` section with these changes. A listed pipeline_cut is reset if the number
-    of stages changes, since the list fits one number of stages only."""
-    if changes["pipeline_stages"] != spec.parallel.pipeline_stages:
-        changes = {**changes, "pipeline_cut": Parallel.model_fields["pipeline_cut"].default}
-    return spec.parallel.model_copy(update=changes)
-
-
-def _with_cut(spec: Spec, counts: tuple[int, ...]) -> Spec:
-    """Fix the cut in the spec, so that it is not computed again for each micro-batch size."""
-    if len(counts) == 1:
-        return spec
-    parallel = spec.parallel.model_copy(update={"pipeline_cut": counts})
-    return spec.model_copy(update={"parallel": parallel})
-
-
-def _with_batch(spec: Spec, whole: int, micro: int) -> Spec:
-    sizes = {"global_batch_size": whole, "micro_batch_size": micro, "accumulation_steps": None}
-    return spec.model_copy(update={"train": spec.train.model_copy(update=sizes)})
 
 
 def _micro_batches(plan: Plan, share: int) -> list[int]:
@@ -296,55 +245,24 @@ def _micro_batches(plan: Plan, share: int) -> list[int]:
     return [n for n in range(1, share + 1) if share % n == 0]
 
 
-def _size(plan: Plan, spec: Spec, places: Layout, limits: Limits) -> Size:
+def _size(plan: Plan, spec: Spec, places: Layout) -> Size:
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     alone = memory(plan.census, spec, places, plan.hosts)
     taken, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
     flows = traffic(plan.census, spec, places, plan.hosts)
-    spent = cost(plan.census, spec, batch, flows, plan.hosts)
-    needs = _needs(taken, reference, limits)
+    share = bubble(places.pipeline_stages, batch.accumulation_steps)
+    needs = memory_needs(spec, taken, reference)
+    over = tuple(need for need in needs if need.needs > need.limit)
     full = needs[0].needs / needs[0].limit if needs else 0.0
-    return Size(batch, taken, flows, spent, tuple(one for one in needs if one.needs > one.limit), full)
+    return Size(batch, taken, flows, share, cost(plan.census, spec, batch, flows, plan.hosts), over, full)
 
 
-def _needs(taken: Memory, reference: ReferenceMemory | None, limits: Limits) -> list[Need]:
-    """Return the memory needs of training, and of a reference pass before it, for which a limit is known;
-    sorted by the ratio of need to limit, the highest first."""
-    found = [Need(f"a GPU of stage {rank.stage}", rank.gpu, limits.device or 0) for rank in taken.stages]
-    found += _hosts(taken.hosts, "", limits)
-    if reference is not None and reference.hosts is not None:
-        found += [
-            Need(f"a GPU of stage {rank.stage} in the reference's pass", rank.gpu, limits.device or 0)
-            for rank in reference.stages
-        ]
-        found += _hosts(reference.hosts, " in the reference's pass", limits)
-    return sorted((one for one in found if one.limit), key=lambda one: -one.needs / one.limit)
-
-
-def _hosts(sizes: Mapping[str, int], when: str, limits: Limits) -> list[Need]:
-    return [Need(f"host {host}{when}", needed(size), limits.host or 0) for host, size in sizes.items()]
-
-
-def _overrides(plan: Plan, spec: Spec, batch: BatchSizes) -> tuple[str, ...]:
-    """Return key=value for each key that differs from the plan's spec. The batch keys are included only if
-    the spec gives other batch sizes."""
-    if _same_batch(plan.spec, batch):
-        spec = spec.model_copy(update={"train": plan.spec.train})
-    else:
-        spec = _with_batch(spec, batch.global_batch_size, batch.micro_batch_size)
-    pairs = [(key, value_at(plan.spec, key), value_at(spec, key)) for key in KEYS]
-    changed = {key for key, own, value in pairs if value != own}
-    if "parallel.pipeline_stages" in changed and "zero_stage" not in plan.spec.parallel.model_fields_set:
-        changed.add("parallel.zero_stage")  # its default depends on pipeline_stages
-    return tuple(f"{key}={_written(value)}" for key, _, value in pairs if key in changed)
-
-
-def _same_batch(spec: Spec, batch: BatchSizes) -> bool:
+def _has_batch(spec: Spec, batch: BatchSizes) -> bool:
+    """Return whether the spec's own keys give these batch sizes."""
     try:
-        own = batch_sizes(spec.train, batch.data_parallel)
+        return batch_sizes(spec.train, batch.data_parallel, spec.data, spec.task) == batch
     except SpecError:
         return False
-    return (own.global_batch_size, own.micro_batch_size) == (batch.global_batch_size, batch.micro_batch_size)
 
 
 def _written(value: Any) -> str:

@@ -62,15 +62,13 @@ HOST_MEMORY = 200e9
 class Cost:
     """Seconds of a step, by cause.
 
-    computing   forward and backward of the policy, and forward of a reference
-    recomputed  the part of computing that gradient checkpointing computes again
+    computing   forward and backward of the policy with recomputation, and forward of a reference
     idle        pipeline bubble, and waiting for the largest stage
     travelling  traffic over all links
     updating    update by an optimizer on the host
     """
 
     computing: float
-    recomputed: float
     idle: float
     travelling: float
     updating: float
@@ -84,92 +82,62 @@ def cost(
     census: Census, spec: Spec, batch: BatchSizes, flows: Sequence[Flow], hosts: Mapping[str, int]
 ) -> Cost:
     """Estimate the cost of a step. hosts: host -> number of ranks."""
-    model, recomputed = _flops(census, spec)
-    speed = _speed(spec, batch) * sum(hosts.values())
-    tokens = batch.global_batch_size * spec.longest_example
-    computing = (model + recomputed) * tokens / speed
+    speeds = assumed(spec)
+    tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
+    speed = speeds["tflops"] * 1e12 * REACHED * tokens / (tokens + HALF_TOKENS) * sum(hosts.values())
+    computing = _flops(census, spec) * batch.global_batch_size * spec.longest_example / speed
     share = bubble(spec.parallel.pipeline_stages, batch.accumulation_steps)
-    stretched = computing * _imbalance(census, spec) / (1 - share)
+    shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
+    most = max(hosts.values())
+    on_host = spec.parallel.offload_optimizer.device != "none"
+    updated = census.trained * most / sum(hosts.values()) if on_host else 0
     return Cost(
         computing,
-        recomputed * tokens / speed,
-        stretched - computing,
-        sum(flow.bytes / _link_speed(flow.link, spec, hosts) for flow in flows),
-        _updating(census, spec, hosts),
+        computing * _imbalance(census, spec) / (1 - share) - computing,
+        sum(flow.bytes * (most if flow.link in shared else 1) / speeds["links"][flow.link] for flow in flows),
+        updated * ADAM_BYTES / HOST_MEMORY,
     )
 
 
-def _flops(census: Census, spec: Spec) -> tuple[float, float]:
-    """Return FLOPs per token: of the model and its reference, and of recomputation."""
-    length, width = spec.data.max_length, hidden_size(census)
-    needed = work(census, width)
+def _flops(census: Census, spec: Spec) -> float:
+    """Return FLOPs per token: of the model, of recomputation, and of a reference's forward passes; a
+    precomputed reference scores each pair once per run."""
+    length = spec.data.max_length
+    needed = work(census, hidden_size(census))
     whole = sum(p.numel for p in census.parameters if not p.embedding or p.aliases)
     layers = sum(p.numel for p in census.parameters if p.layer is not None)
     attention = needed.per_square * length / 3  # of the forward pass
-    again = 2 * layers + attention if spec.model.gradient_checkpointing else 0
-    return (
-        needed.per_token + needed.per_square * length + _passes(spec) * (2 * whole + attention),
-        again,
-    )
+    found = needed.per_token + needed.per_square * length
+    if spec.model.gradient_checkpointing:
+        found += 2 * layers + attention
+    if needs_reference(spec):
+        once = dpo_of(spec).reference == "precomputed"
+        found += (2 * whole + attention) / (max(1.0, spec.train.num_train_epochs) if once else 1)
+    return found
 
 
 def _imbalance(census: Census, spec: Spec) -> float:
     """Return the ratio of the largest stage's work to the mean; work is counted as the elements that multiply
     a token, those of the layers and the head."""
     cut = cut_of(spec.parallel, census)
-    work = [0] * cut.stages
-    for stage in range(cut.stages):
-        is_last = stage == cut.stages - 1
-        work[stage] = sum(
+    work = [
+        sum(
             p.numel
             for p in census.stage(stage, cut)
-            if p.layer is not None or (is_last and (not p.embedding or p.aliases))
+            if p.layer is not None or (stage == cut.stages - 1 and (not p.embedding or p.aliases))
         )
+        for stage in range(cut.stages)
+    ]
     return max(work) * cut.stages / sum(work)
-
-
-def _passes(spec: Spec) -> float:
-    """Return the reference's forward passes per forward pass of the policy. A precomputed reference scores
-    each pair once per run."""
-    if not needs_reference(spec):
-        return 0
-    if dpo_of(spec).reference == "precomputed":
-        return 1 / max(1.0, spec.train.num_train_epochs)
-    return 1
 
 
 def assumed(spec: Spec) -> dict[str, Any]:
     """Return the assumptions of the estimate: a rank's peak in 10^12 FLOP/s, the share of it that is reached,
     and bytes per second of each link."""
+    accelerator, on_cpu = spec.accelerator, runs_on_cpu(spec)
+    given = accelerator and (accelerator.peak_tflops or peak_tflops(accelerator.name))
     return {
-        "tflops": _tflops(spec),
+        "tflops": given or (CPU_TFLOPS if on_cpu else GPU_TFLOPS),
         "reached": REACHED,
-        "links": dict(CPU_LINKS if runs_on_cpu(spec) else GPU_LINKS),
+        "links": dict(CPU_LINKS if on_cpu else GPU_LINKS),
     }
-
-
-def _tflops(spec: Spec) -> float:
-    accelerator = spec.cluster.accelerator if spec.cluster else None
-    known = accelerator and (accelerator.peak_tflops or peak_tflops(accelerator.name))
-    return known or (CPU_TFLOPS if runs_on_cpu(spec) else GPU_TFLOPS)
-
-
-def _speed(spec: Spec, batch: BatchSizes) -> float:
-    """Return FLOPs per second of one rank, which depend on the tokens of a micro-batch."""
-    tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
-    return _tflops(spec) * 1e12 * REACHED * tokens / (tokens + HALF_TOKENS)
-
-
-def _link_speed(link: Link, spec: Spec, hosts: Mapping[str, int]) -> float:
-    """Return bytes per second of one rank."""
-    on_cpu = runs_on_cpu(spec)
-    speed = (CPU_LINKS if on_cpu else GPU_LINKS)[link]
-    shared = link == "disk" or (on_cpu and link == "between hosts")
-    return speed / max(hosts.values()) if shared else speed
-
-
-def _updating(census: Census, spec: Spec, hosts: Mapping[str, int]) -> float:
-    if spec.parallel.offload_optimizer.device == "none":
-        return 0
-    on_host = census.trained * max(hosts.values()) / sum(hosts.values())
-    return on_host * ADAM_BYTES / HOST_MEMORY

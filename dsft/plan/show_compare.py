@@ -15,13 +15,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsft.plan.build import Plan, build_plan
-from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Need, Size, compare
+from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, build_plan, memory_limits
+from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Size, compare
 from dsft.plan.cost import assumed
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
-from dsft.plan.traffic import bubble
 from dsft.spec.document import Finding, dotted
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
@@ -49,7 +48,7 @@ def as_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
         "name": plan.spec.name,
         "global_batch_size": plan.batch.global_batch_size,
         "world_size": plan.layout.world_size,
-        "limits": dataclasses.asdict(found.limits),
+        "limits": dict(zip(("device", "host"), memory_limits(plan.spec), strict=True)),
         "assumed": assumed(plan.spec),
         "advice": list(found.fitting[0].overrides) if found.fitting else None,
         "candidates": [_mapping(one, verdict) for verdict, group in verdicts for one in group],
@@ -60,114 +59,102 @@ def _mapping(candidate: Candidate, verdict: str) -> dict[str, Any]:
     best = candidate.best
     return {
         "verdict": verdict,
-        "layout": dataclasses.asdict(candidate.choice),
+        "layout": dataclasses.asdict(candidate.keys),
         "overrides": list(candidate.overrides),
         "warnings": list(candidate.warnings),
         "micro_batch_size": best.batch.micro_batch_size if best else None,
-        "sizes": [_size_mapping(size, candidate.choice) for size in candidate.sizes],
+        "sizes": [
+            {
+                "micro_batch_size": size.batch.micro_batch_size,
+                "accumulation_steps": size.batch.accumulation_steps,
+                "per_gpu": size.device,
+                "per_host": dict(size.memory.hosts),
+                "tight": size.is_tight,
+                "over": [dataclasses.asdict(over) for over in size.over],
+                "bubble": size.bubble,
+                "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in size.traffic],
+                "seconds": size.cost.seconds,
+                "of_which": dataclasses.asdict(size.cost),
+            }
+            for size in candidate.sizes
+        ],
         "refused": [_reason(finding) for finding in candidate.refused],
-    }
-
-
-def _size_mapping(size: Size, choice: LayoutKeys) -> dict[str, Any]:
-    return {
-        "micro_batch_size": size.batch.micro_batch_size,
-        "accumulation_steps": size.batch.accumulation_steps,
-        "per_gpu": size.device,
-        "per_host": dict(size.memory.hosts),
-        "tight": size.is_tight,
-        "over": [dataclasses.asdict(over) for over in size.over],
-        "bubble": bubble(choice.pipeline_stages, size.batch.accumulation_steps),
-        "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in size.traffic],
-        "seconds": size.cost.seconds,
-        "of_which": dataclasses.asdict(size.cost),
     }
 
 
 def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     """Yield the parts of the output in order."""
-    limits = found.limits
-    gpu, host = (_limit(limit) for limit in (limits.device, limits.host))
-    where = f"{_count(plan.layout.world_size, 'rank')} of {_count(len(plan.hosts), 'host')}"
+    ranks, hosts = plan.layout.world_size, len(plan.hosts)
     yield Text(
-        f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {where}; "
-        f"a GPU has {gpu}, a host {host}"
+        f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {ranks} "
+        f"rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
     )
-    yield from map(Text, _unknown(plan, found))
+    keys = ((GPU_MEMORY, "GPU"), (HOST_MEMORY, "host"))
+    for limit, (key, place) in zip(memory_limits(plan.spec), keys, strict=True):
+        if limit is not None:
+            yield Text(f"Memory of a {place}: {size_text(limit)} ({key})")
+        elif not (place == "GPU" and runs_on_cpu(plan.spec)):
+            yield Text(f"{key} is not set, so no layout is too large for a {place}; set it")
     yield heading("Advice")
     yield from map(Text, _advice(plan, found))
     if found.fitting:
         yield heading("What fits, in the order to try it")
         yield _fitting(found.fitting[:SHOWN])
         if any(one.best is not None and one.best.is_tight for one in found.fitting):
-            yield Text(f"Tight: over {ROOMY:.0%} of what a GPU or a host has.")
-        yield from map(Text, _more(found.fitting))
-        yield Text(_how_estimated(plan))
+            yield Text(f"Tight: over {ROOMY:.0%} of the memory of a GPU or a host.")
+        yield from _more(found.fitting)
+        speeds = assumed(plan.spec)
+        links = ", ".join(f"{link} {speed / 1e9:g} GB/s" for link, speed in speeds["links"].items())
+        yield Text(
+            "The times of a step rank the layouts; they are no forecast. They assume "
+            f"{speeds['reached']:.0%} of {speeds['tflops']:g} TFLOP/s, {links}, and no overlap. Waiting: "
+            "for other pipeline stages, for traffic, and for the optimizer on the host."
+        )
     if found.too_large:
         yield heading("What is too large")
-        yield _too_large(found.too_large[:SHOWN])
-        yield from map(Text, _more(found.too_large))
+        table = figures("layout", "smallest micro-batch")
+        table.add_column("does not fit")
+        for one in found.too_large[:SHOWN]:
+            table.add_row(label(one.keys), str(one.sizes[0].batch.micro_batch_size), _over(one.sizes[0]))
+        yield table
+        yield from _more(found.too_large)
     if found.refused:
         yield heading("What is refused")
-        yield _refused(found)
+        yield _refused(found.refused)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _limit(limit: int | None) -> str:
-    return "memory that is not known" if limit is None else size_text(limit)
-
-
-def _unknown(plan: Plan, found: Comparison) -> Iterator[str]:
-    for limit, key, of in (
-        (found.limits.device, "cluster.accelerator.memory_gib", "GPU"),
-        (found.limits.host, "cluster.host_memory_gib", "host"),
-    ):
-        if limit is None and not (of == "GPU" and runs_on_cpu(plan.spec)):
-            yield f"{key} is not given, so no layout counts as too large for a {of}; give it"
-
-
-def _more(group: Sequence[Candidate]) -> Iterator[str]:
+def _more(group: Sequence[Candidate]) -> Iterator[Text]:
     if len(group) > SHOWN:
-        yield f"… {len(group) - SHOWN} more; --json has all"
+        yield Text(f"… {len(group) - SHOWN} more; --json has all")
 
 
 def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
+    parallel = plan.spec.parallel
     if not found.fitting:
-        yield "No layout fits. Take more hosts, a smaller model or data.max_length, or model.lora."
-        if not _has_disk(plan):
+        yield "No layout fits. Take more hosts, a smaller model, a smaller data.max_length, or model.lora."
+        if not (parallel.offload_optimizer.nvme_path or parallel.offload_parameters.nvme_path):
             disk = "parallel.zero_stage=3 parallel.offload_optimizer='{device: nvme, nvme_path: FOLDER}'"
-            yield f"Offload to NVMe was not looked at, for want of an nvme_path: compare again with {disk}."
+            yield f"Offload to NVMe needs a folder; to include it, compare again with {disk}."
         return
     first = found.fitting[0]
     assert first.best is not None
-    yield f"{label(first.choice)}{_details(first.choice)}; {_batch(first.best)}"
+    micro, accumulation = first.best.batch.micro_batch_size, first.best.batch.accumulation_steps
+    yield f"{label(first.keys)}; micro-batch {micro} × accumulation {accumulation}"
     yield f"  {_typed(first)}"
-    for order in range(first.choice.order):
-        least = next((one for one in found.too_large if one.choice.order == order), None)
+    for order in range(first.keys.order):
+        least = next((one for one in found.too_large if one.keys.order == order), None)
         if least is not None:
-            yield f"{label(least.choice)}{_details(least.choice)}: {_over(least.sizes[0].over[0])}"
+            yield f"{label(least.keys)}: {_over(least.sizes[0])}"
     yield from (f"warning: {warning}" for warning in first.warnings)
     if first.best.is_tight:
-        yield f"warning: it takes {first.best.full:.0%} of a bound, and the plan's figures are not that sure"
-    yield from _faster(first, found.fitting)
-
-
-def _has_disk(plan: Plan) -> bool:
-    parallel = plan.spec.parallel
-    return bool(parallel.offload_optimizer.nvme_path or parallel.offload_parameters.nvme_path)
-
-
-def _faster(first: Candidate, fitting: Sequence[Candidate]) -> Iterator[str]:
-    """Yield lines on the layout that is fastest by the estimate, if it takes less than 0.9 of the time of the
-    advised one."""
-    fastest = min(fitting, key=lambda one: one.seconds)
+        yield (
+            f"warning: it takes {first.best.full:.0%} of the memory of a GPU or a host, and the plan's "
+            "figures are not that exact"
+        )
+    fastest = min(found.fitting, key=lambda one: one.seconds)
     share = fastest.seconds / first.seconds
     if share < 0.9:
-        name = label(fastest.choice) + _details(fastest.choice)
-        yield f"By the estimate faster, {share:.2f} of its time: {name}"
+        yield f"Estimated to be faster ({share:.0%} of the time of a step): {label(fastest.keys)}"
         yield f"  {_typed(fastest)}"
 
 
@@ -175,25 +162,18 @@ def _typed(candidate: Candidate) -> str:
     return shlex.join(candidate.overrides) if candidate.overrides else "(the spec as it is)"
 
 
-def label(choice: LayoutKeys) -> str:
+def label(keys: LayoutKeys) -> str:
     """Return the layout in words."""
-    zero = "plain data parallel" if choice.zero_stage == 0 else f"ZeRO {choice.zero_stage}"
-    words = [zero if choice.pipeline_stages == 1 else f"{choice.pipeline_stages} stages, {zero}"]
     where = {"cpu": "host", "nvme": "NVMe"}
-    if choice.offload_optimizer != "none":
-        words.append(f"optimizer on {where[choice.offload_optimizer]}")
-    if choice.offload_parameters != "none":
-        words.append(f"parameters on {where[choice.offload_parameters]}")
-    return ", ".join(words)
-
-
-def _details(choice: LayoutKeys) -> str:
-    checkpointing = ", checkpointing" if choice.checkpointing else ""
-    return checkpointing + (f", {choice.reference} reference" if choice.reference else "")
-
-
-def _batch(size: Size) -> str:
-    return f"micro-batch {size.batch.micro_batch_size} × accumulation {size.batch.accumulation_steps}"
+    words = [
+        keys.pipeline_stages > 1 and f"{keys.pipeline_stages} stages",
+        f"ZeRO {keys.zero_stage}" if keys.zero_stage else "plain data parallel",
+        keys.offload_optimizer != "none" and f"optimizer on {where[keys.offload_optimizer]}",
+        keys.offload_parameters != "none" and f"parameters on {where[keys.offload_parameters]}",
+        keys.checkpointing and "checkpointing",
+        keys.reference is not None and f"{keys.reference} reference",
+    ]
+    return ", ".join(word for word in words if word)
 
 
 def _fitting(group: Sequence[Candidate]) -> Table:
@@ -202,76 +182,42 @@ def _fitting(group: Sequence[Candidate]) -> Table:
     )
     for candidate in group:
         size = candidate.best
-        if size is not None:
-            waiting = size.cost.idle + size.cost.travelling + size.cost.updating
-            table.add_row(
-                label(candidate.choice) + _details(candidate.choice),
-                f"{size.batch.micro_batch_size} × {size.batch.accumulation_steps}",
-                size_text(size.device),
-                size_text(max(size.memory.hosts.values())),
-                "tight" if size.is_tight else "",
-                f"{candidate.bubble:.1%}" if candidate.choice.pipeline_stages > 1 else "",
-                f"{size.cost.seconds:.3g} s",
-                f"{waiting / size.cost.seconds:.0%}",
-            )
-    return table
-
-
-def _too_large(group: Sequence[Candidate]) -> Table:
-    table = figures("layout", "smallest micro-batch")
-    table.add_column("does not fit")
-    for one in group:
-        size = one.sizes[0]
+        assert size is not None
         table.add_row(
-            label(one.choice) + _details(one.choice), str(size.batch.micro_batch_size), _over(size.over[0])
+            label(candidate.keys),
+            f"{size.batch.micro_batch_size} × {size.batch.accumulation_steps}",
+            size_text(size.device),
+            size_text(max(size.memory.hosts.values())),
+            "tight" if size.is_tight else "",
+            f"{size.bubble:.1%}" if size.bubble else "",
+            f"{size.cost.seconds:.3g} s",
+            f"{1 - size.cost.computing / size.cost.seconds:.0%}",
         )
     return table
 
 
-def _over(over: Need) -> str:
+def _over(size: Size) -> str:
+    need = size.over[0]
     return (
-        f"{over.where} needs {size_text(over.needs)} of {size_text(over.limit)}, "
-        f"{size_text(over.needs - over.limit)} too much"
+        f"{need.where} needs {size_text(need.needs)} of {size_text(need.limit)}, "
+        f"{size_text(need.needs - need.limit)} too much"
     )
 
 
-def _refused(found: Comparison) -> Table:
-    """Return a table with a row for each rule: the number of layouts whose first refusal it is, what they
-    have in common, and the reason."""
+def _refused(refused: Sequence[Candidate]) -> Table:
+    """Return a table with a row for each rule: how many layouts it is the first to refuse, one of them, and
+    the reason."""
     groups: dict[tuple[Any, ...], list[Candidate]] = {}
-    for one in found.refused:
+    for one in refused:
         first = one.refused[0]
         groups.setdefault((first.path, _VALUES.sub("", first.message)), []).append(one)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("layouts", "of", "why"):
+    for column in ("layouts", "such as", "why"):
         table.add_column(column, overflow="fold")
-    whole = (*found.fitting, *found.too_large, *found.refused)
     for group in groups.values():
-        table.add_row(str(len(group)), _common(group, whole), _reason(group[0].refused[0]))
+        table.add_row(str(len(group)), label(group[0].keys), _reason(group[0].refused[0]))
     return table
-
-
-def _common(group: Sequence[Candidate], whole: Sequence[Candidate]) -> str:
-    """Return what distinguishes these layouts from the others: for each key their values, unless they have
-    all values that occur."""
-    words = []
-    for field in dataclasses.fields(LayoutKeys):
-        here, all_of_them = (
-            list(dict.fromkeys(getattr(one.choice, field.name) for one in some)) for some in (group, whole)
-        )
-        if len(here) < len(all_of_them):
-            words.append(f"{field.name} {', '.join(str(value).lower() for value in here)}")
-    return "; ".join(words)
 
 
 def _reason(finding: Finding) -> str:
     return f"{dotted(finding.path)}: {finding.message}"
-
-
-def _how_estimated(plan: Plan) -> str:
-    speeds = assumed(plan.spec)
-    links = ", ".join(f"{link} {speed / 1e9:g} GB/s" for link, speed in speeds["links"].items())
-    return (
-        f"A step's seconds rank, and are no forecast: {speeds['reached']:.0%} of {speeds['tflops']:g} "
-        f"TFLOP/s, {links}, nothing beside anything else. Waiting: bubble, traffic, the host's optimizer."
-    )

@@ -68,7 +68,7 @@ MEMORY = st.floats(0.05, 2.0)
 def test_what_is_offered_fits_in_the_fields_order(hosts: dict[str, int], gpu: float, host: float) -> None:
     made = document(hosts, accelerator={"name": "H100", "memory_gib": gpu}, host_memory_gib=host)
     plan, found = compared(made)
-    choices = [candidate.choice for candidate in every(found)]
+    choices = [candidate.keys for candidate in every(found)]
     assert len(set(choices)) == len(choices)
     for candidate in found.fitting:
         best = candidate.best
@@ -76,7 +76,7 @@ def test_what_is_offered_fits_in_the_fields_order(hosts: dict[str, int], gpu: fl
         assert best.device <= gpu * GIB
         assert max(best.memory.hosts.values()) <= host * GIB
         assert candidate.seconds > 0
-    assert [c.choice.order for c in found.fitting] == sorted(c.choice.order for c in found.fitting)
+    assert [c.keys.order for c in found.fitting] == sorted(c.keys.order for c in found.fitting)
     for candidate in found.too_large:
         assert candidate.sizes[0].batch.micro_batch_size == 1
         assert all(over.needs > over.limit for over in candidate.sizes[0].over)
@@ -86,7 +86,7 @@ def test_what_is_offered_fits_in_the_fields_order(hosts: dict[str, int], gpu: fl
 @given(HOSTS, MEMORY)
 def test_more_memory_takes_no_layout_away(hosts: dict[str, int], gpu: float) -> None:
     small, large = (
-        {c.choice for c in compared(document(hosts, accelerator=accelerator))[1].fitting}
+        {c.keys for c in compared(document(hosts, accelerator=accelerator))[1].fitting}
         for accelerator in ({"name": "H100", "memory_gib": gpu}, {"name": "H100", "memory_gib": 2 * gpu})
     )
     assert small <= large
@@ -105,7 +105,7 @@ def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16(
         found = compared(
             made | {"cluster": {"hosts": {"a": 1}, "accelerator": {"name": "H100"} | accelerator}}
         )
-        sharded = [c for c in every(found[1]) if c.choice.order == 3 and not c.choice.checkpointing]
+        sharded = [c for c in every(found[1]) if c.keys.order == 3 and not c.keys.checkpointing]
         return [(size.batch.micro_batch_size, size.device, bool(size.over)) for size in sharded[0].sizes]
 
     (one, needs, _), *_, (four, less, _) = sizes()
@@ -122,7 +122,7 @@ def test_what_is_typed_is_what_was_compared(tmp_path: Path, stages: int, micro: 
     spec = tmp_path / "x.yaml"
     spec.write_text(yaml.safe_dump(made), encoding="utf-8")
     plan, found = compared(made)
-    assert {c.choice.reference for c in found.fitting} == {"precomputed", "live"}
+    assert {c.keys.reference for c in found.fitting} == {"precomputed", "live"}
     assert () in {c.overrides for c in found.fitting}  # the spec as it is
     for candidate in found.fitting:
         assert candidate.best is not None
@@ -138,9 +138,9 @@ def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
     spec.write_text(yaml.safe_dump(made), encoding="utf-8")
     _, found = compared(made)
     told = {
-        (c.choice.zero_stage, c.choice.pipeline_stages, str(c.choice.offload_optimizer)): c.refused[0]
+        (c.keys.zero_stage, c.keys.pipeline_stages, str(c.keys.offload_optimizer)): c.refused[0]
         for c in found.refused
-        if c.choice.offload_parameters == "none"
+        if c.keys.offload_parameters == "none"
     }
     for zero, stages, device in ((2, 2, "none"), (0, 1, "cpu"), (3, 1, "nvme"), (0, 3, "none")):
         keys = {"zero_stage": zero, "pipeline_stages": stages, "offload_optimizer.device": device}
@@ -152,8 +152,8 @@ def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_cut_gets_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsft.plan.build.census", lambda *_: census("its layers share keys"))
     _, found = compared(document({"a": 2}))
-    assert {c.choice.pipeline_stages for c in found.fitting} == {1}
-    staged = [c for c in found.refused if c.choice.pipeline_stages == 2 and c.choice.zero_stage == 0]
+    assert {c.keys.pipeline_stages for c in found.fitting} == {1}
+    staged = [c for c in found.refused if c.keys.pipeline_stages == 2 and c.keys.zero_stage == 0]
     assert any("its layers share keys" in finding.message for c in staged for finding in c.refused)
 
 
@@ -162,8 +162,8 @@ def test_a_batch_that_no_layout_divides_but_a_pipeline_is_said() -> None:
     made["train"] = {"global_batch_size": 2, "micro_batch_size": 1}
     made["parallel"] = {"pipeline_stages": 2}
     _, found = compared(made)
-    assert {c.choice.pipeline_stages for c in found.fitting} == {2, 4}
-    alone = next(c for c in found.refused if c.choice.pipeline_stages == 1)
+    assert {c.keys.pipeline_stages for c in found.fitting} == {2, 4}
+    alone = next(c for c in found.refused if c.keys.pipeline_stages == 1)
     assert "global_batch_size 2 = micro_batch_size" in alone.refused[0].message
 
 
@@ -185,19 +185,19 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
     page = shown(document({"a": 4}, accelerator=small, host_memory_gib=64.0))
     assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
     assert "parallel.zero_stage=" in page.split("What fits")[0]
-    assert "zero_stage 2, 3; pipeline_stages 2, 4" in page
+    assert "2 stages, ZeRO 2" in page.split("What is refused")[1]
     assert page.count("does not divide") == 1 and page.count("offload is a part of ZeRO") == 1
-    assert "offload_optimizer nvme" in page  # needs a path
+    assert "optimizer on NVMe" in page  # needs a path
     assert "DeepSpeed's" in page and "does not divide the 4 processes" in page
-    assert "is not given" not in page and "warning" not in page
+    assert "is not set" not in page and "warning" not in page
     large = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 80}))
     assert "warning: train.precision: 'bf16' with parallel.zero_stage 0" in large
     none = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 0.001}))
-    assert "No layout fits" in none and "cluster.host_memory_gib is not given" in none
+    assert "No layout fits" in none and "cluster.host_memory_gib is not set" in none
     assert "parallel.offload_optimizer='{device: nvme, nvme_path: FOLDER}'" in " ".join(none.split())
     cpu = shown(document({"a": 4}, accelerator={"name": "cpu"}))
-    assert "memory_gib is not given, so no layout counts as too large for a GPU" not in cpu
-    assert "cluster.host_memory_gib is not given" in cpu
+    assert "memory_gib is not set, so no layout is too large for a GPU" not in cpu
+    assert "cluster.host_memory_gib is not set" in cpu
 
 
 def test_programs_get_every_size_and_reason() -> None:
@@ -217,7 +217,7 @@ def test_a_layout_that_is_nearly_too_large_is_said_to_be_tight() -> None:
     first = compared(made)[1].fitting[0].sizes
     for bound, expected in ((1.01, True), (1.06, False)):
         made["cluster"]["accelerator"]["memory_gib"] = bound * first[-1].device / GIB
-        alike = [c for c in compared(made)[1].fitting if c.choice.order == 0 and not c.choice.checkpointing]
+        alike = [c for c in compared(made)[1].fitting if c.keys.order == 0 and not c.keys.checkpointing]
         assert [size.is_tight for size in alike[0].sizes][-1] is expected
         best = alike[0].best
         assert best is not None and not best.is_tight

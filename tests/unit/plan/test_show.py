@@ -131,7 +131,10 @@ def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: An
 def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     cluster = {"hosts": {"a": 2}, "accelerator": {"name": "small", "memory_gib": 0.01}}
     made = plan(cluster=cluster, parallel={"zero_stage": 0})
-    assert "cluster.accelerator.memory_gib: 0.01 is less than the 1.5 GiB of stage 0" in made.warnings[-1]
+    assert (
+        "cluster.accelerator.memory_gib: 0.01 is less than the 1.5 GiB that a GPU of stage 0 needs"
+        in made.warnings[-1]
+    )
     assert "Warnings" in text(made)
 
 
@@ -142,9 +145,7 @@ def test_the_plan_says_whether_the_hosts_have_the_memory(plan: Any, given: float
     needed = 4 * (PROCESS + WITH_ZERO) / GIB
     assert made.memory.hosts == {"a": needed * GIB}
     assert ("It fits into the hosts' 8 GiB (cluster.host_memory_gib), with a tenth" in text(made)) == fits
-    warning = (
-        f"cluster.host_memory_gib: 0.5 is less than the {1.1 * needed:.1f} GiB that host a needs, a tenth"
-    )
+    warning = f"cluster.host_memory_gib: 0.5 is less than the {1.1 * needed:.1f} GiB that host a needs, with a tenth"
     assert any(told.startswith(warning) for told in made.warnings) != fits
 
 
