@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [record for record in map(_record, lines) if record is not None]
+    return [record for record in map(parse_record, lines) if record is not None]
 
 
 def _line(record: Record) -> str:
@@ -68,11 +68,12 @@ def written(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _record(line: str) -> dict[str, float] | None:
+def parse_record(line: str) -> dict[str, float] | None:
+    """Return the record of a line; None if the line is incomplete or is no record."""
     try:
         entries = json.loads(line)
-        record = {name: float(v) if isinstance(v, str) else v for name, v in entries.items()}
-    except (ValueError, AttributeError):  # cut in the middle, or not an object
+        record = {name: v if isinstance(v, int) else float(v) for name, v in entries.items()}
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return None
     return record if isinstance(record.get(STEP), int) else None
 
