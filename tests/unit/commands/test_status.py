@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
-from dsft.commands.status import folder_of, holder, last_checkpoint, lines, status_of
+from dsft.commands.status import folder_of, last_checkpoint, lines, lock_holder, status_of
 from dsft.errors import MissingInputError
 
 HOLD = """
@@ -79,27 +79,28 @@ def tell(folder: Path, *, age: float = 0, **facts: Any) -> None:
             for rank in range(2)
         },
         "exit_code": None, "error": None,
-        "updated": (datetime.now(UTC) - timedelta(seconds=age)).isoformat(),
     }  # fmt: skip
-    (folder / "logs/status.json").write_text(json.dumps(told | facts))
+    path, written = folder / "logs/status.json", time.time() - age
+    path.write_text(json.dumps(told | facts))
+    os.utime(path, (written, written))
 
 
-def test_a_supervised_run_is_told_with_its_ranks(run: Path) -> None:
+def test_a_launched_run_is_shown_with_its_ranks(run: Path) -> None:
     tell(run, age=3)
     found = status_of(run)
     assert (found.state, found.step, found.total_steps, found.checkpoint) == ("running", 120, 200, "step-100")
     assert (found.loss, found.held_out_loss, found.tokens_per_second) == (2.5, 3.25, 8000)
     assert found.seconds_left == 40
-    assert [(rank.rank, rank.host, rank.step) for rank in found.ranks] == [
+    assert [(rank["rank"], rank["host"], rank["step"]) for rank in found.ranks] == [
         (0, "node1", 120),
         (1, "node2", 120),
     ]
-    assert 3.5 <= (found.ranks[0].pulse_age or 0) < 10 and 5.5 <= (found.ranks[0].progress_age or 0) < 12
+    assert 3.5 <= found.ranks[0]["pulse_age"] < 10 and 5.5 <= found.ranks[0]["progress_age"] < 12
     shown = "\n".join(lines(found))
     assert "two: running (dsft launch by deepspeed: process" in shown
     assert "step        120 of 200, 0:00:40 left" in shown
     assert "loss        2.5000, held-out 3.2500" in shown
-    assert "8,000 tokens/s, 0.5 s a step" in shown
+    assert "8,000 tokens/s, 0.5 s per step" in shown
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_an_end_is_told_as_it_was(run: Path, code: int, state: str) -> None:
     tell(run, state="ended", exit_code=code, error="rank 3 on node2: out of memory" if code == 69 else None)
     found = status_of(run)
     assert (found.state, found.exit_code, found.seconds_left) == (state, code, None)
-    assert f"ended with {code}" in found.why and ("out of memory" in found.why) == (code == 69)
+    assert f"ended with exit code {code}" in found.why and ("out of memory" in found.why) == (code == 69)
 
 
 def test_a_supervisor_that_was_killed_is_not_taken_for_one_that_runs(run: Path) -> None:
@@ -119,14 +120,14 @@ def test_a_supervisor_that_was_killed_is_not_taken_for_one_that_runs(run: Path) 
     process.kill()
     process.wait()
     found = status_of(run)
-    assert found.state == "failed" and "is gone without a last word" in found.why
+    assert found.state == "failed" and "has ended without recording its end" in found.why
     with held(run) as still:
         assert f"process {still.pid} on {socket.gethostname()} still has the run's lock" in status_of(run).why
 
 
 def test_another_process_with_its_number_is_not_the_supervisor(run: Path) -> None:
-    tell(run, started=(datetime.now(UTC) - timedelta(days=30)).isoformat())
-    assert "is gone without a last word" in status_of(run).why
+    tell(run, age=30 * 86400)
+    assert "has ended without recording its end" in status_of(run).why
 
 
 def test_a_status_that_is_old_is_told_as_old(run: Path) -> None:
@@ -144,13 +145,13 @@ def test_a_run_that_was_started_by_hand_holds_its_lock(run: Path) -> None:
         assert status_of(run).state == "running"
     (run / "logs/status.json").unlink()
     found = status_of(run)
-    assert found.state == "stopped" and found.why.endswith("the same command goes on from step-100")
+    assert found.state == "stopped" and found.why.endswith("the same command resumes from step-100")
 
 
 def test_looking_takes_no_lock_away(run: Path) -> None:
     with held(run):
-        assert holder(run / ".lock") is not None
-    assert holder(run / ".lock") is None
+        assert lock_holder(run / ".lock", None) is not None
+    assert lock_holder(run / ".lock", None) is None
     with held(run):
         pass
 
@@ -179,7 +180,7 @@ def test_a_run_that_never_trained(tmp_path: Path) -> None:
     tell(tmp_path, state="starting", ranks={"0": {"host": "node1", "pid": None, "step": None, "phase": None,
                                                   "pulse_age": None, "progress_age": None}})  # fmt: skip
     found = status_of(tmp_path)
-    assert found.state == "starting" and found.ranks[0].pulse_age is None
+    assert found.state == "starting" and found.ranks[0]["pulse_age"] is None
     assert list(lines(found))[-1].split() == ["0", "node1", "-", "-", "-", "none", "none"]
 
 
@@ -215,7 +216,7 @@ def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0 and json.loads(done.output)["ranks"][1]["host"] == "node2"
     assert CliRunner().invoke(app, ["status", str(run)]).output.startswith("two: running")
     with pytest.raises(
-        MissingInputError, match="nothing is no run's folder, and no name of one; runs/ has two"
+        MissingInputError, match="nothing is neither the folder of a run nor the name of one; runs/ has two"
     ):
         folder_of("nothing")
 
