@@ -42,8 +42,8 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import read_config
+from dsft.model.conversion import has_conversions, write_map
 from dsft.model.lora import CONFIG, WEIGHTS
-from dsft.model.names import file_names, has_file_names
 from dsft.model.weights import DTYPES
 from dsft.system.files import sync_folder
 from dsft.system.json_file import read_json
@@ -201,7 +201,8 @@ def export(
     def write(aside: Path) -> dict[str, FileDigest]:
         (aside / BESIDE).unlink(missing_ok=True)
         _write_config(aside, model, dtype)
-        return _write_weights(whole, aside, file_names(model, whole.shapes), dtype, max_shard_bytes)
+        in_file = {name: key for key, name in write_map(model, whole.shapes).unchanged.items()}
+        return _write_weights(whole, aside, in_file, dtype, max_shard_bytes)
 
     merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
     size = _write_folder(checkpoint, out, origin, write, "merged" if merged else "model")
@@ -285,7 +286,7 @@ def _on_meta(checkpoint: CheckpointReader) -> PreTrainedModel:
 def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> None:
     """Check that the values are the model's parameters, by name and shape, and that each is one tensor of a
     file."""
-    if not has_file_names(model):
+    if has_conversions(model):
         raise CheckpointError(
             f"Models of type {model.config.model_type} have other tensors in files than in memory, "
             "and exporting them is not built yet; the checkpoint itself is whole."

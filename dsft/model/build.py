@@ -18,17 +18,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import Problem, SpecError
 from dsft.model.config import TokenFacts, new_rows, resolve_config
-from dsft.model.files import SafetensorsReader, UnsupportedConversionError, weight_files
+from dsft.model.conversion import UnsupportedConversionError, has_conversions
+from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.kernels import use_liger
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
-from dsft.model.names import has_file_names
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
-from dsft.model.vocabulary import ExtendedReader, NewRows, TensorReader
-from dsft.model.weights import Sharding, Weights
+from dsft.model.vocabulary import ExtendedReader, NewRows
+from dsft.model.weights import Sharding, TensorReader, Weights
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.patterns import matches, unmatched
@@ -115,7 +115,7 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
     be refused after days of training."""
     if _is_mixture(causal_lm):
         reason = "is a mixture of experts, whose loss that balances its experts"
-    elif not has_file_names(causal_lm):
+    elif has_conversions(causal_lm):
         reason = "has other tensors in files than in memory, and an export that turns them back"
     else:
         return

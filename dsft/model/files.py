@@ -1,36 +1,24 @@
-"""Read a model's values from safetensors files: ranges of tensors, by their names in the module.
-
-transformers' own mapping decides which file tensor becomes which parameter, and through which conversion (a
-fused one split, parts fused).
-"""
+"""Find a model's safetensors files, and read ranges of their tensors by the names in the module, which
+`dsft.model.conversion` maps."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from dsft.errors import MissingInputError
+from dsft.model.conversion import Conversion, read_map
+from dsft.model.weights import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model*.bin",)
@@ -53,30 +41,7 @@ PIECE = 2**20  # elements that are read at a time
 SAMPLES, SAMPLE = 64, 2**12  # number of samples that hosts compare per file, and bytes of each
 
 
-class UnsupportedConversionError(Exception):
-    """A conversion that cannot be derived from shapes alone."""
-
-
-@dataclass
-class Conversion:
-    """File tensors that become other tensors in the module. parts: (pattern of the transform, key) of
-    each."""
-
-    transform: WeightConverter
-    first: str
-    parts: list[tuple[str, str]] = field(default_factory=list)
-
-    def apply(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
-        """Return the converted tensors, by name in the module."""
-        own = deepcopy(self.transform)  # it keeps its inputs
-        for (pattern, key), tensor in zip(self.parts, tensors, strict=True):
-            own.collected_tensors[pattern].append(tensor)  # type: ignore[arg-type]  # as when it saves
-            own.layer_targets[self.first].add(key)
-        made = own.convert(self.first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-class File:
+class SafetensorsFile:
     """One safetensors file, which is read and not memory-mapped: safetensors' maps for torch are writable, so
     all of a map counts as this process's memory where that is limited (RLIMIT_DATA, strict overcommit)."""
 
@@ -95,7 +60,7 @@ class File:
         self._begin = 8 + header_bytes
         self.keys = tuple(self._tensors)
 
-    def shape(self, key: str) -> tuple[int, ...]:
+    def shape(self, key: str) -> Shape:
         return tuple(self._tensors[key]["shape"])
 
     def dtype(self, key: str) -> str:
@@ -134,19 +99,20 @@ class SafetensorsReader:
         for a file that cannot be read, UnsupportedConversionError for a conversion that cannot be
         planned without the values."""
         self.where = where
-        self._file_of = {key: file for file in map(File, files) for key in file.keys}
+        self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
         tensors = model.state_dict()
         self._model = SimpleNamespace(
             config=model.config,
             get_parameter=tensors.__getitem__,
             get_parameter_or_buffer=tensors.__getitem__,
         )  # the model itself will be cut
-        self._keys, conversions, self.unexpected = _plan(model, sorted(self._file_of, key=dot_natural_key))
+        tensor_map = read_map(model, self._file_of)
+        self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
         self._check_types(name for name, _ in model.named_parameters(remove_duplicate=False))
         self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
         self._conversions: dict[str, Conversion] = {}
-        for conversion in conversions:
-            for name, shape in self._shapes_after(conversion).items():
+        for conversion in tensor_map.conversions:
+            for name, shape in conversion.shapes(self._shape, self._model).items():
                 self._conversions[name] = conversion
                 self.shapes[name] = shape
         self._converted: dict[str, Tensor] = {}
@@ -176,23 +142,13 @@ class SafetensorsReader:
                     "folder that it was made of."
                 )
 
-    def _shape(self, key: str) -> tuple[int, ...]:
+    def _shape(self, key: str) -> Shape:
         return self._file_of[key].shape(key)
 
     def _whole(self, key: str, dtype: torch.dtype) -> Tensor:
         value = torch.empty(self._shape(key), dtype=dtype)
         self._file_of[key].read(key, 0, value.view(-1))
         return value
-
-    def _shapes_after(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Find the shapes after a conversion on the meta device, without reading anything."""
-        parts = (torch.empty(self._shape(key), device="meta") for _, key in conversion.parts)
-        try:
-            return {name: tuple(value.shape) for name, value in conversion.apply(parts, self._model).items()}
-        except Exception as error:  # whatever an operation of transformers does with tensors without values
-            raise UnsupportedConversionError(
-                f"{type(conversion.transform).__name__} of {conversion.first}"
-            ) from error
 
 
 def weight_files(name_or_path: str) -> list[Path]:
@@ -258,28 +214,3 @@ def sample_of(path: Path) -> FileSample:
     except OSError as error:
         raise MissingInputError(f"{path} cannot be read ({error.strerror}); give the folder whole.") from None
     return path.name, size, digest.hexdigest()
-
-
-def _plan(model: PreTrainedModel, keys: Sequence[str]) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """Return (module name -> key of a tensor that is read unchanged, conversions, names of tensors that are
-    not the model's), matched as in transformers' `convert_and_load_state_dict_in_model`."""
-    transforms: list[WeightTransform] = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    tensors, prefix = model.state_dict(), model.base_model_prefix
-    taken: dict[str, str] = {}
-    conversions: dict[str, Conversion] = {}
-    unexpected: list[str] = []
-    for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
-        if name not in tensors and key in tensors:
-            name, pattern = rename_source_key(key, [], [], prefix, tensors)
-        if name not in tensors:
-            unexpected.append(name)
-        elif pattern is None:
-            taken.setdefault(name, key)
-        else:
-            conversion = conversions.setdefault(name, Conversion(by_pattern[pattern], name))
-            conversion.parts.append((pattern, key))
-    return taken, list(conversions.values()), unexpected

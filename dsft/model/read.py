@@ -20,8 +20,15 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError
 from dsft.model.init import init_scope, initialize_module, leave_alone
-from dsft.model.vocabulary import TensorReader
-from dsft.model.weights import NamedModule, Sharding, TensorSlots, check_finite, in_order, own_tensors
+from dsft.model.weights import (
+    NamedModule,
+    Sharding,
+    TensorReader,
+    TensorSlots,
+    check_finite,
+    in_order,
+    own_tensors,
+)
 
 SHOWN = 5
 """Number of tensors that an error names."""

@@ -8,41 +8,17 @@ last bit on any rank, whatever it keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-Shape = tuple[int, ...]
+from dsft.model.weights import Shape, TensorReader
+
 PIECE = 2**20
 """Number of elements that are read at a time."""
-
-
-class TensorReader(Protocol):
-    """Tensors by their names in the module."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-    @property
-    def unexpected(self) -> Iterable[str]:
-        """Names of tensors that are not the model's."""
-        ...
-
-    def origin(self, name: str) -> str:
-        """Return the file that has the tensor, and its name there."""
-        ...
-
-    def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element
-        `start`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ share of each never has the whole in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,9 @@ from dsft.errors import DsftError, MissingInputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a model's parameters, by train.precision."""
+
+
+Shape = tuple[int, ...]
 
 
 def _whole(numel: int) -> tuple[int, int]:
@@ -43,6 +46,30 @@ class Sharding:
 
     span: Callable[[int], tuple[int, int]] = _whole
     take: Callable[[nn.Parameter, Tensor | None], None] = _nothing
+
+
+class TensorReader(Protocol):
+    """Tensors by their names in the module."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def unexpected(self) -> Iterable[str]:
+        """Names of tensors that are not the model's."""
+        ...
+
+    def origin(self, name: str) -> str:
+        """Return the file that has the tensor, and its name there."""
+        ...
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element
+        `start`."""
+        ...
 
 
 class Weights(Protocol):

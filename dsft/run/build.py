@@ -21,7 +21,7 @@ from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable, switch_off_dropout
-from dsft.model.names import persistent_buffers
+from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.objective.api import Objective, evaluation_record

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from dsft.model.names import persistent_buffers
+from dsft.model.conversion import persistent_buffers
 
 VOCABULARY = 128
 SMALL: dict[str, Any] = {

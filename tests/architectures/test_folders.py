@@ -24,7 +24,7 @@ from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import DECODERS, TokenFacts
-from dsft.model.names import persistent_buffers
+from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
 from dsft.spec.schema import Model
 from tests.architectures.cases import (

@@ -49,7 +49,7 @@ from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts
-from dsft.model.names import persistent_buffers
+from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
 from dsft.objective.answers import answer_logps

@@ -25,7 +25,7 @@ from transformers import (
 from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
 from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError, LockedError, StorageError
-from dsft.model.names import persistent_buffers
+from dsft.model.conversion import persistent_buffers
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
 

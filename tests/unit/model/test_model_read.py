@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from dsft.errors import MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.conversion import has_conversions, write_map
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
@@ -372,3 +373,22 @@ def test_a_fingerprint_sees_other_names_sizes_and_values(tmp_path: Path) -> None
     change(tmp_path / "same", lambda held: held | {NORM: torch.ones(32)})
     change(tmp_path / "one", lambda held: held)
     assert fingerprint(str(tmp_path / "one")) != fingerprint(str(tmp_path / "same"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_go_back_into_a_file_as_transformers_saves_them(kind: str, tmp_path: Path) -> None:
+    model = save(tmp_path, kind)
+    saved = {
+        name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    own = {name: value.detach() for name, value in model.named_parameters()}
+    tensor_map = write_map(model, own)
+    found = {key: own[name] for key, name in tensor_map.unchanged.items()}
+    for conversion in tensor_map.conversions:
+        shapes = conversion.shapes(lambda name: tuple(own[name].shape), model)
+        converted = conversion.apply((own[name] for _, name in conversion.parts), model)
+        assert shapes == {key: tuple(value.shape) for key, value in converted.items()}
+        found |= converted
+    assert found.keys() == saved.keys() and not tensor_map.unexpected
+    assert all(torch.equal(value, saved[key]) for key, value in found.items())
+    assert has_conversions(model) == (kind in {"mixtral", "qwen3_moe"})
