@@ -166,13 +166,13 @@ def real(rows: Path, tokenizer: Path, max_length: int) -> Dataset:
                 "max_truncated_fraction": 1.0,
                 "packing": True,
             },
-            "dpo": {},
+            "dpo": {"share_prompts": True},
             "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "fp32"},
             "optim": {"learning_rate": 1e-6},
             "output_dir": folder,
         }
         spec = Spec.model_validate(keys)
-        return load_data(spec, tokenizer_of(spec.model), share_prompts=True).train
+        return load_data(spec, tokenizer_of(spec.model)).train
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
 from dsft.report.console import shown
-from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec, Train
 
 LOOKED_AT = 200
@@ -81,7 +80,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
 
     with shown(say, first=first) as progress:
         cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)
-        loaded = load_data(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
+        loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:
         say(line)
     return Inputs(tokenizer, facts, rows, config, files, loaded)

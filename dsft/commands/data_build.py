@@ -17,35 +17,32 @@ from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
 from dsft.report.console import shown
-from dsft.spec.preferences import shares_prompts
 
-say = partial(print, flush=True)
+log = partial(print, flush=True)
 
 
 def build(spec_path: Path, overrides: Sequence[str]) -> None:
-    """Tokenize the spec's data and print what the cache then holds. Raises what a run would raise for the
-    same data."""
+    """Tokenize the spec's data and print what the cache then has. Raises what a run would raise for the same
+    data."""
     began = time.monotonic()
     spec = load(spec_path, overrides)
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template)
-    folder, num_bytes = cache_folder(spec), 0
+    folder, sizes = cache_folder(spec), list[int]()
 
-    def tell(kept: CacheSummary) -> None:
-        nonlocal num_bytes
-        num_bytes += kept.num_bytes
-        say(str(kept))
+    def report(summary: CacheSummary) -> None:
+        sizes.append(summary.num_bytes)
+        log(str(summary))
 
     try:
-        with shown(say) as progress:
-            cache = Cache(folder, spec.data.num_workers, say, progress, tell)
-            loaded = load_data(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
+        with shown(log) as progress:
+            cache = Cache(folder, spec.data.num_workers, log, progress, report)
+            lines = load_data(spec, tokenizer, cache).lines
     except KeyboardInterrupt:
-        say(f"stopped: what is made stays in {folder}, and the same command goes on from there")
+        log(f"stopped; finished tokens stay in {folder}, and the same command continues from there")
         raise
-    for line in loaded.lines:
-        say(line)
-    say(
-        f"{folder}: {num_bytes / 1e6:,.1f} MB of tokens for this spec, after {time.monotonic() - began:.1f} s"
-    )
-    say(f"next: dsft launch {shlex.join([str(spec_path), *overrides])}")
+    for line in lines:
+        log(line)
+    seconds = time.monotonic() - began
+    log(f"{folder} has {sum(sizes) / 1e6:,.1f} MB of tokens for this spec; this took {seconds:.1f} s")
+    log(f"next: dsft launch {shlex.join([str(spec_path), *overrides])}")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.cache.store import Cache, TokenizeProgress, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.load import RunData, measure
+from dsft.data.sets.load import RunData, load_data
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
 from dsft.preview.problems import SourceSelections
-from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Spec
 
 if TYPE_CHECKING:
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreviewData:
-    """The data of a spec. told: a run's messages about its tokenizer and data."""
+    """The data of a spec. messages: a run's messages about its tokenizer and data."""
 
     spec: Spec
     tokenizer: PreTrainedTokenizerBase
     batch: BatchSizes
     loaded: RunData
-    told: tuple[str, ...]
+    messages: tuple[str, ...]
 
     @property
     def train(self) -> Dataset:
@@ -64,7 +63,7 @@ def collect(
     new_tokens = notes(tokenizer, added)
     choose_template(tokenizer, spec.data.chat_template)
     cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)  # the cache that the run will use
-    loaded = measure(spec, tokenizer, cache, share_prompts=shares_prompts(spec))
+    loaded = load_data(spec, tokenizer, cache, refuse=False)
     return PreviewData(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
 
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 KINDS: Mapping[str, str] = {
     "bad": "cannot be read",
-    "too_long": "too long: a run stops",
-    "dropped": "too long and dropped",
+    "too_long": "longer than data.max_length, so a run stops",
+    "dropped": "dropped as longer than data.max_length",
     "truncated": "truncated",
     "empty": "empty",
-    "no_target": "with nothing to train on",
+    "no_target": "without a target",
     "no_end": "without an end of turn or text",
-    "duplicate": "saying what an earlier one says",
+    "duplicate": "repeating an earlier one",
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
@@ -76,7 +76,7 @@ def problems_of(sources: Sequence[SourceSelections], spec: Spec, limit: int) -> 
             counts[kind] += int(np.count_nonzero(mask))
             rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].astype(np.int32)
             if kind == "duplicate":
-                reasons = [f"says what {place} says" for place in _first_places(sources, content, says[rows])]
+                reasons = [f"repeats {place}" for place in _first_places(sources, content, says[rows])]
             else:
                 reasons = [_REASONS[kind](source, row, spec.data) for row in rows.tolist()]
             found[kind] += [
@@ -158,8 +158,8 @@ def _truncated(source: SourceSelections, row: int, data: Data) -> str:
             kept += f", from token {part.begin[at]:,} on"
             return f"{kept}; {targets - part.target_counts[at]:,} of {targets:,} trained tokens lost"
     if isinstance(rows, PairRows):
-        return f"{length:,} tokens, and cut to data.max_length {data.max_length:,} both answers are the same"
-    return f"{length:,} tokens, and the {data.max_length:,} kept would have no target"
+        return f"{length:,} tokens; both answers are the same when truncated to {data.max_length:,} tokens"
+    return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
 
 
 def _tokens(source: SourceSelections, row: int) -> int:
@@ -170,9 +170,9 @@ _REASONS: Mapping[str, Callable[[SourceSelections, int, Data], str]] = {
     "too_long": _too_long,
     "dropped": _too_long,
     "truncated": _truncated,
-    "empty": lambda source, row, data: f"{_tokens(source, row)} tokens, too few to learn from",
-    "no_target": lambda source, row, data: f"none of its {_tokens(source, row):,} tokens is trained on",
-    "no_end": lambda source, row, data: "what is trained on stops before the end of turn or text",
+    "empty": lambda source, row, data: f"{_tokens(source, row)} tokens, too few to train on",
+    "no_target": lambda source, row, data: f"none of its {_tokens(source, row):,} tokens is a target",
+    "no_end": lambda source, row, data: "its targets stop before the end of the turn or text",
 }
 
 
@@ -191,10 +191,10 @@ def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Worst]:
     """Return the EACH worst examples of each kind that occurs."""
     kinds = (
         Worst("longest", tuple(_longest(data))),
-        Worst("least share of trained tokens", tuple(_least_trained(data))),
+        Worst("smallest share of trained tokens", tuple(_least_trained(data))),
         Worst("most tokens cut off", tuple(_most_cut(data))),
         Worst(_efficiency_title(data), tuple(_least_efficient(data, tokenizer))),
-        Worst("said most often", tuple(_repeated(data))),
+        Worst("repeated most often", tuple(_repeated(data))),
     )
     return [kind for kind in kinds if kind.examples]
 
@@ -229,11 +229,11 @@ def _least_efficient(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Itera
     rates = data.lengths[looked_at] / characters
     for at in _largest(rates):
         index = int(looked_at[at])
-        yield index, f"{characters[at]:,} characters, {rates[at]:.2f} tokens each"
+        yield index, f"{characters[at]:,} characters, {rates[at]:.2f} tokens per character"
 
 
 def _efficiency_title(data: Dataset) -> str:
-    of = "" if len(data) <= DECODED else f", of {DECODED:,} that were looked at"
+    of = "" if len(data) <= DECODED else f", of {DECODED:,} examples over all of the data"
     return f"most tokens per character{of}"
 
 
@@ -244,7 +244,7 @@ def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
     _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
     for at in _largest(times):
         if times[at] > 1:
-            yield int(first_of_row[first[at]]), f"{times[at]:,} rows say this"
+            yield int(first_of_row[first[at]]), f"{times[at]:,} rows have this content"
 
 
 def _offsets(data: Dataset) -> Iterator[tuple[RowExamples | PairExamples, int]]:

@@ -85,7 +85,7 @@ class View:
     """All that a preview shows.
 
     examples  number of examples of the run, of which `rows` are shown
-    told      a run's messages about its data
+    messages  a run's messages about its data
     ledgers   the ledger of each source, as in data.json
     refusal   title and problems of the error with which a run would refuse the data; None: it would not
     """
@@ -94,7 +94,7 @@ class View:
     task: str
     batch: str
     examples: int
-    told: tuple[str, ...]
+    messages: tuple[str, ...]
     ledgers: Mapping[str, Mapping[str, Any]]
     lengths: LengthStats | None
     trained_share: float
@@ -140,7 +140,7 @@ def view(found: PreviewData, wanted: ViewOptions) -> View:
         task=spec.task,
         batch=found.batch.equation(),
         examples=len(data),
-        told=found.told,
+        messages=found.messages,
         ledgers=found.ledgers,
         lengths=length_stats(data.lengths, spec.data.max_length) if some else None,
         trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
@@ -200,7 +200,7 @@ class RowDecoder:
         count = len(self.data)
         if name.isdecimal():
             if not 1 <= int(name) <= count:
-                raise _no_row(name, f"there are {count:,}, counted from 1")
+                raise _no_row(name, f"there are {count:,}, numbered from 1")
             return [self.row(int(name) - 1)]
         which = [i for i in range(count) if _is_named(self.data.source(i), name)]
         rows = [self.row(i) for i in which] or list(self._left_out(name))
@@ -208,7 +208,7 @@ class RowDecoder:
             ends = (
                 f"the first is {self.data.source(0)}, the last {self.data.source(count - 1)}" if count else ""
             )
-            raise _no_row(name, ends or "none is left")
+            raise _no_row(name, ends or "no row is left to train on")
         return rows
 
     def _left_out(self, name: str) -> Iterator[RowView]:
@@ -258,7 +258,7 @@ def _fate(source: SourceSelections, row: int) -> str:
     """Return why a row is in no training example."""
     if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
         return "held out"
-    return "left out" if source[0].rows.desirable[row] else "labelled undesirable, left out"
+    return "left out" if source[0].rows.desirable[row] else "labeled undesirable, left out"
 
 
 def _is_named(source: str, row: str) -> bool:
@@ -266,8 +266,8 @@ def _is_named(source: str, row: str) -> bool:
 
 
 def _no_row(row: str, rule: str) -> SpecError:
-    message = f"{row!r} is none of the rows that are trained on; {rule}"
-    return SpecError("there is no such row:", [Problem("--row", message)])
+    message = f"{row!r} is not one of the rows that are used; {rule}"
+    return SpecError("no such row:", [Problem("--row", message)])
 
 
 # --- for programs -----------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def as_mapping(view: View) -> dict[str, Any]:
         else {"packed": batch.packed, "width": batch.width, "rows": [_placed(row) for row in batch.rows]},
         "worst": {kind.title: [_placed(row) | {"why": row.why} for row in kind.rows] for kind in view.worst},
         "ledger": dict(view.ledgers),
-        "told": list(view.told),
+        "told": list(view.messages),
         "lengths": None if view.lengths is None else asdict(view.lengths),
         "trained_share": view.trained_share,
         "batch": view.batch,

@@ -83,18 +83,18 @@ class Ledger:
             (self.held_out, "held out"),
             (self.bad, "bad and dropped"),
             (self.empty, "empty and left out"),
-            (self.undesirable, "labelled undesirable and left out"),
+            (self.undesirable, "labeled undesirable and left out"),
             (self.dropped, "too long and dropped"),
             (self.truncated, "truncated"),
             (self.split, "split"),
-            (self.without_target, "left out, with nothing to train on"),
-            (self.identical, "left out, with two answers cut to the same tokens"),
+            (self.without_target, "left out, without a target"),
+            (self.identical, "left out, with both answers truncated to the same tokens"),
             (self.without_end, "without an end of turn"),
         )
         said += [f"{_were(count, what)} {became}." for count, became in happened if count]
         if self.duplicate:
-            say = "says" if self.duplicate == 1 else "say"
-            said.append(f"{_counted(self.duplicate, what)} {say} what an earlier {what} says.")
+            verb = "repeats" if self.duplicate == 1 else "repeat"
+            said.append(f"{_counted(self.duplicate, what)} {verb} an earlier {what}.")
         if self.lost_tokens:
             said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
         if self.blank_lines:

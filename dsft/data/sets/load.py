@@ -33,6 +33,7 @@ from dsft.data.sets.selection import (
     longest_rows,
 )
 from dsft.errors import DataError, Problem
+from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.task import TASKS
 
@@ -82,33 +83,16 @@ class RunData:
 
 
 def load_data(
-    spec: Spec,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Cache = IN_MEMORY,
-    *,
-    share_prompts: bool = False,
-) -> RunData:
-    """Load the data as `measure` does. Raises DataError with all violations, if there are any."""
-    loaded = measure(spec, tokenizer, cache, share_prompts=share_prompts)
-    if loaded.refusal is not None:
-        raise loaded.refusal
-    return loaded
-
-
-def measure(
-    spec: Spec,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Cache = IN_MEMORY,
-    *,
-    share_prompts: bool = False,
+    spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache = IN_MEMORY, *, refuse: bool = True
 ) -> RunData:
     """Read and tokenize all rows, divide them into sets and cut them to examples, with the tokenizer's
-    template. share_prompts: the prompt of a pair is computed once.
+    template.
 
-    Bad rows, rows that are too long, sets without examples and losses over the spec's limits are returned as
-    violations. Raises MissingInputError for a missing file, and DataError if no row can be tokenized, such as
-    without a chat template.
+    Bad rows, rows that are too long, sets without examples and losses over the spec's limits are violations:
+    they raise one DataError or, without `refuse`, are returned. Raises MissingInputError for a missing file,
+    and DataError if no row can be tokenized, such as without a chat template.
     """
+    share_prompts = shares_prompts(spec)
     data = spec.data
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
     cutting = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
@@ -148,12 +132,18 @@ def measure(
         for some, mine in zip(sets, accounts, strict=True)
         for one in some
     }
-    evaluated = tuple(HeldOutSet(*of) for of in zip(names, held_out, strict=True))
-    selections, violations = (
-        tuple(one for some in sets for one in some),
-        tuple(_violations(data, sets, cutting)),
+    run_data = RunData(
+        train,
+        tuple(HeldOutSet(*of) for of in zip(names, held_out, strict=True)),
+        tuple(lines),
+        account,
+        identity,
+        selections=tuple(one for some in sets for one in some),
+        violations=tuple(_violations(data, sets, cutting)),
     )
-    return RunData(train, evaluated, tuple(lines), account, identity, selections, violations)
+    if refuse and run_data.refusal is not None:
+        raise run_data.refusal
+    return run_data
 
 
 _SETTINGS = {
@@ -186,7 +176,7 @@ def _lines(some: Sequence[Selection]) -> Iterator[str]:
     bad = [place for one in some for place in one.account.bad]
     said += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
     said += [
-        f"left out {place}: both answers are cut to the same tokens"
+        f"left out {place}: both answers are truncated to the same tokens"
         for place in _first_places(some, [one.of("identical") for one in some])
     ]
     if len(some) == 1:
@@ -197,7 +187,7 @@ def _lines(some: Sequence[Selection]) -> Iterator[str]:
         if one.also_in_train is not None and len(one.also_in_train):
             rows = f"{len(one.also_in_train):,} of {sums.rows:,} {unit}s"
             first = ", ".join(one.places(one.also_in_train[:FEW]))
-            said.append(f"{rows} say what a {unit} of data.train says; the first: {first}")
+            said.append(f"{rows} are also in data.train; the first: {first}")
     yield from (f"{what}: {line}" for line in said)
 
 
@@ -302,11 +292,11 @@ def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
     if not sums.rows and first.is_split:
         key = "data.eval_fraction" if data.eval_fraction is not None else "data.eval_count"
         share = data.eval_fraction if data.eval_fraction is not None else data.eval_count
-        rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or give data.eval a file"
+        rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or name a file in data.eval"
         return DataError("no rows to evaluate:", [Problem(key, rule)])
     if not sums.rows:
         names = ", ".join(one.source.path for one in some)
-        return DataError(f"no rows to {to_what}:", [Problem(names, "holds no row; give a file with rows")])
+        return DataError(f"no rows to {to_what}:", [Problem(names, "has no rows; name a file with rows")])
     bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
     return DataError(
         f"no rows are left to {to_what}:", [Problem(first.what, _nothing_left(sums, data, unit)), *bad]
@@ -318,14 +308,14 @@ def _nothing_left(ledger: Ledger, data: Data, what: str) -> str:
         (ledger.held_out, "held out"),
         (ledger.bad, "dropped as bad"),
         (ledger.empty, "empty"),
-        (ledger.undesirable, "labelled undesirable"),
+        (ledger.undesirable, "labeled undesirable"),
         (ledger.dropped, f"dropped as longer than data.max_length ({data.max_length} tokens)"),
-        (ledger.identical, "left out with two answers cut to the same tokens"),
-        (ledger.without_target, f"left out with nothing to train on ({ledger.truncated} truncated)"),
+        (ledger.identical, "left out with both answers truncated to the same tokens"),
+        (ledger.without_target, f"left out without a target ({ledger.truncated:,} truncated)"),
     )
     figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
     read = f"1 {what} was read" if ledger.rows == 1 else f"{ledger.rows:,} {what}s were read"
-    return f"{read}: {figures}; change what leaves them out, or look at the {what}s"
+    return f"{read}: {figures}; change the keys that leave them out, or check the {what}s"
 
 
 def _over_limits(data: Data, train: Sequence[Selection], sums: Ledger) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ def test_what_is_made_and_what_was_there(spec: Path, capsys: pytest.CaptureFixtu
     assert lines[0].startswith("a.jsonl: 9 rows, 0.0 MB of tokens, 1 of 1 blocks made in ")
     assert lines[1].startswith("b.jsonl: 9 rows, ")
     assert any(line.startswith("data.train: 9 rows gave 9 examples") for line in lines)
-    assert lines[-2].startswith("runs/.cache/data: 0.0 MB of tokens for this spec, after ")
+    assert lines[-2].startswith("runs/.cache/data has 0.0 MB of tokens for this spec; this took ")
     assert lines[-1] == "next: dsft launch small.yaml"
     assert len(list(Path("runs/.cache/data").glob("*/block-00000.safetensors"))) == 2
     build(spec, ["data.max_length=32", "data.num_workers=0"])

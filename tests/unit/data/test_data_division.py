@@ -20,7 +20,7 @@ from dsft.data.cache.store import IN_MEMORY, Cache
 from dsft.data.rows import Account
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
-from dsft.data.sets.load import RunData, load_data, measure
+from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
 from dsft.data.sets.pieces import cut
 from dsft.data.sets.selection import (
@@ -229,7 +229,7 @@ def test_both_a_file_and_held_out_rows_are_evaluated_and_what_they_share_with_tr
     assert set(said(found.held_out[1].data)) <= set(ROWS[:20])
     shared = set(said(found.train)) & set(said(found.held_out[0].data))
     assert found.account["held_out"]["test"]["also_in_train"] == len(shared) > 0
-    told = [line for line in found.lines if "say what a row of data.train says" in line]
+    told = [line for line in found.lines if "are also in data.train" in line]
     assert len(told) == 1 and told[0].startswith(f"data.eval test: {len(shared)} of 5 rows")
     assert list(found.account["train"]["sources"]) == ["web", "b"]
 
@@ -267,7 +267,8 @@ def test_all_that_a_run_refuses_is_told_at_once() -> None:
 
 def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> None:
     Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
-    found = measure(spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64)), TOKENIZER)
+    wanted = spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64))
+    found = load_data(wanted, TOKENIZER, refuse=False)
     assert said(found.train) == ["y"] and len(found.violations) == 2
     sums = found.account["train"]["total"]
     assert (sums["rows"], sums["used"], sums["bad"], sums["dropped"]) == (3, 1, 1, 1)
@@ -362,12 +363,12 @@ def test_all_limits_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("files", "held_out", "keys", "told"),
     [
-        ({"a.jsonl": ""}, (), {}, "no rows to train on:\n  a.jsonl: holds no row"),
+        ({"a.jsonl": ""}, (), {}, "no rows to train on:\n  a.jsonl: has no rows"),
         (
             {"a.jsonl": text("x"), "b.jsonl": ""},
             ("b.jsonl",),
             {},
-            "no rows to evaluate:\n  b.jsonl: holds no row",
+            "no rows to evaluate:\n  b.jsonl: has no rows",
         ),
         (
             {"a.jsonl": text("", "x" * 70)},
@@ -379,8 +380,8 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": answered("x", "")[:-1].replace("assistant", "user") + "\n"},
             (),
             {"on_bad_row": "drop"},
-            "data.train: 1 row was read: 1 dropped as bad; change what leaves them out, or look at the rows\n"
-            "  a.jsonl:1: ",
+            "data.train: 1 row was read: 1 dropped as bad; change the keys that leave them out, "
+            "or check the rows\n  a.jsonl:1: ",
         ),
         (
             {"a.jsonl": text("x", "y")},
@@ -392,7 +393,7 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": text("x", "y")},
             (),
             {"eval_fraction": 1e-9},
-            "no rows to evaluate:\n  data.eval_fraction: 1e-09 of 2 rows holds out none; raise it, or give",
+            "no rows to evaluate:\n  data.eval_fraction: 1e-09 of 2 rows holds out none; raise it, or name",
         ),
     ],
 )

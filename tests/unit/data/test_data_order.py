@@ -167,8 +167,8 @@ def test_what_a_step_has_of_each_source() -> None:
 def test_shares_are_said_in_rows_and_epochs() -> None:
     said = list(shares_text(("web", "books"), mixed((1000, 2333), (0.7, 0.3))))
     assert said == [
-        "web: 1,000 examples, weight 0.7: 2,333 examples an epoch, 2.33 times each",
-        "books: 2,333 examples, weight 0.3: 1,000 examples an epoch, 0.429 times each",
+        "web: 1,000 examples, weight 0.7: 2,333 examples per epoch, 2.33 times each",
+        "books: 2,333 examples, weight 0.3: 1,000 examples per epoch, 0.429 times each",
     ]
     assert list(shares_text(("web",), mixed((5,)))) == []
 

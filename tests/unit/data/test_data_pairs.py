@@ -31,7 +31,7 @@ from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.spec.files import CHAT_TEMPLATES
-from dsft.spec.schema import Data, Source, Train
+from dsft.spec.schema import Data, Dpo, Model, Source, Train
 from tests.examples import dataset_of
 from tests.unit.data.token_rows import FakeRows, all_of, spec_of
 
@@ -425,15 +425,15 @@ def test_the_account_counts_pairs(tmp_path: Path) -> None:
     (source,) = loaded.account["train"]["sources"].values()
     assert [place.rpartition("/")[2] for place in source["identical_pairs"]] == ["a.jsonl:5"]
     lines = [line.replace(f"{tmp_path}/", "") for line in loaded.lines]
-    assert "data.train: left out a.jsonl:5: both answers are cut to the same tokens" in lines
+    assert "data.train: left out a.jsonl:5: both answers are truncated to the same tokens" in lines
     assert lines[-1].startswith(
         f"data.train: 6 pairs gave 3 examples of {total['example_tokens']:,} tokens, 12 of them trained on. "
     )
     for what in (
         "2 pairs were bad and dropped.",
         "2 pairs were truncated.",
-        "1 pair was left out, with two answers cut to the same tokens.",
-        "1 pair says what an earlier pair says.",
+        "1 pair was left out, with both answers truncated to the same tokens.",
+        "1 pair repeats an earlier pair.",
     ):
         assert what in lines[-1]
 
@@ -446,7 +446,7 @@ def test_what_is_left_out_counts_against_the_limit(tmp_path: Path) -> None:
     ):
         load(tmp_path, *rows, max_dropped_fraction=0.1, **short)
     with pytest.raises(
-        DataError, match="1 pair was read: 1 left out with two answers cut to the same tokens"
+        DataError, match="1 pair was read: 1 left out with both answers truncated to the same tokens"
     ):
         load(tmp_path, rows[1], **short)
 
@@ -466,7 +466,8 @@ def test_a_shared_prompt_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps(strings("a?", "b", "c")) + "\n", encoding="utf-8")
     data = Data(train=(Source(path=str(path)),), packing=True)
     for share in (False, True):
-        loaded = load_data(spec_of("dpo", data), TOKENIZER, share_prompts=share)
+        keys = {"dpo": Dpo.model_construct(share_prompts=share), "model": Model.model_construct()}
+        loaded = load_data(spec_of("dpo", data).model_copy(update=keys), TOKENIZER)
         assert ("computed once for both answers" in loaded.lines[-1]) == share
         assert loaded.account["settings"]["share_prompts"] == share
         assert loaded.account["train"]["total"]["example_tokens"] == (7 if share else 8)

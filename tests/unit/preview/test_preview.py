@@ -51,18 +51,22 @@ def test_one_row_in_full(preview: Preview, row: str) -> None:
 @pytest.mark.parametrize("row", ["0", "4", "rows.jsonl:9", "none"])
 def test_a_row_that_is_not_there(preview: Preview, row: str) -> None:
     code, out, err = preview("--row", row)
-    assert (code, out) == (2, "") and f"--row: '{row}' is none of the rows" in err
+    assert (code, out) == (2, "") and f"--row: '{row}' is not one of the rows" in err
 
 
 def test_a_row_that_is_left_out(preview: Preview) -> None:
     Path("other.jsonl").write_text(json.dumps(talk("?", "!")), encoding="utf-8")
     code, out, err = preview("--row", "rows.jsonl:4", rows=MIXED)
-    assert code == 65 and "rows.jsonl:4, 83 tokens, 61 trained on, left out, too long: a run stops\n" in out
+    assert (
+        code == 65
+        and "rows.jsonl:4, 83 tokens, 61 trained on, left out, longer than data.max_length, so a run stops\n"
+        in out
+    )
     labelled = [{"prompt": "a?", "completion": "b", "label": label} for label in (True, False)]
     _, out, _ = preview(
         "--row", "rows.jsonl:2", "data.train=[{path: rows.jsonl, format: kto}]", rows=labelled
     )
-    assert "trained on, labelled undesirable, left out\n" in out
+    assert "trained on, labeled undesirable, left out\n" in out
     _, out, _ = preview(
         "--row", "rows.jsonl:1", "data.train=[{path: other.jsonl}]", "data.eval=[{path: rows.jsonl}]"
     )
@@ -71,7 +75,7 @@ def test_a_row_that_is_left_out(preview: Preview) -> None:
     assert (code, out) == (
         2,
         "",
-    ) and "'rows.jsonl:2' is none of the rows that are trained on; it cannot be" in err
+    ) and "'rows.jsonl:2' is not one of the rows that are used; it cannot be" in err
 
 
 def test_a_truncated_row_says_what_is_kept(preview: Preview) -> None:
@@ -107,15 +111,15 @@ def test_pairs(preview: Preview) -> None:
     code, out, _ = preview(rows=ROWS, task="dpo")
     assert code == 65 and out.startswith("small: dpo, 0 pairs\n")
     _, out, _ = preview("--problems", rows=[*PAIRS, PAIRS[0]], task="dpo", data="max_length: 20")
-    assert " 1 pair says what an earlier pair says." in out
-    assert "1 pair too long: a run stops\n  rows.jsonl:3: 21 tokens" in out
-    assert "1 pair saying what an earlier one says\n  rows.jsonl:4: says what rows.jsonl:1 says\n" in out
+    assert " 1 pair repeats an earlier pair." in out
+    assert "1 pair longer than data.max_length, so a run stops\n  rows.jsonl:3: 21 tokens" in out
+    assert "1 pair repeating an earlier one\n  rows.jsonl:4: repeats rows.jsonl:1\n" in out
 
 
 def test_first_micro_batch_packed_and_padded(preview: Preview) -> None:
     packed, padded = (preview(data=f"max_length: 64, packing: {way}")[1] for way in ("true", "false"))
-    assert "packed: 3 examples in one row of 85 tokens" in packed and "places 0 to 30" in packed
-    assert "padded: 2 rows of 31 places" in padded and "places of padding" in padded
+    assert "packed: 3 examples in one row of 85 tokens" in packed and "positions 0 to 30" in packed
+    assert "padded: 2 rows of 31 positions" in padded and "positions of padding" in padded
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -146,8 +150,8 @@ def test_problems_where_a_run_would_stop(preview: Preview) -> None:
     code, out, err = preview("--problems", rows=MIXED)
     assert code == 65 and "row 1," not in out
     assert "1 row cannot be read\n  rows.jsonl:2: " in out
-    assert "1 row saying what an earlier one says\n  rows.jsonl:3: says what rows.jsonl:1 says\n" in out
-    assert "2 rows too long: a run stops\n  rows.jsonl:4: 83 tokens, data.max_length is 64\n" in out
+    assert "1 row repeating an earlier one\n  rows.jsonl:3: repeats rows.jsonl:1\n" in out
+    assert "2 rows longer than data.max_length, so a run stops\n  rows.jsonl:4: 83 tokens, data" in out
     assert err.startswith("error: 1 mistake in the data, 2 rows are too long:\n  rows.jsonl:2: ")
     assert "\n  rows.jsonl:4: 83 tokens, data.max_length is 64; raise it" in err
 
@@ -167,9 +171,7 @@ def test_duplicates_of_rows_in_another_file(preview: Preview) -> None:
     )
     both = "data.train=[{path: rows.jsonl}, {path: other.jsonl}]"
     _, out, _ = preview("--problems", both)
-    assert out.endswith(
-        "1 row saying what an earlier one says\n  other.jsonl:1: says what rows.jsonl:3 says\n"
-    )
+    assert out.endswith("1 row repeating an earlier one\n  other.jsonl:1: repeats rows.jsonl:3\n")
     assert json.loads(preview("--json", both)[1])["ledger"].keys() == {"rows", "other"}
 
 
@@ -187,7 +189,9 @@ def test_nothing_left(preview: Preview) -> None:
     assert code == 65 and "0 examples" in out and "rows.jsonl:1" in err
     assert preview("--row", "1", rows=["no row"])[0] == 2
     code, out, _ = preview("--problems", data="max_length: 9")
-    assert code == 65 and "3 rows too long: a run stops\n  rows.jsonl:1: 28 tokens" in out
+    assert (
+        code == 65 and "3 rows longer than data.max_length, so a run stops\n  rows.jsonl:1: 28 tokens" in out
+    )
     code, out, _ = preview("--rows", "1", "data.eval=[{path: bad.jsonl}]")
     assert code == 66
     Path("bad.jsonl").write_text("1\n", encoding="utf-8")
@@ -216,8 +220,8 @@ def test_worst_rows(preview: Preview) -> None:
     rows = [talk("a?", "one"), talk("a?", "one"), talk("b?", "x" * 60), talk("why? " * 5, "y")]
     found = json.loads(preview("--worst", "--json", rows=rows, data="max_length: 99")[1])["worst"]
     assert found["longest"][0]["source"] == "rows.jsonl:3"
-    assert found["least share of trained tokens"][0]["source"] == "rows.jsonl:4"
-    assert [row["why"] for row in found["said most often"]] == ["2 rows say this"]
+    assert found["smallest share of trained tokens"][0]["source"] == "rows.jsonl:4"
+    assert [row["why"] for row in found["repeated most often"]] == ["2 rows have this content"]
     assert "most tokens cut off" not in found
 
 
@@ -234,7 +238,8 @@ def test_what_is_not_there(preview: Preview) -> None:
     code, _, err = preview("--html", "none/page.html")
     assert (
         code == 74
-        and err == "error: --html none/page.html: the folder none does not exist; make it or name another\n"
+        and err
+        == "error: --html none/page.html: the folder none does not exist; create it or name another folder\n"
     )
     assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()
 

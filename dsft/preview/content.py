@@ -1,0 +1,172 @@
+"""What a preview shows, as sections of blocks that the terminal and the page draw, each in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dsft.preview.figures import LengthStats, StepStats
+from dsft.preview.problems import KINDS, Problems
+from dsft.preview.tokens import LINE_BREAK, SPACE, TAB, Token
+from dsft.preview.view import BatchView, RowView, View
+
+SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space alone in a token or beside another"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a preview.
+
+    kind    title: a heading; folded: the heading of blocks that a page shows on a click; part: a smaller
+            heading; line: a sentence; item: an entry of a list; bar: a bar of a histogram; tokens: tokens
+    text    what it says; for a bar, its label
+    tokens  the tokens; brief: few of them are enough
+    start   position of the first token in its row
+    span    where a part begins and ends in its micro-batch, or the length of a bar, 0 to 1
+    note    what is written after a bar
+    blocks  of a folded title
+    """
+
+    kind: Literal["title", "folded", "part", "line", "item", "bar", "tokens"]
+    text: str = ""
+    tokens: Sequence[Token] = ()
+    start: int = 0
+    brief: bool = False
+    span: tuple[float, float] | None = None
+    note: str = ""
+    blocks: tuple[Block, ...] = ()
+
+
+def sections(view: View) -> dict[str, list[Block]]:
+    """Return the sections of a preview by name; a section without blocks is not shown."""
+    problems = view.problems.counts or view.refusal is None
+    return {
+        "Data": [Block("line", line) for line in view.messages],
+        "Lengths": list(_lengths(view.lengths, view.trained_share)) if view.lengths else [],
+        "Steps": [Block("line", line) for line in (view.batch, *_steps(view.steps))] if view.steps else [],
+        "Micro-batch": list(_micro_batch(view.micro_batch)) if view.micro_batch else [],
+        "Rows": [block for row in view.rows for block in row_blocks(row)],
+        "Worst rows": [
+            block
+            for kind in view.worst
+            for block in (
+                Block("title", f"{kind.title}:"),
+                *(Block("folded", title_of(row), blocks=tuple(_pieces(row))) for row in kind.rows),
+            )
+        ],
+        "Problems": list(_problems(view.problems, view.unit_of_data)) if problems else [],
+    }
+
+
+def row_blocks(row: RowView) -> Iterator[Block]:
+    yield Block("title", title_of(row))
+    yield from _pieces(row)
+
+
+def title_of(row: RowView) -> str:
+    """Return a one-line description of a row."""
+    facts = [f"row {row.number}"] if row.number is not None else []
+    facts += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
+    if row.prompt is not None:
+        once = ", computed once" if row.shared else ""
+        facts.append(f"two answers after a prompt of {row.prompt:,} tokens{once}")
+    elif len(row.segments) > 1:
+        facts.append(f"{len(row.segments)} pieces")
+    return ", ".join([*facts, *filter(None, (row.happened, row.why))])
+
+
+def _pieces(row: RowView) -> Iterator[Block]:
+    start = 0
+    after = "after the prompt's last token" if row.shared else "after the prompt"
+    answers = ("the prompt and the chosen answer", f"the rejected answer {after}")
+    for number, length in enumerate(row.segments):
+        name = f"piece {number + 1}" if row.prompt is None else answers[number]
+        if len(row.segments) > 1:
+            yield Block("part", f"{name}, tokens {start:,} to {start + length - 1:,}")
+        yield Block("tokens", tokens=row.tokens[start : start + length], start=start)
+        start += length
+
+
+def _micro_batch(batch: BatchView) -> Iterator[Block]:
+    """Yield the title of a micro-batch, then each of its segments or rows with its place."""
+    is_pairs = any(row.prompt is not None for row in batch.rows)
+    if batch.packed:
+        what = counted(len(batch.rows), "pair" if is_pairs else "example")
+        layout = f"packed: {what} in one row of {batch.width:,} tokens"
+    else:
+        layout = f"padded: {len(batch.rows) * (1 + is_pairs)} rows of {batch.width:,} positions"
+    yield Block("title", f"first micro-batch of step 1, {layout}")
+    start = 0
+    for row in batch.rows:
+        begin = 0
+        for number, length in enumerate(row.segments if row.prompt is not None else [len(row.tokens)]):
+            tokens = row.tokens[begin : begin + length]
+            facts = [row.source]
+            if row.prompt is not None:
+                facts.append(("chosen", "rejected")[number])
+                if number and row.shared:
+                    facts.append(f"from position {row.prompt - 1:,} on")
+            if batch.packed:
+                facts.append(f"positions {start:,} to {start + length - 1:,}")
+            else:
+                facts.append(f"{length:,} tokens, {batch.width - length:,} positions of padding")
+            facts.append(f"{sum(token.trained for token in tokens):,} trained on")
+            first = start if batch.packed else 0
+            yield Block("part", ", ".join(facts), span=(first / batch.width, (first + length) / batch.width))
+            yield Block("tokens", tokens=tokens, brief=True)
+            begin, start = begin + length, start + length
+
+
+def _lengths(lengths: LengthStats, share: float) -> Iterator[Block]:
+    most = max(count for *_, count in lengths.bins)
+    percentiles = {"p50": lengths.p50, "p95": lengths.p95, "p99": lengths.p99}
+    for start, stop, count in lengths.bins:
+        here = [name for name, length in percentiles.items() if start <= length <= stop]
+        note = ", ".join([f"{count:,}", *here])
+        yield Block("bar", f"{start:7,} to {stop:7,}", span=(0, count / most), note=note)
+    yield Block(
+        "line",
+        f"p50 {lengths.p50:,}, p95 {lengths.p95:,}, p99 {lengths.p99:,}, longest {lengths.longest:,}, "
+        f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}",
+    )
+    yield Block("line", f"{share:.1%} of the tokens are trained on")
+
+
+def _steps(steps: StepStats) -> Iterator[str]:
+    yield (
+        f"{counted(steps.per_epoch, 'step')} per epoch, {steps.total:,} in total; "
+        f"{steps.mean_tokens:,.0f} tokens per step on average, at most {steps.most_tokens:,}"
+    )
+    for way in steps.padding:
+        yield (
+            f"{way}: {steps.padding[way]:.2%} of the positions are padding, "
+            f"{steps.idle[way]:.2%} with those for which a rank waits for the fullest one"
+        )
+    if steps.of_steps < steps.per_epoch:
+        yield f"tokens and padding are computed from the first {steps.of_steps:,} steps"
+
+
+def _problems(problems: Problems, unit: str) -> Iterator[Block]:
+    if not problems.counts:
+        yield Block("title", "no problems")
+    for kind, count in problems.counts.items():
+        yield Block("line", f"{counted(count, unit)} {KINDS[kind]}")
+        rows = [row for row in problems.rows if row.kind == kind]
+        yield from (Block("item", f"{row.source}: {row.reason}") for row in rows)
+        if rows and count > len(rows):
+            yield Block(
+                "item", f"… and {count - len(rows):,} more; the first {problems.limit:,} of a kind are shown"
+            )
+    if problems.counts and not problems.limit:
+        yield Block("line", "list them with: dsft preview SPEC --problems")
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def first_and_last(tokens: Sequence[Token], limit: int) -> tuple[Sequence[Token], Sequence[Token]]:
+    """Return all tokens and none, or the first and the last ones if there are more than `limit`."""
+    last = limit // 4 if len(tokens) > limit else 0
+    return tokens[: limit - last], tokens[len(tokens) - last :]
