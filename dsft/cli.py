@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from dsft import __version__
-from dsft.errors import DsftError, StorageError, printable
+from dsft.errors import DsftError, SpecError, StorageError, printable
 from dsft.report.redact import print_fault, redact_values
 
 app = typer.Typer(
@@ -95,6 +95,54 @@ def init(
 
     for file in write_template(name, task, out or Path("specs") / f"{name}.yaml"):
         print(f"wrote {file}")
+
+
+@app.command()
+def convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The config, YAML or JSON.", show_default=False)
+    ],
+    tool: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="llamafactory, axolotl, trl (also transformers), ms-swift or deepspeed; by default "
+            "recognized by its keys.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="sft, pretrain or dpo; by default what the config says.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the model, for a config that names none.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Data file or hub data set, for a config that names none; may be repeated."),
+    ] = None,
+    dataset_info: Annotated[
+        Path | None, typer.Option(help="LLaMA-Factory's dataset_info.json.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file; by default specs/NAME.yaml.", show_default=False)
+    ] = None,
+) -> None:
+    """Convert the config of another tool into a spec."""
+    from dsft.convert.command import convert_file, listed
+
+    done = convert_file(file, tool, task, model, data, dataset_info, out)
+    _say(f"wrote {done.path} from a config of {done.title}: {done.carried} keys carried over")
+    if done.left:
+        _say("not carried over:")
+        for line in listed(done.left):
+            _say(f"  {line}")
+    if done.mistakes is not None:
+        _say(f"{done.path} is written, but not valid yet:", error=True)
+        _say(done.mistakes, error=True)
+        raise typer.Exit(SpecError.exit_code)
+    _say(f"next: dsft validate {done.path}, then dsft preview {done.path}")
 
 
 @app.command()

@@ -1,0 +1,222 @@
+"""Write the spec of `dsft convert`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsft.convert import axolotl, llamafactory, swift, trl
+from dsft.convert.arguments import deepspeed, training
+from dsft.convert.draft import Draft
+from dsft.convert.tool import Tool, mistake
+from dsft.errors import MissingInputError, SpecError, StorageError
+from dsft.spec.document import shown
+from dsft.spec.load import load_spec
+from dsft.spec.task import TASKS
+
+TOOLS: Mapping[str, Tool] = {
+    "llamafactory": llamafactory.TOOL,
+    "axolotl": axolotl.TOOL,
+    "trl": trl.TOOL,
+    "ms-swift": swift.TOOL,
+}
+_DEEPSPEED = "deepspeed"
+_VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
+_NEEDED = (("model.name_or_path", "--model"), ("data.train", "--data"))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted config.
+
+    path      file of the spec
+    title     name of the tool
+    carried   keys of the config that are in the spec
+    left      key of the config -> why it is not
+    mistakes  what `dsft validate` says of the spec, apart from files that are not here; None: it is valid
+    """
+
+    path: Path
+    title: str
+    carried: int
+    left: Mapping[str, str]
+    mistakes: str | None
+
+
+def convert_file(
+    path: Path,
+    tool: str | None = None,
+    task: str | None = None,
+    model: str | None = None,
+    data: list[str] | None = None,
+    dataset_info: Path | None = None,
+    out: Path | None = None,
+) -> Converted:
+    """Convert a config and write the spec. Raise MissingInputError and SpecError if the config cannot be read
+    or converted, StorageError if the spec cannot be written."""
+    given = _read(path)
+    if task is not None and task not in TASKS:
+        raise mistake("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
+    kind = tool or recognized(given)
+    if kind not in (*TOOLS, _DEEPSPEED):
+        raise mistake("--from", f"{shown(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
+    if kind == _DEEPSPEED:
+        title, draft = "DeepSpeed", _from_deepspeed(given, path, task)
+    else:
+        title = TOOLS[kind].title
+        draft = Draft(given, TOOLS[kind].defaults, path.parent)
+        TOOLS[kind].convert(draft, task, dataset_info)
+    _name(draft, path)
+    if model is not None:
+        draft.put("model.name_or_path", model, "--model")
+    if data:
+        draft.put("data.train", [{"path": name} for name in data], "--data")
+    for key, option in _NEEDED:
+        section, name = key.split(".")
+        if name not in draft.spec.get(section, {}):
+            raise mistake(str(path), f"it has nothing for {key}; give it with {option}")
+    _name_sources(draft)
+    draft.leave_rest()
+    target = out or Path("specs") / f"{draft.spec['name']}.yaml"
+    _write(target, draft.text(_head(title, path, draft)))
+    return Converted(
+        target, title, len(given) - len(draft.left.keys() & given.keys()), draft.left, _mistakes(target)
+    )
+
+
+def recognized(given: Mapping[str, Any]) -> str:
+    """Return the tool whose keys the config has most of. Raise SpecError if it has none of any."""
+    if "zero_optimization" in given or "train_micro_batch_size_per_gpu" in given:
+        return _DEEPSPEED
+    if _VERSION_1 & given.keys():
+        raise mistake("file", "a config of LLaMA-Factory's version 1 (USE_V1) is not converted yet")
+    counts = {name: sum(mark in given for mark in tool.marks) for name, tool in TOOLS.items()}
+    best = max(counts, key=lambda name: counts[name])
+    if counts[best] == 0:
+        raise mistake(
+            "file",
+            "no key shows whether it is of LLaMA-Factory, Axolotl, TRL, transformers, ms-swift or DeepSpeed; "
+            f"name the tool with --from: {', '.join((*TOOLS, _DEEPSPEED))}",
+        )
+    return best
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML or JSON file."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise MissingInputError(f"{shown(str(path))} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise mistake(str(path), f"it is neither YAML nor JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise mistake(str(path), "it is no mapping of keys to values")
+    return found
+
+
+def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> Draft:
+    """Convert a DeepSpeed JSON. Its batch sizes, optimizer and precision are those of TrainingArguments, as
+    transformers fills in "auto"."""
+
+    def number_of(section: str, key: str) -> Any:
+        value = (given.get(section) or {}).get("params", {}).get(key)
+        return None if value == "auto" else value
+
+    keys = {
+        "per_device_train_batch_size": given.get("train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps": given.get("gradient_accumulation_steps"),
+        "batch_size": given.get("train_batch_size"),
+        "max_grad_norm": given.get("gradient_clipping"),
+        "bf16": (given.get("bf16") or {}).get("enabled"),
+        "fp16": (given.get("fp16") or {}).get("enabled"),
+        "learning_rate": number_of("optimizer", "lr"),
+        "weight_decay": number_of("optimizer", "weight_decay"),
+        "adam_epsilon": number_of("optimizer", "eps"),
+    }
+    betas = number_of("optimizer", "betas")
+    if isinstance(betas, list):
+        keys |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+    draft = Draft({k: v for k, v in keys.items() if v not in (None, "auto")}, trl.ARGUMENTS, path.parent)
+    draft.put("task", task or "sft", "--task sets another one")
+    draft.put("data.max_length", 2048, "not in the JSON: choose it")
+    deepspeed(draft, given, path.name)
+    on = [name for name in ("bf16", "fp16") if keys[name] is True]
+    draft.put("train.precision", on[0] if on else "bf16", on[0] if on else "auto in the JSON: choose it")
+    training(draft)
+    known = {
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
+        "gradient_clipping", "bf16", "fp16", "optimizer", "zero_optimization",
+    }  # fmt: skip
+    reason = "dsft writes DeepSpeed's JSON itself (dsft plan SPEC --explain shows every key and why)"
+    draft.left |= {key: reason for key in given if key not in known}
+    sections = ("stage", "offload_optimizer", "offload_param")
+    draft.left |= {
+        f"zero_optimization.{key}": reason
+        for key in given.get("zero_optimization") or {}
+        if key not in sections
+    }
+    return draft
+
+
+def _name_sources(draft: Draft) -> None:
+    """Give sources of one path names that differ."""
+    sources = draft.spec["data"]["train"]
+    paths = [source["path"] for source in sources]
+    for position, source in enumerate(sources):
+        if paths.count(source["path"]) > 1:
+            source["name"] = f"source-{position + 1}"
+
+
+def _name(draft: Draft, path: Path) -> None:
+    """Set the run's name and output folder from output_dir: its last part and the folder above."""
+    folder = draft.get("output_dir")
+    parts = [part for part in Path(str(folder)).parts if part not in (".", "/", "..")] if folder else []
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1] if parts else path.stem).strip("-._")[:100]
+    draft.put("name", name or "run", "output_dir" if parts else "")
+    if len(parts) > 1:
+        draft.put(
+            "output_dir", str(Path(str(folder)).parent), "output_dir; the run's folder is output_dir/name"
+        )
+
+
+def _head(title: str, path: Path, draft: Draft) -> list[str]:
+    head = [
+        f"Converted from {path.name} of {title}. A comment names the key that a value comes from.",
+        "Check it with dsft validate and dsft preview.",
+    ]
+    if draft.left:
+        head += ["", "Not in this spec:", *(f"  {line}" for line in listed(draft.left))]
+    return head
+
+
+def listed(left: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason, with the keys that share it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{', '.join(keys)}: {reason}" for reason, keys in names.items()]
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists() or path.is_symlink():
+        raise mistake("--out", f"{shown(str(path))} is there already and stays; choose another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{shown(str(path))} cannot be written ({error.strerror}); choose another place"
+        ) from error
+
+
+def _mistakes(path: Path) -> str | None:
+    try:
+        load_spec(path, check_files=False)
+    except SpecError as error:
+        return str(error)
+    return None

@@ -1,0 +1,225 @@
+"""Collect the values of a new spec, with the key of the other tool's config that each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsft.spec.aliases import meant
+from dsft.spec.document import Writer, shown
+from dsft.spec.not_offered import is_off, of_key, of_value
+from dsft.spec.schema import Spec
+
+NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "dsft prepares and reads rows in its own way; it changes no result": tuple(
+        """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+        dataloader_persistent_workers preprocessing_batch_size preprocessing_num_workers dataset_num_proc
+        dataset_processes dataset_prepared_path tokenized_path buffer_size streaming group_by_length
+        pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
+        sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy skip_prepare_dataset
+        shuffle_merged_datasets""".split()
+    ),
+    "dsft needs no such setting": tuple(
+        """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_dir log_level
+        disable_tqdm
+        save_only_model save_safetensors logging_nan_inf_filter save_first_step do_train do_eval ddp_timeout
+        debug strict local_rank per_device_eval_batch_size eval_batch_size prediction_loss_only use_cache
+        gradient_checkpointing_kwargs model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer
+        create_new_adapter wandb_watch wandb_log_model accelerator_config run_name wandb_name wandb_run_id
+        use_hf ignore_args_error is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
+        torch_empty_cache_steps gc_steps low_cpu_mem_usage ddp_find_unused_parameters ddp_bucket_cap_mb
+        include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices""".split()
+    ),
+    "dsft never runs code that comes with a model": ("trust_remote_code",),
+    "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
+    "model.name_or_path to their folder": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    "set model.kernels: liger (GPUs only)": (
+        *("plugins", "use_liger_kernel", "enable_liger_kernel", "use_liger"),
+        *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm"),
+        *("liger_fused_linear_cross_entropy", "liger_rms_norm_gated", "liger_cross_entropy"),
+    ),
+}
+"""Reason -> keys of other tools that are not carried over for it."""
+
+
+@dataclass
+class Draft:
+    """A spec that is filled in from the config of another tool.
+
+    given     the config: its keys and values
+    defaults  what the tool takes for a key that the config leaves out, where that decides the result
+    folder    folder of the config file, for files that it names
+    spec      values of the spec, in sections
+    comments  dotted key of the spec -> the key that its value comes from, and a note
+    left      key of the config -> why it is not in the spec
+    """
+
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    folder: Path
+    spec: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of the keys that is given, else the first that has a default, else
+        None. All of them count as read."""
+        return self._find(names)[1]
+
+    def is_given(self, name: str) -> bool:
+        return self.given.get(name) not in (None, "")
+
+    def carry(self, key: str, *names: str, to: Callable[[Any], Any] | None = None, note: str = "") -> Any:
+        """Set `key` of the spec to the value of the first of `names` that is given, or has a default, and
+        return it; `to` converts it. A value that `to` cannot convert (ValueError, with the reason) and one
+        that it turns into None are left out."""
+        name, value = self._find(names)
+        if value is None:
+            return None
+        try:
+            value = to(value) if to is not None else value
+        except (ValueError, TypeError) as error:
+            self.leave(name, f"{shown(self.given.get(name))}: {error}")
+            return None
+        if value is None:
+            return None
+        comment = name if self.is_given(name) else f"default of {name}"
+        self.put(key, value, f"{comment}; {note}" if note else comment)
+        return value
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        """Set a dotted key of the spec."""
+        *sections, last = key.split(".")
+        place = self.spec
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+        if comment:
+            self.comments[key] = comment
+
+    def leave(self, name: str, reason: str) -> None:
+        """Record that a key of the config is not in the spec, and why."""
+        self.read.add(name)
+        if self.is_given(name):
+            self.left.setdefault(name, reason)
+
+    def find(self, name: str) -> Path | None:
+        """Return a file that the config names: in the working folder, beside the config, or in a folder above
+        it; None if it is in none of them."""
+        here, folder = Path.cwd(), self.folder.resolve()
+        for place in (here, folder, *folder.parents):
+            path = place / name
+            if path.is_file():
+                return path.relative_to(here) if path.is_relative_to(here) else path
+        return None
+
+    def leave_rest(self) -> None:
+        """Record the reason for every key that has a value and has not been read."""
+        reasons = {name: reason for reason, names in NO_EFFECT.items() for name in names}
+        for name, value in self.given.items():
+            if name in self.read or value is None:
+                continue
+            if name in reasons:
+                reason = reasons[name]
+            elif is_off(value) or value in ([], {}):
+                reason = "off, as here"
+            else:
+                reason = _no_key_for(name, value)
+            self.left.setdefault(name, reason)
+
+    def text(self, head: list[str]) -> str:
+        """Return the spec as YAML, sections in the order of the schema, after the comment lines `head`."""
+        lines = [f"# {line}".rstrip() for line in head]
+        for key in Spec.model_fields:
+            if key in self.spec:
+                lines += ["", *self._lines(key, self.spec[key], 0)]
+        return "\n".join(lines) + "\n"
+
+    def _lines(self, path: str, value: Any, depth: int) -> list[str]:
+        indent, name = "  " * depth, path.rpartition(".")[2]
+        comment = self.comments.get(path, "")
+        tail = f"  # {comment}" if comment else ""
+        if isinstance(value, dict) and depth < 2 and value:
+            below = [self._lines(f"{path}.{key}", inner, depth + 1) for key, inner in value.items()]
+            return [f"{indent}{name}:{tail}", *(line for part in below for line in part)]
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            items = [
+                f"{indent}  - {_flow(item)}{self._tail(f'{path}.{number}')}"
+                for number, item in enumerate(value)
+            ]
+            return [f"{indent}{name}:{tail}", *items]
+        return [f"{indent}{name}: {_flow(value)}{tail}"]
+
+    def _tail(self, path: str) -> str:
+        return f"  # {self.comments[path]}" if path in self.comments else ""
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        self.read.update(names)
+        for name in names:
+            if self.is_given(name):
+                return name, self.given[name]
+        for name in names:
+            if self.defaults.get(name) is not None:
+                return name, self.defaults[name]
+        return names[0], None
+
+
+def _no_key_for(name: str, value: Any) -> str:
+    feature, ours = of_key(name) or of_value(name, value), meant("", name)
+    if feature is not None:
+        return feature.clause()
+    return f"see {ours}" if ours is not None else "dsft has no key for it (docs/limits.md)"
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    text: str = yaml.dump(
+        value, Dumper=Writer, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+# --- values ----------------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> float:
+    """Return a number, also one that YAML 1.1 reads as a text (`1e-5`)."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("a number is needed") from None
+
+
+def whole(value: Any) -> int:
+    """Return a whole number."""
+    if number(value) != int(number(value)):
+        raise ValueError("a whole number is needed")
+    return int(number(value))
+
+
+def positive(value: Any) -> int | None:
+    """Return a whole number, None if it is 0 or less, which other tools take for "not set"."""
+    return whole(value) if whole(value) > 0 else None
+
+
+def flag(value: Any) -> bool:
+    """Return a switch, also one that is written as a text."""
+    if isinstance(value, str):
+        if value.lower() not in ("true", "false"):
+            raise ValueError("true or false is needed")
+        return value.lower() == "true"
+    return bool(value)
+
+
+def names_in(value: Any) -> list[str]:
+    """Return a list of names, also one that is written as a text with commas."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [str(part) for part in value]

@@ -1,0 +1,128 @@
+"""Convert the arguments of ms-swift: its YAML or JSON config, or the args.json that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsft.convert import arguments
+from dsft.convert.draft import Draft, flag, names_in, number, whole
+from dsft.convert.llamafactory import reference
+from dsft.convert.tool import Tool, refuse
+from dsft.spec.document import shown
+
+_METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
+_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_TOO_LONG = {"delete": "drop", "right": "truncate", "left": "truncate", "split": "split"}
+
+
+def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
+    method = draft.get("rlhf_type")
+    if task is None and method is not None and method not in _METHODS:
+        raise refuse("rlhf_type", str(method))
+    task = task or ("dpo" if method else "pretrain" if draft.get("use_chat_template") is False else "sft")
+    draft.put("task", task, "rlhf_type" if method else "choose another one with --task sft, pretrain or dpo")
+    draft.carry("model.name_or_path", "model", note="a name of ModelScope may differ on the Hugging Face hub")
+    draft.carry("model.add_tokens", "new_special_tokens", to=lambda value: names_in(value) or None)
+    arguments.attention(draft)
+    arguments.checkpointing(draft, by_default=True)
+    arguments.quantization(draft)
+    kind = draft.get("tuner_type", "train_type", "sft_type")
+    if kind == "lora":
+        arguments.lora(draft)
+    elif kind != "full":
+        for name in ("tuner_type", "train_type", "sft_type"):
+            draft.leave(name, f"{shown(kind)} is not offered; dsft has model.lora and full training")
+    draft.defaults = {**draft.defaults, "learning_rate": 1e-4 if kind == "lora" else 1e-5}
+    _data(draft, task)
+    if task == "dpo":
+        _preferences(draft, method)
+    arguments.parallel(draft)
+    given = draft.get("torch_dtype", "dtype")
+    arguments.precision(draft, _PRECISION.get(str(given), "bf16"))
+    draft.comments["train.precision"] = "torch_dtype" if given else "the model's own type there"
+    if not draft.is_given("gradient_accumulation_steps"):
+        draft.put("train.global_batch_size", 16, "default of gradient_accumulation_steps: 16 over all GPUs")
+    arguments.training(draft)
+
+
+def _data(draft: Draft, task: str) -> None:
+    for name, ours in (("dataset", "train"), ("val_dataset", "eval")):
+        value = draft.get(name)
+        entries = [_source(entry) for entry in (value if isinstance(value, list) else names_in(value or []))]
+        if entries:
+            draft.put(f"data.{ours}", entries, name)
+    weights = draft.get("interleave_prob")
+    if weights:
+        for source, weight in zip(draft.spec["data"]["train"], weights, strict=False):
+            source["weight"] = number(weight)
+    columns = draft.get("columns")
+    if isinstance(columns, Mapping):
+        draft.leave("columns", "write it the other way round, {name in dsft: name in the file}, per source")
+    draft.carry("data.eval_fraction", "split_dataset_ratio", to=lambda value: number(value) or None)
+    _rows(draft, task)
+
+
+def _rows(draft: Draft, task: str) -> None:
+    """Convert what happens to rows: length, packing, targets, template."""
+    if draft.carry("data.max_length", "max_length", to=whole) is None:
+        draft.put("data.max_length", 2048, "not in the config, which then takes the model's own maximum")
+    strategy = str(draft.get("truncation_strategy"))
+    if task != "pretrain":
+        ours = _TOO_LONG.get(strategy, "drop")
+        draft.put("data.on_too_long", "truncate" if ours == "split" else ours, "truncation_strategy")
+    if flag(draft.get("packing") or False):
+        draft.put("data.packing", True, f"packing; {arguments.PACKED}" if task != "pretrain" else "packing")
+    elif flag(draft.get("padding_free") or False):
+        draft.put("data.packing", True, "padding_free: rows without padding, the same examples a step")
+    loss = str(draft.get("loss_scale"))
+    if loss == "last_round":
+        draft.put("data.train_on", "last", "loss_scale")
+    elif loss == "all":
+        draft.put("data.train_on", "all", "loss_scale")
+    elif loss not in ("default", "None"):
+        draft.leave("loss_scale", f"{shown(loss)}: weights of parts of an answer are not offered")
+    draft.leave("template", "dsft takes the tokenizer's own chat template (data.chat_template for another)")
+    for name in ("system", "agent_template", "response_prefix", "enable_thinking", "add_non_thinking_prefix"):
+        draft.leave(name, "the chat template decides it; a system turn can be in the rows")
+
+
+def _source(entry: Any) -> dict[str, Any]:
+    """Return the source of `PATH` or `ID[:SUBSET][#ROWS]`."""
+    name, _, rows = str(entry).partition("#")
+    source: dict[str, Any] = {"path": name.removeprefix("HF::").removeprefix("MS::")}
+    if ":" in source["path"] and not Path(source["path"]).exists():
+        source["path"] += ":train"
+    if rows:
+        source["max_rows"] = whole(rows)
+    return source
+
+
+def _preferences(draft: Draft, method: str | None) -> None:
+    losses = draft.get("loss_type") or []
+    losses = losses if isinstance(losses, list) else [losses]
+    loss = str(losses[0]) if losses else _METHODS[method or "dpo"]
+    if len(losses) > 1 or loss not in ("sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"):
+        raise refuse("loss_type", ", ".join(map(str, losses)))
+    draft.put("dpo.loss_type", loss, "loss_type" if losses else "rlhf_type")
+    draft.defaults = {**draft.defaults, "beta": 2.0 if method == "simpo" else 0.1}
+    draft.carry("dpo.beta", "beta", to=number)
+    draft.carry("dpo.label_smoothing", "label_smoothing", to=lambda value: number(value) or None)
+    draft.carry("dpo.sft_weight", "rpo_alpha", to=number)
+    if method == "simpo":
+        draft.carry("dpo.simpo_gamma", "simpo_gamma", to=number)
+    reference(draft, "ref_model", adapter="lora" in draft.spec["model"])
+
+
+TOOL = Tool(
+    title="ms-swift",
+    marks=("tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "torch_dtype", "model", "dataset"),
+    defaults={
+        "tuner_type": "lora", "per_device_train_batch_size": 1, "num_train_epochs": 3.0,
+        "lr_scheduler_type": "cosine", "optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.95,
+        "logging_steps": 5, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05,
+        "target_modules": ["all-linear"], "simpo_gamma": 1.0,
+    },
+    convert=convert,
+)  # fmt: skip
