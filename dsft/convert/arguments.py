@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from dsft.convert.draft import Draft, flag, names_in, number, positive, whole
-from dsft.convert.tool import mistake
-from dsft.spec.document import shown
+from dsft.convert.draft import Draft, NotOfferedError, flag, mistake, names_in, number, positive, whole
+from dsft.spec.document import quote
 from dsft.spec.not_offered import is_off
 from dsft.spec.schema import Optim, Schedule
 
@@ -73,7 +72,7 @@ def _optimizer(draft: Draft) -> None:
         draft.put("optim.name", "adamw", (given if draft.is_given(given) else f"default of {given}") + note)
     else:
         draft.put("optim.name", "adamw", f"{name} is not offered: look for another learning rate")
-        draft.leave(given, f"{shown(name)} is not offered; optim.name has adamw and sgd")
+        draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw and sgd")
     draft.carry("optim.learning_rate", "learning_rate", to=number)
     draft.carry("optim.weight_decay", "weight_decay", to=number)
     betas = [number(draft.get("adam_beta1") or 0.9), number(draft.get("adam_beta2") or 0.999)]
@@ -91,7 +90,7 @@ def _schedule(draft: Draft) -> None:
     least = _least(draft, options)
     kind, note = _SCHEDULES.get(name, name), given if draft.is_given(given) else f"default of {given}"
     if kind not in get_args(Schedule):
-        draft.leave(given, f"{shown(name)} is not offered; the spec has cosine in its place")
+        draft.leave(given, f"{quote(name)} is not offered; the spec has cosine in its place")
         kind, note = "cosine", f"{name} is not offered"
     if kind == "cosine" and least:
         kind = "cosine_with_min_lr"
@@ -116,7 +115,7 @@ def _least(draft: Draft, options: Mapping[str, Any]) -> float:
 
 
 def _warmup(draft: Draft, kind: str) -> None:
-    steps, ratio = number(draft.get("warmup_steps") or 0), number(draft.get("warmup_ratio") or 0)
+    steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if kind == "constant":
         for key in ("warmup_steps", "warmup_ratio"):
             draft.leave(key, "a constant rate has no warm-up; use constant_with_warmup")
@@ -134,7 +133,7 @@ def _when(draft: Draft) -> None:
 
     def steps(value: Any) -> int | None:
         if 0 < number(value) < 1:
-            raise ValueError("a fraction of all steps; here a number of steps is needed")
+            raise NotOfferedError("a fraction of all steps; here a number of steps is needed")
         return positive(value)
 
     strategy = draft.get("eval_strategy", "evaluation_strategy")
@@ -158,7 +157,7 @@ def _when(draft: Draft) -> None:
     else:
         draft.carry("checkpoint.every", "save_steps", to=steps)
     draft.carry("checkpoint.keep_last", "save_total_limit", to=positive)
-    best = flag(draft.get("load_best_model_at_end") or False)
+    best = draft.is_on("load_best_model_at_end")
     if best and draft.is_given("load_best_model_at_end"):
         draft.put("checkpoint.keep_best", 1, "load_best_model_at_end; it is in checkpoints/best")
     if draft.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
@@ -168,7 +167,7 @@ def _when(draft: Draft) -> None:
 
 def held_out(draft: Draft, name: str) -> None:
     """Convert the rows kept for evaluation: a fraction below 1, or a number of rows."""
-    size = number(draft.get(name) or 0)
+    size = draft.number(name)
     if 0 < size < 1:
         draft.carry("data.eval_fraction", name, to=number)
     elif size:
@@ -204,7 +203,7 @@ def attention(draft: Draft) -> None:
             if value in _ATTENTION:
                 draft.put("model.attention", _ATTENTION[value], name)
             else:
-                draft.leave(name, f"{shown(value)} is not offered; model.attention: auto chooses one")
+                draft.leave(name, f"{quote(value)} is not offered; model.attention: auto chooses one")
     for name, ours in (
         ("flash_attention", "flash_attention_2"), ("sdp_attention", "sdpa"), ("eager_attention", "eager")
     ):  # fmt: skip
@@ -234,21 +233,22 @@ def quantization(draft: Draft) -> None:
             draft.leave(name, reason)
 
 
-def lora(draft: Draft) -> None:
-    """Convert the keys of a LoRA adapter."""
+def lora(draft: Draft, name: str) -> None:
+    """Convert the keys of a LoRA adapter. name: key that asks for one."""
+    draft.comments["model.lora"] = name if draft.is_given(name) else f"default of {name}"
     rank = draft.carry("model.lora.rank", "lora_rank", "lora_r", to=whole)
     if not draft.is_given("lora_alpha") and draft.defaults.get("lora_alpha") == "2 × rank":
         draft.put("model.lora.alpha", 2 * rank, "default of lora_alpha: twice the rank")
         draft.read.add("lora_alpha")
     else:
         draft.carry("model.lora.alpha", "lora_alpha", to=number)
-    if draft.spec["task"] == "dpo" and number(draft.get("lora_dropout") or 0) > 0:
+    if draft.spec["task"] == "dpo" and draft.number("lora_dropout") > 0:
         draft.put("model.lora.dropout", 0.0, "lora_dropout, but dropout would change the policy alone")
         draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
     else:
         draft.carry("model.lora.dropout", "lora_dropout", to=number)
     names = ("lora_target", "lora_target_modules", "target_modules")
-    if flag(draft.get("lora_target_linear") or False):
+    if draft.is_on("lora_target_linear"):
         draft.put("model.lora.target_modules", "all-linear", "lora_target_linear")
         for name in names:
             draft.leave(name, "lora_target_linear covers all linear modules")
@@ -274,13 +274,13 @@ def _targets(value: Any) -> str | list[str]:
     if names in (["all"], ["all-linear"]):
         return "all-linear"
     if any("*" in name or "|" in name or "\\" in name for name in names):
-        raise ValueError("a pattern; model.lora.target_modules takes names of modules, or all-linear")
+        raise NotOfferedError("a pattern; model.lora.target_modules takes names of modules, or all-linear")
     return names
 
 
 def _one_of(names: list[str]) -> str | None:
     if len(names) > 1:
-        raise ValueError("several adapters; merge them first, here one is trained")
+        raise NotOfferedError("several adapters; merge them first, here one is trained")
     return names[0] if names else None
 
 
@@ -308,7 +308,7 @@ def parallel(draft: Draft) -> None:
             return
     stage = next((int(digit) for digit in "3210" if f"z{digit}" in name or f"zero{digit}" in name), None)
     if stage is None:
-        draft.leave("deepspeed", f"{shown(name)} is not there; set parallel.zero_stage")
+        draft.leave("deepspeed", f"{quote(name)} is not there; set parallel.zero_stage")
         return
     draft.put("parallel.zero_stage", stage, f"deepspeed: {name}, by its name; the file is not there")
     if "offload" in name:
@@ -321,7 +321,7 @@ def deepspeed(draft: Draft, file: Mapping[str, Any], name: str) -> None:
     """Convert the sections of a DeepSpeed JSON that decide what is stored where. Batch sizes, precision,
     clipping and optimizer of the JSON come in as keys of TrainingArguments: `from_deepspeed`."""
     zero = file.get("zero_optimization") or {}
-    draft.put("parallel.zero_stage", int(zero.get("stage", 0)), name)
+    draft.put("parallel.zero_stage", int(zero.get("stage", 0)), f"deepspeed: {name}")
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key)
         if not isinstance(section, Mapping) or section.get("device") in (None, "none"):
@@ -349,7 +349,7 @@ def _reports(draft: Draft) -> None:
     targets = draft.get("report_to")
     project = draft.get("wandb_project")
     reports = names_in(targets) if targets is not None else []
-    wandb = "wandb" in reports or "all" in reports or bool(project) or flag(draft.get("use_wandb") or False)
+    wandb = "wandb" in reports or "all" in reports or bool(project) or draft.is_on("use_wandb")
     named = "report_to" if "wandb" in reports or not project else "wandb_project"
     draft.put("wandb.mode", "auto" if wandb else "disabled", named if targets or project else "no report_to")
     if wandb:
@@ -357,9 +357,9 @@ def _reports(draft: Draft) -> None:
         draft.carry("wandb.entity", "wandb_entity")
     if draft.get("wandb_mode") in ("offline", "disabled"):
         draft.put("wandb.mode", draft.get("wandb_mode"), "wandb_mode")
-    if "tensorboard" in reports or flag(draft.get("use_tensorboard") or False):
+    if "tensorboard" in reports or draft.is_on("use_tensorboard"):
         draft.put("tensorboard", True, "report_to" if "tensorboard" in reports else "use_tensorboard")
-    if "swanlab" in reports or flag(draft.get("use_swanlab") or False):
+    if "swanlab" in reports or draft.is_on("use_swanlab"):
         draft.put("swanlab.project", draft.get("swanlab_project") or "dsft", "swanlab")
         draft.carry("swanlab.workspace", "swanlab_workspace")
     for name in ("swanlab_api_key", "swanlab_token", "hub_token", "hf_hub_token", "swanlab_secret"):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, flag, names_in, number, whole
+from dsft.convert.draft import Draft, mistake, names_in, number, whole
 from dsft.convert.llamafactory import reference
-from dsft.convert.tool import Tool, mistake, refuse
-from dsft.spec.document import shown
+from dsft.convert.tool import Tool, refuse
+from dsft.spec.document import quote
 
 _LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 _ROWS: dict[str, dict[str, str]] = {
@@ -60,11 +60,11 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     arguments.checkpointing(draft, by_default=False)
     arguments.quantization(draft)
     if draft.get("adapter") in ("lora", "qlora"):
-        arguments.lora(draft)
+        arguments.lora(draft, "adapter")
         if draft.get("adapter") == "qlora":
             draft.left["adapter"] = "qlora: dsft trains the adapter on the unquantized model"
     elif draft.is_given("adapter"):
-        draft.leave("adapter", f"{shown(draft.get('adapter'))} is not offered; dsft has model.lora")
+        draft.leave("adapter", f"{quote(draft.get('adapter'))} is not offered; dsft has model.lora")
     _data(draft, task)
     if task == "dpo":
         losses = draft.get("dpo_loss_type")
@@ -113,10 +113,10 @@ def _data(draft: Draft, task: str) -> None:
     if task != "pretrain":
         ours = {"truncate": "truncate", "raise": "error"}.get(str(strategy), "drop")
         draft.put("data.on_too_long", ours, "excess_length_strategy" if strategy else "default there: drop")
-    if task == "pretrain" or flag(draft.get("sample_packing") or False):
+    if task == "pretrain" or draft.is_on("sample_packing"):
         note = "rows of exactly max_length" if task == "pretrain" else arguments.PACKED
         draft.put("data.packing", True, f"sample_packing; {note}")
-    if flag(draft.get("train_on_inputs") or False):
+    if draft.is_on("train_on_inputs"):
         draft.put("data.train_on", "all", "train_on_inputs")
     name = draft.get("chat_template")
     if name in _TEMPLATES:
@@ -124,7 +124,7 @@ def _data(draft: Draft, task: str) -> None:
     elif name not in (None, "tokenizer_default"):
         draft.leave(
             "chat_template",
-            f"{shown(name)}: dsft takes the tokenizer's own chat template; for another one write it to a "
+            f"{quote(name)}: dsft takes the tokenizer's own chat template; for another one write it to a "
             "Jinja file and name that in data.chat_template",
         )
 
@@ -178,7 +178,7 @@ def _columns(draft: Draft, where: str, entry: Mapping[str, Any], task: str) -> d
         columns = dict(_ROWS[kind])
     elif str(kind).partition(".")[0] not in _DETECTED:
         draft.left[f"{where}.type"] = (
-            f"{shown(kind)}: dsft detects the format of the rows; dsft preview shows it"
+            f"{quote(kind)}: dsft detects the format of the rows; dsft preview shows it"
         )
     if task == "pretrain":
         columns["text"] = entry.get("field") or entry.get("text_column") or "text"

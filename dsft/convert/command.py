@@ -12,10 +12,10 @@ import yaml
 
 from dsft.convert import axolotl, llamafactory, swift, trl
 from dsft.convert.arguments import deepspeed, training
-from dsft.convert.draft import Draft
-from dsft.convert.tool import Tool, mistake
+from dsft.convert.draft import Draft, mistake
+from dsft.convert.tool import Tool
 from dsft.errors import MissingInputError, SpecError, StorageError
-from dsft.spec.document import shown
+from dsft.spec.document import quote
 from dsft.spec.load import load_spec
 from dsft.spec.task import TASKS
 
@@ -61,16 +61,19 @@ def convert_file(
     or converted, StorageError if the spec cannot be written."""
     given = _read(path)
     if task is not None and task not in TASKS:
-        raise mistake("--task", f"{shown(task)} is not offered; use sft, pretrain or dpo")
+        raise mistake("--task", f"{quote(task)} is not offered; use sft, pretrain or dpo")
     kind = tool or recognized(given)
     if kind not in (*TOOLS, _DEEPSPEED):
-        raise mistake("--from", f"{shown(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
+        raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
     if kind == _DEEPSPEED:
         title, draft = "DeepSpeed", _from_deepspeed(given, path, task)
     else:
         title = TOOLS[kind].title
         draft = Draft(given, TOOLS[kind].defaults, path.parent)
-        TOOLS[kind].convert(draft, task, dataset_info)
+        try:
+            TOOLS[kind].convert(draft, task, dataset_info)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise mistake(str(path), f"a value is not of the kind that {title} takes ({error!r})") from error
     _name(draft, path)
     if model is not None:
         draft.put("model.name_or_path", model, "--model")
@@ -111,7 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise MissingInputError(f"{shown(str(path))} cannot be read ({error.strerror})") from error
+        raise MissingInputError(f"{quote(str(path))} cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise mistake(str(path), f"it is neither YAML nor JSON ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -204,13 +207,13 @@ def listed(left: Mapping[str, str]) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     if path.exists() or path.is_symlink():
-        raise mistake("--out", f"{shown(str(path))} is there already and stays; choose another file")
+        raise mistake("--out", f"{quote(str(path))} is there already and stays; choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(
-            f"{shown(str(path))} cannot be written ({error.strerror}); choose another place"
+            f"{quote(str(path))} cannot be written ({error.strerror}); choose another place"
         ) from error
 
 

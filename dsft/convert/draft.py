@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from dsft.spec.aliases import meant
-from dsft.spec.document import Writer, shown
-from dsft.spec.not_offered import is_off, of_key, of_value
+from dsft.errors import Problem, SpecError
+from dsft.spec.aliases import likely_key
+from dsft.spec.document import SpecDumper, quote
+from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
 from dsft.spec.schema import Spec
 
+T = TypeVar("T")
 NO_EFFECT: dict[str, tuple[str, ...]] = {
     "dsft prepares and reads rows in its own way; it changes no result": tuple(
         """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
@@ -46,6 +49,10 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
 """Reason -> keys of other tools that are not carried over for it."""
 
 
+class NotOfferedError(Exception):
+    """A value that the other tool takes and dsft has nothing for. The key is left out, with this reason."""
+
+
 @dataclass
 class Draft:
     """A spec that is filled in from the config of another tool.
@@ -74,18 +81,39 @@ class Draft:
     def is_given(self, name: str) -> bool:
         return self.given.get(name) not in (None, "")
 
+    def number(self, *names: str) -> float:
+        """Return the number of a key, 0 if it is not given and has no default. Raise SpecError for another
+        value."""
+        return self._as(number, names) or 0.0
+
+    def is_on(self, *names: str) -> bool:
+        """Return whether a switch is on. Raise SpecError for a value that is no switch."""
+        return self._as(flag, names) or False
+
+    def names(self, *names: str) -> list[str]:
+        """Return the names in a list, or in a text with commas."""
+        return self._as(names_in, names) or []
+
+    def _as(self, to: Callable[[Any], T], names: tuple[str, ...]) -> T | None:
+        name, value = self._find(names)
+        try:
+            return to(value) if value is not None else None
+        except (ValueError, TypeError) as error:
+            raise mistake(name, f"{quote(value)}: {error}") from error
+
     def carry(self, key: str, *names: str, to: Callable[[Any], Any] | None = None, note: str = "") -> Any:
         """Set `key` of the spec to the value of the first of `names` that is given, or has a default, and
-        return it; `to` converts it. A value that `to` cannot convert (ValueError, with the reason) and one
-        that it turns into None are left out."""
+        return it; `to` converts it, into None if the key is to be left out. Raise SpecError if it cannot."""
         name, value = self._find(names)
         if value is None:
             return None
         try:
             value = to(value) if to is not None else value
-        except (ValueError, TypeError) as error:
-            self.leave(name, f"{shown(self.given.get(name))}: {error}")
+        except NotOfferedError as error:
+            self.leave(name, f"{quote(value)}: {error}")
             return None
+        except (ValueError, TypeError) as error:
+            raise mistake(name, f"{quote(value)}: {error}") from error
         if value is None:
             return None
         comment = name if self.is_given(name) else f"default of {name}"
@@ -170,7 +198,7 @@ class Draft:
 
 
 def _no_key_for(name: str, value: Any) -> str:
-    feature, ours = of_key(name) or of_value(name, value), meant("", name)
+    feature, ours = feature_of_key(name) or feature_of_value(name, value), likely_key("", name)
     if feature is not None:
         return feature.clause()
     return f"see {ours}" if ours is not None else "dsft has no key for it (docs/limits.md)"
@@ -179,9 +207,14 @@ def _no_key_for(name: str, value: Any) -> str:
 def _flow(value: Any) -> str:
     """Return a value as YAML in one line."""
     text: str = yaml.dump(
-        value, Dumper=Writer, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
+        value, Dumper=SpecDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
     )
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def mistake(where: str, message: str) -> SpecError:
+    """Return the error for a config that cannot be converted. where: a key of it, an option, or its file."""
+    return SpecError("the config cannot be converted", [Problem(where, message)])
 
 
 # --- values ----------------------------------------------------------------------------------------------
@@ -192,9 +225,12 @@ def number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("a number is needed")
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError):
-        raise ValueError("a number is needed") from None
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError("a number is needed")
+    return found
 
 
 def whole(value: Any) -> int:
@@ -215,6 +251,8 @@ def flag(value: Any) -> bool:
         if value.lower() not in ("true", "false"):
             raise ValueError("true or false is needed")
         return value.lower() == "true"
+    if not isinstance(value, (bool, int)):
+        raise ValueError("true or false is needed")
     return bool(value)
 
 
@@ -222,4 +260,6 @@ def names_in(value: Any) -> list[str]:
     """Return a list of names, also one that is written as a text with commas."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list) or not all(isinstance(part, (str, int, float)) for part in value):
+        raise ValueError("a list of names is needed")
     return [str(part) for part in value]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, flag, names_in, number, whole
-from dsft.convert.tool import Tool, mistake, refuse
-from dsft.spec.document import shown
+from dsft.convert.draft import Draft, flag, mistake, names_in, number, whole
+from dsft.convert.tool import Tool, refuse
+from dsft.spec.document import quote
 
 _TASKS = {"pt": "pretrain", "sft": "sft", "dpo": "dpo"}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
@@ -51,10 +51,10 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     arguments.quantization(draft)
     kind = draft.get("finetuning_type")
     if kind == "lora":
-        arguments.lora(draft)
+        arguments.lora(draft, "finetuning_type")
     elif kind != "full":
         draft.leave(
-            "finetuning_type", f"{shown(kind)} is not offered; model.trainable trains a part of the weights"
+            "finetuning_type", f"{quote(kind)} is not offered; model.trainable trains a part of the weights"
         )
     _data(draft, task, dataset_info)
     if task == "dpo":
@@ -67,7 +67,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
 def _data(draft: Draft, task: str, dataset_info: Path | None) -> None:
     info, folder = _read_info(draft, dataset_info)
     for key, ours in (("dataset", "train"), ("eval_dataset", "eval")):
-        names = names_in(draft.get(key) or [])
+        names = draft.names(key)
         sources = [_source(draft, name, info, folder, task, key) for name in names]
         if sources:
             draft.put(f"data.{ours}", sources, key)
@@ -84,22 +84,22 @@ def _data(draft: Draft, task: str, dataset_info: Path | None) -> None:
     arguments.held_out(draft, "val_size")
     draft.carry("data.max_length", "cutoff_len", to=whole)
     _packing(draft, task)
-    if flag(draft.get("train_on_prompt") or False):
+    if draft.is_on("train_on_prompt"):
         draft.put("data.train_on", "all", "train_on_prompt")
-    elif flag(draft.get("mask_history") or False):
+    elif draft.is_on("mask_history"):
         draft.put("data.train_on", "last", "mask_history")
     name = draft.get("template")
     if name in _TEMPLATES:
         draft.put("data.chat_template", name, "template")
     elif name is not None and task != "pretrain":
         reason = "which an instruct model has; for a base model set data.chat_template; look at dsft preview"
-        draft.leave("template", f"{shown(name)}: dsft takes the tokenizer's own chat template, {reason}")
+        draft.leave("template", f"{quote(name)}: dsft takes the tokenizer's own chat template, {reason}")
     for key in ("default_system", "enable_thinking", "preserve_thinking", "tool_format"):
         draft.leave(key, "the chat template decides it; a system turn can be in the rows")
 
 
 def _packing(draft: Draft, task: str) -> None:
-    neat = flag(draft.get("neat_packing") or False)
+    neat = draft.is_on("neat_packing")
     given = draft.get("packing")
     if task == "pretrain":
         on = neat or given is None or flag(given)
@@ -120,8 +120,8 @@ def _read_info(draft: Draft, given: Path | None) -> tuple[Mapping[str, Any], Pat
     if path is None:
         raise mistake(
             "dataset_dir",
-            f"{shown(name)} has no dataset_info.json here or beside the config, so the files of dataset "
-            f"{shown(draft.given.get('dataset'))} are not known; name it with --dataset-info PATH",
+            f"{quote(name)} has no dataset_info.json here or beside the config, so the files of dataset "
+            f"{quote(draft.given.get('dataset'))} are not known; name it with --dataset-info PATH",
         )
     return arguments.read_json(path), path.parent
 
@@ -134,7 +134,7 @@ def _source(
     if not info:
         return {"path": name}
     if name not in info:
-        raise mistake(key, f"{shown(name)} is not in dataset_info.json")
+        raise mistake(key, f"{quote(name)} is not in dataset_info.json")
     entry = info[name]
     if "file_name" in entry:
         source: dict[str, Any] = {"path": str(folder / entry["file_name"])}
@@ -145,12 +145,12 @@ def _source(
     else:
         raise mistake(
             key,
-            f"{shown(name)} is on a hub that dsft does not read; download it, and name its file in "
+            f"{quote(name)} is on a hub that dsft does not read; download it, and name its file in "
             "dataset_info.json as file_name",
         )
     formatting = entry.get("formatting", "alpaca")
     if formatting not in _COLUMNS:
-        raise mistake(key, f"{shown(name)} has formatting {shown(formatting)}, which is not known")
+        raise mistake(key, f"{quote(name)} has formatting {quote(formatting)}, which is not known")
     columns = _columns(entry, formatting, task)
     if entry.get("ranking"):
         source["format"] = "preference"
@@ -164,7 +164,7 @@ def _source(
     for tag, read in _READ_TAGS.items():
         if tags.get(tag, _TAGS[tag]) not in read:
             draft.left[f"dataset_info.json, {name}, {tag}"] = (
-                f"{shown(tags[tag])}: rename the role in the file; dsft reads {' and '.join(read)}"
+                f"{quote(tags[tag])}: rename the role in the file; dsft reads {' and '.join(read)}"
             )
     return source
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, flag, names_in, number, whole
+from dsft.convert.draft import Draft, names_in, number, whole
 from dsft.convert.llamafactory import reference
 from dsft.convert.tool import Tool, refuse
-from dsft.spec.document import shown
+from dsft.spec.document import quote
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -30,10 +30,10 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     arguments.quantization(draft)
     kind = draft.get("tuner_type", "train_type", "sft_type")
     if kind == "lora":
-        arguments.lora(draft)
+        arguments.lora(draft, "tuner_type")
     elif kind != "full":
         for name in ("tuner_type", "train_type", "sft_type"):
-            draft.leave(name, f"{shown(kind)} is not offered; dsft has model.lora and full training")
+            draft.leave(name, f"{quote(kind)} is not offered; dsft has model.lora and full training")
     draft.defaults = {**draft.defaults, "learning_rate": 1e-4 if kind == "lora" else 1e-5}
     _data(draft, task)
     if task == "dpo":
@@ -72,9 +72,9 @@ def _rows(draft: Draft, task: str) -> None:
     if task != "pretrain":
         ours = _TOO_LONG.get(strategy, "drop")
         draft.put("data.on_too_long", "truncate" if ours == "split" else ours, "truncation_strategy")
-    if flag(draft.get("packing") or False):
+    if draft.is_on("packing"):
         draft.put("data.packing", True, f"packing; {arguments.PACKED}" if task != "pretrain" else "packing")
-    elif flag(draft.get("padding_free") or False):
+    elif draft.is_on("padding_free"):
         draft.put("data.packing", True, "padding_free: rows without padding, the same examples a step")
     loss = str(draft.get("loss_scale"))
     if loss == "last_round":
@@ -82,7 +82,7 @@ def _rows(draft: Draft, task: str) -> None:
     elif loss == "all":
         draft.put("data.train_on", "all", "loss_scale")
     elif loss not in ("default", "None"):
-        draft.leave("loss_scale", f"{shown(loss)}: weights of parts of an answer are not offered")
+        draft.leave("loss_scale", f"{quote(loss)}: weights of parts of an answer are not offered")
     draft.leave("template", "dsft takes the tokenizer's own chat template (data.chat_template for another)")
     for name in ("system", "agent_template", "response_prefix", "enable_thinking", "add_non_thinking_prefix"):
         draft.leave(name, "the chat template decides it; a system turn can be in the rows")

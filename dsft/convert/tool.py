@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.convert.draft import Draft
-from dsft.errors import Problem, SpecError
-from dsft.spec.document import shown
-from dsft.spec.not_offered import of_value
+from dsft.convert.draft import Draft, mistake
+from dsft.errors import SpecError
+from dsft.spec.document import quote
+from dsft.spec.not_offered import feature_of_value
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,6 @@ class Tool:
 
 def refuse(name: str, value: str) -> SpecError:
     """Return the error for a method of training that dsft does not have."""
-    asked = of_value("task", value)
+    asked = feature_of_value("task", value)
     reason = asked.clause() if asked is not None else "the tasks of dsft are sft, pretrain and dpo"
-    return mistake(name, f"{shown(value)}: {reason}")
-
-
-def mistake(where: str, message: str) -> SpecError:
-    """Return the error for a config that cannot be converted. where: a key of it, an option, or its file."""
-    return SpecError("the config cannot be converted", [Problem(where, message)])
+    return mistake(name, f"{quote(value)}: {reason}")

@@ -35,8 +35,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     arguments.attention(draft)
     arguments.checkpointing(draft, by_default=trl)
     arguments.quantization(draft)
-    if flag(draft.get("use_peft") or False):
-        arguments.lora(draft)
+    if draft.is_on("use_peft"):
+        arguments.lora(draft, "use_peft")
         if "target_modules" not in draft.spec["model"]["lora"]:
             draft.put("model.lora.target_modules", "all-linear", _TARGETS)
     draft.get("lora_task_type")
@@ -79,9 +79,9 @@ def _rows(draft: Draft, task: str) -> None:
         draft.leave(
             "truncation_mode", "a row is cut at its end, the prompt before the answer (docs/masks.md)"
         )
-    if flag(draft.get("packing") or False):
+    if draft.is_on("packing"):
         draft.put("data.packing", True, f"packing; {arguments.PACKED}")
-    elif flag(draft.get("padding_free") or False):
+    elif draft.is_on("padding_free"):
         draft.put("data.packing", True, "padding_free: rows without padding, the same examples a step")
     if task == "sft" and "max_length" in draft.defaults:
         draft.put("data.train_on", "all", "TRL's default: all turns of a conversation; assistant is dsft's")
@@ -120,8 +120,7 @@ def _preferences(draft: Draft) -> None:
     draft.carry("dpo.sft_weight", "rpo_alpha", to=number)
     for name in ("max_prompt_length", "max_completion_length"):
         draft.leave(name, "data.max_length holds the prompt and one answer together")
-    if flag(draft.get("precompute_ref_log_probs") or False):
-        draft.put("dpo.reference", "precomputed", "precompute_ref_log_probs")
+    draft.leave("precompute_ref_log_probs", "dpo.reference: precomputed is the default without an adapter")
     reference(draft, "ref_model_name_or_path", adapter="lora" in draft.spec["model"])
 
 

@@ -222,9 +222,12 @@ def _scalar(node: Any) -> Any:
         return None
     if node.tag == _BOOL:
         return text.lower() == "true"
-    if node.tag == _INT:
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    return float(text) if node.tag == _FLOAT else text
+    try:
+        if node.tag == _INT:
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        return float(text) if node.tag == _FLOAT else text
+    except ValueError:  # a tag that was written, such as !!float x; it is refused as all tags are
+        return text
 
 
 def _syntax_problem(error: yaml.YAMLError) -> Problem:

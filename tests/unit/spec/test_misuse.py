@@ -37,6 +37,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "tab": "name: small\ntask:\n\tsft\n",
     "duplicate_key": GOOD + "output_dir: a\nname: other\noutput_dir: b\n",
     "tag": GOOD + "output_dir: !!python/object/apply:os.system [echo]\n",
+    "tag_of_a_number": GOOD + "output_dir: !!float x\n",
     "alias_bomb": "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
     + "".join(f"{k}: &{k} [{','.join([f'*{p}'] * 10)}]\n" for p, k in ("ab", "bc", "cd", "de", "ef")),
     "two_documents": GOOD + "---\nname: second\n",

@@ -1,0 +1,335 @@
+"""`dsft convert`: what a config of another tool means is what the spec says, key by key; nothing is left out
+without a reason; the spec is valid. The configs have the keys and values that users of these tools write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsft.convert.command import Converted, convert_file, listed
+from dsft.errors import MissingInputError, SpecError
+from dsft.spec.load import load_spec
+from dsft.spec.schema import Spec
+from dsft.spec.summary import summary
+
+ROWS = '{"instruction": "a", "input": "", "output": "b"}\n'
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for name in ("identity.json", "pairs.json", "wiki.txt"):
+        Path("data", name).write_text(ROWS)
+    info: dict[str, Any] = {
+        "identity": {"file_name": "identity.json"},
+        "chats": {
+            "file_name": "identity.json", "formatting": "sharegpt", "num_samples": 7,
+            "columns": {"messages": "turns", "system": "sys"},
+            "tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "bot"},
+        },
+        "openai": {
+            "file_name": "identity.json", "formatting": "sharegpt", "columns": {"messages": "messages"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
+        },
+        "pairs": {
+            "file_name": "pairs.json", "ranking": True, "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"},
+        },
+        "wiki": {"file_name": "wiki.txt", "columns": {"prompt": "text"}},
+        "hub": {"hf_hub_url": "owner/name", "subset": "en", "split": "train"},
+        "elsewhere": {"ms_hub_url": "owner/name"},
+    }  # fmt: skip
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+
+
+def converted(config: dict[str, Any], *args: Any, **options: Any) -> tuple[Spec, Converted]:
+    file = Path("config.yaml")
+    file.write_text(yaml.safe_dump(config))
+    out = Path("spec.yaml")
+    out.unlink(missing_ok=True)
+    done = convert_file(file, *args, out=out, **options)
+    assert done.mistakes is None, f"{done.mistakes}\n{out.read_text()}"
+    spec = load_spec(out, check_files=False)
+    for name, value in config.items():  # nothing goes without a trace
+        assert value in (None, 0, False, "full", "steps", "auto") or name in out.read_text(), name
+    return spec, done
+
+
+LLAMA_FACTORY = {
+    "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507", "trust_remote_code": True, "stage": "sft",
+    "do_train": True, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all",
+    "dataset": "identity,chats", "template": "qwen3_nothink", "cutoff_len": 2048, "max_samples": 1000,
+    "preprocessing_num_workers": 16, "output_dir": "saves/qwen3-4b/lora/sft", "logging_steps": 10,
+    "save_steps": 500, "plot_loss": True, "report_to": "none", "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8, "learning_rate": "1.0e-4", "num_train_epochs": 3.0,
+    "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True, "resume_from_checkpoint": None,
+    "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 500, "deepspeed": "ds_z3_offload_config.json",
+}  # fmt: skip
+
+
+def test_llamafactory() -> None:
+    spec, done = converted(LLAMA_FACTORY)
+    assert (spec.name, spec.output_dir, spec.task) == ("sft", "saves/qwen3-4b/lora", "sft")
+    assert spec.model.name_or_path == "Qwen/Qwen3-4B-Instruct-2507"
+    lora = spec.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (8, 16, 0, "all-linear")
+    assert spec.model.gradient_checkpointing  # on by default there
+    train = spec.train
+    assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == (1, 8, None)
+    assert (train.num_train_epochs, train.precision, train.eval_every, train.log_every) == (
+        3,
+        "bf16",
+        500,
+        10,
+    )
+    optim = spec.optim
+    assert (optim.name, optim.learning_rate, optim.weight_decay) == ("adamw", 1e-4, 0)
+    assert (optim.lr_scheduler_type, optim.warmup_ratio, optim.warmup_steps) == ("cosine", 0.1, None)
+    one, two = spec.data.train
+    assert (one.path, one.columns, one.max_rows) == ("data/identity.json", {}, 1000)
+    assert (two.columns, two.max_rows) == ({"conversations": "turns", "system": "sys"}, 1000)
+    assert (spec.data.max_length, spec.data.on_too_long, spec.data.eval_fraction) == (2048, "truncate", 0.1)
+    assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (3, "cpu")
+    assert (spec.checkpoint.every, spec.wandb.mode) == (500, "disabled")
+    assert "'bot'" in done.left["dataset_info.json, chats, assistant_tag"]
+    assert "dsft preview" in done.left["template"]
+    assert "never runs code" in done.left["trust_remote_code"]
+    assert "train.eval_every" in summary(spec) or spec.data.eval_fraction  # the spec says it in its own words
+
+
+def test_defaults_of_the_tool_are_written_out() -> None:
+    """What the config leaves out is what that tool would have taken, not what dsft takes."""
+    spec, _ = converted({"stage": "sft", "model_name_or_path": "a/b", "dataset": "openai", "cutoff_len": 64})
+    assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (8, 1)
+    assert (spec.optim.learning_rate, spec.train.num_train_epochs) == (5e-5, 3)
+    assert (spec.optim.lr_scheduler_type, spec.train.precision) == ("linear", "fp32")
+    assert spec.model.lora is not None and spec.data.train[0].columns == {}
+    spec, _ = converted(
+        {"base_model": "a/b", "datasets": [{"path": "x/y", "type": "alpaca"}], "learning_rate": 1e-4}
+    )
+    assert (spec.train.micro_batch_size, spec.data.max_length, spec.data.on_too_long) == (1, 512, "drop")
+    assert (spec.optim.lr_scheduler_type, spec.optim.warmup_ratio, spec.model.lora) == ("cosine", 0.03, None)
+    spec, _ = converted({"model_name_or_path": "a/b", "dataset_name": "x/y"})
+    assert (spec.optim.learning_rate, spec.data.max_length, spec.train.precision) == (2e-5, 1024, "bf16")
+    assert spec.data.train_on == "all"  # TRL trains on all turns; the comment says so
+    spec, _ = converted({"model": "a/b", "dataset": ["x/y#500"], "tuner_type": "full"})
+    assert (spec.optim.learning_rate, spec.optim.weight_decay, spec.optim.betas) == (1e-5, 0.1, (0.9, 0.95))
+    assert (spec.train.global_batch_size, spec.train.micro_batch_size) == (16, 1)
+    assert (spec.data.train[0].path, spec.data.train[0].max_rows) == ("x/y", 500)
+
+
+def test_llamafactory_pairs_and_texts() -> None:
+    pairs = {
+        "stage": "dpo",
+        "model_name_or_path": "a/b",
+        "dataset": "pairs",
+        "pref_beta": 0.2,
+        "pref_ftx": 0.5,
+    }
+    spec, _ = converted({**pairs, "pref_loss": "sigmoid", "lora_dropout": 0.05})
+    assert spec.dpo is not None and spec.model.lora is not None
+    assert (spec.dpo.beta, spec.dpo.sft_weight, spec.dpo.reference) == (0.2, 0.5, "adapter")
+    assert spec.model.lora.dropout == 0
+    (source,) = spec.data.train
+    assert source.format == "preference" and source.columns == {"chosen": "good", "rejected": "bad"}
+    spec, _ = converted(
+        {**pairs, "pref_loss": "simpo", "simpo_gamma": 1.0, "finetuning_type": "full", "pref_ftx": 0}
+    )
+    assert spec.dpo is not None and (spec.dpo.loss_type, spec.dpo.simpo_gamma) == ("simpo", 1.0)
+    spec, _ = converted(
+        {"stage": "pt", "model_name_or_path": "a/b", "dataset": "wiki", "finetuning_type": "full"}
+    )
+    assert (spec.task, spec.data.packing, spec.data.train[0].columns) == ("pretrain", True, {})
+    spec, _ = converted(
+        {"stage": "sft", "model_name_or_path": "a/b", "dataset": "hub", "interleave_probs": "1.0"}
+    )
+    assert (spec.data.train[0].path, spec.data.train[0].weight) == ("owner/name:en:train", 1.0)
+
+
+AXOLOTL = {
+    "base_model": "NousResearch/Llama-3.2-1B",
+    "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
+    "val_set_size": 0.1, "output_dir": "./outputs/lora-out", "adapter": "lora", "sequence_len": 2048,
+    "sample_packing": True, "eval_sample_packing": True, "lora_r": 16, "lora_alpha": 32,
+    "lora_dropout": 0.05, "lora_target_modules": ["gate_proj", "q_proj"], "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": 1, "optimizer": "adamw_8bit", "lr_scheduler": "cosine", "learning_rate": 0.0002,
+    "bf16": "auto", "tf32": False, "gradient_checkpointing": True, "logging_steps": 1,
+    "attn_implementation": "flash_attention_2", "warmup_ratio": 0.1, "evals_per_epoch": 4,
+    "saves_per_epoch": 1, "weight_decay": 0.0, "wandb_project": None,
+    "special_tokens": {"pad_token": "<|end_of_text|>"}, "loss_watchdog_threshold": 5.0,
+}  # fmt: skip
+
+
+def test_axolotl() -> None:
+    spec, done = converted(AXOLOTL)
+    assert (spec.name, spec.output_dir, spec.data.packing) == ("lora-out", "outputs", True)
+    assert spec.data.train[0].path == "teknium/GPT4-LLM-Cleaned:train"
+    assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (2, 2)
+    assert (spec.optim.name, spec.optim.learning_rate, spec.optim.warmup_ratio) == ("adamw", 2e-4, 0.1)
+    assert spec.model.lora is not None and spec.model.lora.target_modules == ("gate_proj", "q_proj")
+    assert (spec.model.attention, spec.train.precision) == ("flash_attention_2", "bf16")
+    text = done.path.read_text()
+    assert "adamw_8bit there, full-precision AdamW here" in text
+    assert "multiply global_batch_size by the examples that fit into a row" in text
+    assert "train.eval_every" in done.left["evals_per_epoch"]
+    assert "dsft has no key for it" in done.left["loss_watchdog_threshold"]
+    assert "wandb_project" not in done.left
+
+
+def test_axolotl_chats_and_pairs() -> None:
+    chats = {
+        "path": "json", "data_files": ["data/identity.json"], "type": "chat_template",
+        "field_messages": "turns", "message_property_mappings": {"role": "from", "content": "value"},
+    }  # fmt: skip
+    spec, _ = converted({**AXOLOTL, "datasets": [chats], "chat_template": "chatml", "rl": None})
+    (source,) = spec.data.train
+    assert (source.path, source.format, source.columns) == (
+        "data/identity.json",
+        "sharegpt",
+        {"conversations": "turns"},
+    )
+    assert spec.data.chat_template == "chatml"
+    pairs = {"path": "x/y", "type": "chatml.intel"}
+    spec, _ = converted(
+        {**AXOLOTL, "datasets": [pairs], "rl": "ipo", "rl_beta": 0.3, "sample_packing": False}
+    )
+    assert spec.dpo is not None and (spec.dpo.loss_type, spec.dpo.beta) == ("ipo", 0.3)
+    assert spec.data.train[0].columns == {"instruction": "question"}
+    spec, _ = converted({**AXOLOTL, "datasets": [{"path": "x/y", "type": "completion", "field": "body"}]})
+    assert (spec.task, spec.data.train[0].columns) == ("pretrain", {"text": "body"})
+
+
+def test_trl_and_training_arguments() -> None:
+    trl = {
+        "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/ultrafeedback_binarized",
+        "learning_rate": 1e-6, "loss_type": ["ipo"], "beta": 0.05, "precompute_ref_log_probs": True,
+        "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "max_steps": 50, "use_peft": True, "lora_r": 4,
+        "lora_dropout": 0.0, "report_to": "wandb", "eval_strategy": "epoch", "load_best_model_at_end": False,
+    }  # fmt: skip
+    spec, done = converted(trl)
+    assert spec.task == "dpo" and spec.dpo is not None
+    assert (spec.dpo.loss_type, spec.dpo.beta) == ("ipo", 0.05)
+    assert (spec.train.max_steps, spec.optim.warmup_ratio, spec.wandb.mode) == (50, 0.1, "auto")
+    assert spec.model.lora is not None and (spec.model.lora.rank, spec.model.lora.alpha) == (4, 32)
+    assert "steps of an epoch" in done.left["eval_strategy"]
+    plain = {
+        "per_device_train_batch_size": 4, "learning_rate": 3e-5, "lr_scheduler_type": "cosine_with_restarts",
+        "adam_beta2": 0.95, "max_grad_norm": 0.5, "fp16": True, "logging_steps": 0.1, "seed": 7,
+        "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5, "save_strategy": "no", "output_dir": "out",
+        "fsdp": "full_shard", "optim": "adafactor", "hub_token": "hf_secret",
+    }  # fmt: skip
+    spec, done = converted(plain, model="a/b", data=["data/identity.json"])
+    assert (spec.train.micro_batch_size, spec.train.seed, spec.train.max_grad_norm) == (4, 7, 0.5)
+    assert (spec.optim.betas, spec.optim.lr_scheduler_type) == ((0.9, 0.95), "cosine")
+    assert (spec.train.label_smoothing, spec.train.neftune_alpha) == (0.1, 5)
+    assert (spec.checkpoint.every, spec.parallel.zero_stage, spec.train.precision) == (None, 3, "fp16")
+    assert "cosine_with_restarts" in done.left["lr_scheduler_type"] and "adafactor" in done.left["optim"]
+    assert "hf_secret" not in done.path.read_text() + "\n".join(listed(done.left))
+    with pytest.raises(SpecError, match="model.name_or_path; give it with --model"):
+        converted(plain)
+
+
+def test_swift() -> None:
+    spec, _ = converted({
+        "model": "Qwen/Qwen2.5-7B-Instruct", "rlhf_type": "dpo", "dataset": "data/pairs.json#10",
+        "beta": 0.2, "torch_dtype": "bfloat16", "lora_rank": 4, "lora_alpha": 8, "max_length": 64,
+        "target_modules": "all-linear", "lora_dropout": 0, "gradient_accumulation_steps": 2,
+        "deepspeed": "zero3_offload", "system": "Be brief.",
+    })  # fmt: skip
+    assert spec.dpo is not None and (spec.dpo.beta, spec.dpo.reference) == (0.2, "adapter")
+    assert (spec.data.train[0].path, spec.data.train[0].max_rows) == ("data/pairs.json", 10)
+    assert (spec.parallel.zero_stage, spec.parallel.offload_parameters.device) == (3, "cpu")
+    assert (spec.optim.learning_rate, spec.data.on_too_long, spec.train.accumulation_steps) == (
+        1e-4,
+        "drop",
+        2,
+    )
+
+
+def test_deepspeed() -> None:
+    file = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.9], "eps": "auto"}},
+        "zero_optimization": {
+            "stage": 3, "overlap_comm": True,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": True},
+            "offload_param": {"device": "cpu"},
+        },
+    }  # fmt: skip
+    spec, done = converted(file, task="pretrain", model="a/b", data=["data/wiki.txt"])
+    assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (3, "nvme")
+    assert (spec.parallel.offload_optimizer.nvme_path, spec.parallel.offload_parameters.device) == (
+        "/local",
+        "cpu",
+    )
+    assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (8, 4)
+    assert (spec.optim.learning_rate, spec.optim.betas, spec.train.precision) == (3e-5, (0.8, 0.9), "bf16")
+    assert "plan SPEC --explain" in done.left["zero_optimization.overlap_comm"]
+    Path("z2.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    )
+    spec, _ = converted({**LLAMA_FACTORY, "deepspeed": "z2.json"})
+    assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': training by generation"),
+        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto': training by generation"),
+        ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
+        ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
+        ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
+        ({"stage": "sft", "template": "x", "dataset": "a", "dataset_dir": "no"}, "it with --dataset-info"),
+        ({"stage": "sft", "cutoff_len": 9, "model_name_or_path": "a"}, "data.train; give it with --data"),
+        ({"hello": 1}, "name the tool with --from"),
+        ({"peft_config": {"name": "lora"}, "model": "a"}, "version 1 .USE_V1. is not converted"),
+        ({"stage": "sft", "dataset": "identity", "num_train_epochs": "many", "val_size": "x"}, "val_size"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(SpecError, match=wanted):
+        converted(config)
+    assert not Path("spec.yaml").exists()
+
+
+def test_files_that_are_no_config() -> None:
+    with pytest.raises(MissingInputError, match="cannot be read"):
+        convert_file(Path("nothing.yaml"))
+    for text in ("[1, 2]", "a: [", "1: 2", "\x00", "&a [*a]"):
+        Path("bad.yaml").write_text(text)
+        with pytest.raises(SpecError, match=r"bad\.yaml"):
+            convert_file(Path("bad.yaml"))
+    with pytest.raises(SpecError, match="--from: 'tool' is not known"):
+        converted(LLAMA_FACTORY, "tool")
+    with pytest.raises(SpecError, match="--task: 'rl' is not offered"):
+        converted(LLAMA_FACTORY, task="rl")
+
+
+def test_a_file_is_never_overwritten() -> None:
+    Path("config.yaml").write_text(yaml.safe_dump(AXOLOTL))
+    Path("specs").mkdir()
+    assert convert_file(Path("config.yaml")).path == Path("specs/lora-out.yaml")
+    with pytest.raises(SpecError, match="--out: 'specs/lora-out.yaml' is there already"):
+        convert_file(Path("config.yaml"))
+
+
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, -1, float("nan"), True, "1e400", ""])
+def test_a_value_of_another_type_gives_no_traceback(value: Any) -> None:
+    """Each key of a config in turn has a value that it cannot have."""
+    for config in (LLAMA_FACTORY, AXOLOTL):
+        for name in config:
+            Path("config.yaml").write_text(yaml.safe_dump({**config, name: value}))
+            Path("spec.yaml").unlink(missing_ok=True)
+            try:
+                convert_file(Path("config.yaml"), out=Path("spec.yaml"))
+            except SpecError as error:
+                assert str(error)
