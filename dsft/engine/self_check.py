@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset, Example
@@ -64,21 +66,20 @@ def check_packing(
 
     Returns a line for the log; raises SpecError on every rank where a check fails.
     """
-    rows, pairs = real_rows(dataset), shared_pairs(dataset)
-    together = engine.score(
-        [collate_packed(rows, pad_id), collate_packed(every_second_changed(rows), pad_id)]
-    )
-    laid = [pairs, *(answers_changed(pairs, answer) for answer in range(2))] if pairs else []
-    shared = engine.score([collate_packed(examples, pad_id) for examples in laid])
-    answers = [row for pair in pairs for row in whole_rows(pair)]
+    trials = list(_trials(dataset))
+    packed = [
+        engine.score([collate_packed(examples, pad_id) for examples in (trial.examples, *trial.changed)])
+        for trial in trials
+    ]
     with own_attention(policy.causal_lm):
-        alone = engine.score([collate_padded([row], pad_id) for row in (*rows, *answers)])
+        alone = [engine.score([collate_padded([row], pad_id) for row in trial.rows]) for trial in trials]
     one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
-    world.each(lambda: _compare(together, alone[: len(rows)], rows, precision, way_out))
-    world.each(lambda: _compare_answers(shared, alone[len(rows) :], pairs, precision, way_out))
-    said = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
-    return f"{said}; so have the answers of real pairs that share their prompt" if pairs else said
+    for trial, *scored in zip(trials, packed, alone, strict=True):
+        world.each(partial(trial.compare, *scored, precision, way_out))
+    line = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
+    shared = "; so have the answers of real pairs that share their prompt"
+    return line + shared if len(trials) > 1 else line
 
 
 def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
@@ -100,9 +101,9 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     compared = [_apart(a[is_target], b[is_target], HEAD[dtype]) for a, b in zip(found, own, strict=True)]
     apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
     if apart <= allowed:
-        said = sorted(set(world.gather(policy.softmax_description(world.device))) - {""})
+        softmax = sorted(set(world.gather(policy.softmax_description(world.device))) - {""})
         tried = f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
-        return "; ".join([tried, *said])
+        return "; ".join([tried, *softmax])
     policy.full_logits = policy.is_last
     return (
         f"head: its log-probabilities are up to {apart:.2g} nats from those of the model's own logits "
@@ -171,13 +172,16 @@ def real_rows(dataset: Dataset) -> list[Example]:
 def every_second_changed(rows: Sequence[Example]) -> list[Example]:
     """Return the rows, with every token of the first, third, … row replaced by another token of these
     rows."""
-    known = np.unique(np.concatenate([row.input_ids for row in rows]))
     return [
-        Example(known[(np.searchsorted(known, row.input_ids) + 1) % len(known)], row.trained, row.source)
-        if number % 2 == 0
-        else row
+        row if number % 2 else replace(row, input_ids=_replaced(row.input_ids, rows))
         for number, row in enumerate(rows)
     ]
+
+
+def _replaced(ids: NDArray[np.int32], examples: Sequence[Example]) -> NDArray[np.int32]:
+    """Return each token's successor among all tokens of the examples."""
+    tokens = np.unique(np.concatenate([example.input_ids for example in examples]))
+    return tokens[(np.searchsorted(tokens, ids) + 1) % len(tokens)]
 
 
 def shared_pairs(dataset: Dataset) -> list[Example]:
@@ -187,12 +191,6 @@ def shared_pairs(dataset: Dataset) -> list[Example]:
     by_length = sorted(looked_at, key=lambda example: len(example.input_ids))
     longer = [example for example in by_length[2:] if len(example.input_ids) <= LONG]
     return [*by_length[:1], *longer[-1:], *by_length[1:2]]
-
-
-def _borders(pair: Example) -> tuple[int, int]:
-    """Return, for a pair that shares its prompt, the number of the prompt's tokens, and where the rejected
-    answer's segment begins, which repeats the prompt's last token."""
-    return pair.segment_starts[1] + 1, pair.segment_lengths[0]
 
 
 def whole_rows(pair: Example) -> tuple[Example, Example]:
@@ -209,88 +207,73 @@ def whole_rows(pair: Example) -> tuple[Example, Example]:
 def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:
     """Return the pairs, with every token of the chosen (0) or rejected (1) answer replaced by another token
     of these pairs."""
-    known = np.unique(np.concatenate([pair.input_ids for pair in pairs]))
     changed = []
     for pair in pairs:
-        prompt, border = _borders(pair)
-        ids, tokens = pair.input_ids.copy(), slice(border + 1, None) if answer else slice(prompt, border)
-        ids[tokens] = known[(np.searchsorted(known, ids[tokens]) + 1) % len(known)]
+        border = pair.segment_lengths[0]  # the rejected answer's segment repeats the prompt's last token
+        tokens = slice(border + 1, None) if answer else slice(pair.segment_starts[1] + 1, border)
+        ids = pair.input_ids.copy()
+        ids[tokens] = _replaced(ids[tokens], pairs)
         changed.append(replace(pair, input_ids=ids))
     return changed
 
 
-def _compare_answers(
-    shared: Sequence[Tensor],
-    alone: Sequence[Tensor],
-    pairs: Sequence[Example],
-    precision: Precision,
-    way_out: str,
-) -> None:
-    """Raise SpecError where an answer's loss changes with the other answer, or differs from the loss that the
-    answer has alone. Local; nothing to compare on a rank without the last stage. shared: log-probabilities of
-    the pairs as they are, with changed chosen answers, and with changed rejected ones."""
-    if not shared:
-        return
-    lengths = [length for pair in pairs for length in pair.segment_lengths]
-    before, *changed = (logps[0].split(lengths) for logps in shared)
-    for answer, after in enumerate(changed):
-        for kept, again in list(zip(before, after, strict=True))[1 - answer :: 2]:
-            apart = float((kept - again).abs().max())
-            if not apart <= NEIGHBOR[precision]:
-                said = f"the other answer changes its loss (a token's by {apart:.2g} nats)"
-                raise _shared_error(said, way_out)
-    targets = [row.target_count for pair in pairs for row in whole_rows(pair)]
-    for together, own, tokens in zip(before, alone, targets, strict=True):
-        apart = _apart_per_token(together, own[0], tokens)
-        if not apart <= _rounding(tokens, precision):
-            said = f"its loss is {apart:.2g} nats per token from what it is when alone"
-            raise _shared_error(said, way_out)
-
-
-def _shared_error(found: str, way_out: str) -> SpecError:
-    message = f"of an answer that shares its prompt {found}: {way_out}"
-    return SpecError(
-        "Sharing the prompt of two answers was tried on rows of data.train and is not exact.",
-        [Problem("dpo.share_prompts", message)],
-    )
-
-
-def _compare(
-    together: Sequence[Tensor],
-    alone: Sequence[Tensor],
-    rows: Sequence[Example],
-    precision: Precision,
-    way_out: str,
-) -> None:
-    """Raise SpecError where a row's loss changes with its neighbors, or differs from the loss that the row
-    has alone. Local; nothing to compare on a rank without the last stage."""
-    if not together:
-        return
-    lengths = [len(row.input_ids) for row in rows]
-    before, after = (logps[0].split(lengths) for logps in together)
-    for kept, again in list(zip(before, after, strict=True))[1::2]:
-        changed = float((kept - again).abs().max())
-        if not changed <= NEIGHBOR[precision]:
-            said = f"a packed row's neighbour changes its loss (a token's by {changed:.2g} nats)"
-            raise _error(said, way_out)
-    for packed, own in zip(before, alone, strict=True):
-        tokens = len(packed) - 1
-        apart = _apart_per_token(packed, own[0], tokens)
-        if not apart <= _rounding(tokens, precision):
-            raise _error(f"a row's loss is {apart:.2g} nats per token from what it is when alone", way_out)
-
-
-def _apart_per_token(found: Tensor, own: Tensor, tokens: int) -> float:
-    return abs(float(found.double().sum() - own.double().sum())) / tokens
-
-
-def _rounding(tokens: int, precision: Precision) -> float:
+def rounding(tokens: int, precision: Precision) -> float:
     """Return how far the rounding of other kernels may move the mean loss of `tokens` tokens, in nats."""
     return ALONE[precision] * max(tokens**-0.5, 0.1)
 
 
-def _error(found: str, way_out: str) -> SpecError:
-    message = f"{found}: this model's packed rows would learn from each other; {way_out}"
-    return SpecError(
-        "Packing was tried on rows of data.train and is not exact.", [Problem("data.packing", message)]
-    )
+@dataclass(frozen=True)
+class _Trial:
+    """Examples on which packing is tried.
+
+    examples  packed into one row
+    changed   the same, with the tokens of every second segment replaced: first of the first, third, …
+              segment, then of the others
+    rows      each segment as a row of its own
+    key       of the spec, which packs them
+    words     what is tried, what a segment is, and what is beside it, for the error
+    """
+
+    examples: Sequence[Example]
+    changed: Sequence[Sequence[Example]]
+    rows: Sequence[Example]
+    key: str
+    words: tuple[str, str, str]
+
+    def compare(
+        self, packed: Sequence[Tensor], alone: Sequence[Tensor], precision: Precision, way_out: str
+    ) -> None:
+        """Raise SpecError where the loss of a segment changes with the others, or differs from the loss that
+        it has alone. Local; nothing to compare on a rank without the last stage. packed: log-probabilities of
+        `examples` and of each of `changed`; alone: of `rows`."""
+        if not packed:
+            return
+        what, segment, other = self.words
+        title = f"{what} was tried on rows of data.train and is not exact."
+        lengths = [length for example in self.examples for length in example.segment_lengths]
+        before, *changed = (logps[0].split(lengths) for logps in packed)
+        for number, after in enumerate(changed):
+            for one, again in list(zip(before, after, strict=True))[1 - number :: 2]:
+                apart = float((one - again).abs().max())
+                if not apart <= NEIGHBOR[precision]:
+                    found = (
+                        f"the loss of {segment} changes with {other} (that of one token by {apart:.2g} nats)"
+                    )
+                    raise SpecError(title, [Problem(self.key, f"{found}; {way_out}")])
+        for together, own, row in zip(before, alone, self.rows, strict=True):
+            tokens = row.target_count
+            apart = abs(float(together.double().sum() - own[0].double().sum())) / tokens
+            if not apart <= rounding(tokens, precision):
+                found = f"the loss of {segment} is {apart:.2g} nats per token from what it is when alone"
+                raise SpecError(title, [Problem(self.key, f"{found}; {way_out}")])
+
+
+def _trials(dataset: Dataset) -> Iterator[_Trial]:
+    rows, pairs = real_rows(dataset), shared_pairs(dataset)
+    words = "Packing", "a packed row", "another row of its pack"
+    yield _Trial(rows, [every_second_changed(rows)], rows, "data.packing", words)
+    if pairs:
+        answers = [row for pair in pairs for row in whole_rows(pair)]
+        words = "Sharing the prompt of two answers", "an answer that shares its prompt", "the other answer"
+        changed = [answers_changed(pairs, answer) for answer in range(2)]
+        yield _Trial(pairs, changed, answers, "dpo.share_prompts", words)

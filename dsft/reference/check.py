@@ -24,8 +24,7 @@ from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.collate import collate_padded
 from dsft.engine.api import Engine, log_probabilities
-from dsft.engine.self_check import ALONE as ROUNDING
-from dsft.engine.self_check import Precision, whole_rows
+from dsft.engine.self_check import Precision, rounding, whole_rows
 from dsft.engine.world import World
 from dsft.errors import CheckpointError, DsftError, Problem, SpecError, WorldError
 from dsft.model.attention import own_attention
@@ -260,7 +259,7 @@ def allowed(precision: Precision, tokens: int) -> float:
     """Return how far rounding may move the log-probability of `tokens` tokens, in nats: their number times
     the bound of `engine.self_check` on their mean; for at least one token."""
     tokens = max(1, tokens)
-    return ROUNDING[precision] * float(max(tokens**-0.5, 0.1)) * tokens
+    return rounding(tokens, precision) * tokens
 
 
 # --- from the start to the end of a run -------------------------------------------------------------------

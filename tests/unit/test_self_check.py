@@ -119,11 +119,13 @@ def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, preci
         "packed_keywords",
         lambda kind, at, *_: of(kind, at, (at.shape[1],) if len(at) == 1 else None),
     )
-    with pytest.raises(SpecError, match="data.packing: a packed row's neighbour .* set it to false$"):
+    with pytest.raises(
+        SpecError, match="data.packing: the loss of a packed row changes with another row .* set it to false$"
+    ):
         prove(scores(precision), rows(20, 30, 17, 25, 60), precision)
 
 
-def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_that_looks_at_another_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last two segments are one."""
     of = policies.packed_keywords
 
@@ -131,12 +133,12 @@ def test_one_neighbour_that_looks_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
         return of(kind, at, (*lengths[:-2], sum(lengths[-2:])) if lengths and len(lengths) > 2 else lengths)
 
     monkeypatch.setattr(policies, "packed_keywords", joined)
-    with pytest.raises(SpecError, match="neighbour changes its loss"):
+    with pytest.raises(SpecError, match="changes with another row of its pack"):
         prove(scores(), rows(20, 30, 17, 25, 60))
 
 
 def test_a_row_that_is_another_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No neighbour changes anything, but the packed rows are not what they are alone."""
+    """No other row changes anything, but the packed rows are not what they are alone."""
     monkeypatch.setattr(
         self_check,
         "collate_padded",
@@ -213,7 +215,7 @@ def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> No
     ("mutation", "said"),
     [
         (lambda n, start: (n, 0), "from what it is when alone"),  # the second answer without its prompt
-        (lambda n, start: (n, start and start + 2), "the other answer changes its loss"),  # its first token
+        (lambda n, start: (n, start and start + 2), "changes with the other answer"),  # its first token
         (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
     ],
 )
@@ -230,7 +232,7 @@ def test_another_prompt_is_found(
         }
 
     monkeypatch.setattr(policies, "packed_keywords", mutated)
-    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{said}.*: set it to false"):
+    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{said}.*; set it to false"):
         prove(scores(precision), pairs(*REAL), precision)
 
 
@@ -356,10 +358,20 @@ def test_attention_in_one_call_passes(precision: str) -> None:
 @pytest.mark.parametrize(
     ("key", "mutation", "shared", "said"),
     [
-        ("cu_seq_lens", lambda ends: ends[[*range(len(ends) - 2), -1]], False, "neighbour changes its loss"),
-        ("cu_seq_lens", lambda ends: ends + (ends == ends[1]).int(), False, "neighbour changes its loss"),
-        (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|the other answer changes"),
-        (KEY_INDEX, lambda index: index.flip(0), True, "alone|the other answer changes"),
+        (
+            "cu_seq_lens",
+            lambda ends: ends[[*range(len(ends) - 2), -1]],
+            False,
+            "changes with another row of its pack",
+        ),
+        (
+            "cu_seq_lens",
+            lambda ends: ends + (ends == ends[1]).int(),
+            False,
+            "changes with another row of its pack",
+        ),
+        (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|changes with the other answer"),
+        (KEY_INDEX, lambda index: index.flip(0), True, "alone|changes with the other answer"),
     ],
 )
 def test_a_wrong_border_in_one_call_is_found(
