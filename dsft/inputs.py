@@ -22,7 +22,7 @@ from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
-from dsft.report.console import shown
+from dsft.report.console import task_progress
 from dsft.spec.schema import Spec, Train
 
 LOOKED_AT = 200
@@ -78,7 +78,7 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
-    with shown(say, first=first) as progress:
+    with task_progress(say, first=first) as progress:
         cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)
         loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:

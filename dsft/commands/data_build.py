@@ -16,7 +16,7 @@ from dsft.data.render.template import choose_template
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.plan.promised import load
-from dsft.report.console import shown
+from dsft.report.console import task_progress
 
 log = partial(print, flush=True)
 
@@ -35,7 +35,7 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
         log(str(summary))
 
     try:
-        with shown(log) as progress:
+        with task_progress(log) as progress:
             cache = Cache(folder, spec.data.num_workers, log, progress, report)
             lines = load_data(spec, tokenizer, cache).lines
     except KeyboardInterrupt:

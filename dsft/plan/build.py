@@ -137,7 +137,7 @@ def memory_limits(spec: Spec) -> tuple[int | None, int | None]:
     cluster = spec.cluster
     gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
     host = cluster.host_memory_gib if cluster else None
-    return gpu and int(gpu * GIB), host and int(host * GIB)
+    return int(gpu * GIB) if gpu else None, int(host * GIB) if host else None
 
 
 def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> list[Need]:

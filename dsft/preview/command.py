@@ -15,7 +15,7 @@ from dsft.preview.collect import collect
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import ViewOptions, as_mapping, view
-from dsft.report.console import shown
+from dsft.report.console import task_progress
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
 PAGE_PROBLEMS, PROBLEMS = 100, 1000  # rows of each kind
@@ -42,7 +42,7 @@ def preview(  # noqa: PLR0913  an argument is an option
         check_writable(html)
     log = partial(print, file=sys.stderr)
     is_page, named = html is not None, row is not None or worst or problems
-    with shown(log, Console(stderr=True)) as progress:
+    with task_progress(log, Console(stderr=True)) as progress:
         data = collect(spec, log, progress)
     if rows is None:
         rows = JSON_ROWS if as_json else PAGE_ROWS if is_page else ROWS

@@ -26,7 +26,7 @@ from dsft.reference.key import Components, Key, differences, key_of
 from dsft.reference.refer import Refer, look_up
 from dsft.reference.score import ScoringPass, score
 from dsft.reference.store import StoreContents
-from dsft.report.console import shown
+from dsft.report.console import task_progress
 from dsft.spec.schema import Spec
 from dsft.system.files import atomic_write, cached_json, write_error
 from dsft.system.lock import hold, holder
@@ -90,7 +90,7 @@ def precompute(
         chosen = sum(map(len, pairs))
         if stored.num_missing or chosen:
             began = time.monotonic()
-            with shown(say, first=world.rank == 0) as tell:
+            with task_progress(say, first=world.rank == 0) as tell:
                 asked = ScoringPass(spec, key, folder, micro_batch_size, datasets, stored, pairs)
                 score(asked, inputs, world, say, tell)
             say(_done(stored.num_missing, total - stored.num_missing, chosen, time.monotonic() - began))

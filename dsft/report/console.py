@@ -35,26 +35,26 @@ class Console:
         self._first = first_step
         self._began = time.monotonic()
         self._log = log
-        self._alone = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
+        self._lock = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
         self._bar = _bar(self._terminal) if self._terminal.is_terminal else None
         self._task = self._bar.add_task("", total=total_steps, completed=first_step) if self._bar else None
 
     def line(self, text: str) -> None:
         """Print and log a line; from any thread."""
-        with self._alone:
+        with self._lock:
             self._print(text)
             self._write(text)
 
     def metrics(self, record: Mapping[str, float]) -> None:
         step = int(record[STEP])
         where, facts = f"step {step}/{self._total}", "  ".join(_facts(record))
-        if "train/loss" not in record:  # an evaluation: a line of its own, which stays
+        if "train/loss" not in record:  # an evaluation has its own line
             self.line(f"{where}  {facts}")
             return
         remaining = self._remaining(step)
         shown = facts if remaining is None else f"{facts}  {remaining} left"
-        with self._alone:
+        with self._lock:
             if self._bar is not None and self._task is not None:  # the bar appears with the first record
                 self._bar.start()
                 self._bar.update(self._task, completed=step, description=shown)
@@ -137,39 +137,39 @@ class TaskProgress(Protocol):
         ...
 
     def count(self) -> str:
-        """Say how much is done of the total."""
+        """Describe how much is done of the total."""
         ...
 
 
 @contextmanager
-def shown(
-    say: Callable[[str], None], terminal: Terminal | None = None, *, first: bool = True
+def task_progress(
+    log: Callable[[str], None], terminal: Terminal | None = None, *, first: bool = True
 ) -> Iterator[Callable[[TaskProgress], None]]:
     """Give the block a function to call with the progress of a task. On a terminal it updates a progress bar,
-    which only the `first` rank draws, above which `say` prints, and which disappears at the end. Elsewhere
-    `say` gets a line every EVERY_SECONDS, the first after the same time, so that a quick task prints
+    which only the `first` rank draws, above which `log` prints, and which disappears at the end. Elsewhere
+    `log` gets a line every EVERY_SECONDS, the first after the same time, so that a quick task prints
     nothing."""
     terminal = terminal or Terminal()
     bar = _bar(terminal, transient=True) if first and terminal.is_terminal else None
     task = None if bar is None else bar.add_task("", total=None)
     name: str | None = None
-    began = told = 0.0
+    began = logged = 0.0
 
-    def tell(pace: TaskProgress) -> None:
-        nonlocal name, began, told
+    def report(progress: TaskProgress) -> None:
+        nonlocal name, began, logged
         now = time.monotonic()
-        if pace.name != name:
-            name, began, told = pace.name, now, now
+        if progress.name != name:
+            name, began, logged = progress.name, now, now
+        text = progress.text(now - began)
         if bar is not None and task is not None:
             bar.start()
-            description = pace.text(now - began)
-            bar.update(task, completed=pace.done, total=pace.total, description=description)
-        elif now - told >= EVERY_SECONDS:
-            told = now
-            say(f"{pace.text(now - began)}, {pace.count()}")
+            bar.update(task, completed=progress.done, total=progress.total, description=text)
+        elif now - logged >= EVERY_SECONDS:
+            logged = now
+            log(f"{text}, {progress.count()}")
 
     try:
-        yield tell
+        yield report
     finally:
         if bar is not None:
             bar.stop()

@@ -1,8 +1,8 @@
 """Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json, hostfile,
 versions.json, command.txt, data.json (the ledger of the rows) and reference.deepspeed.json.
 
-Secrets are removed (`dsft.report.redact`) from spec.yaml, deepspeed.json, data.json and command.txt; the
-other files are not expected to contain any. Raises StorageError where the disk is full or fails.
+Secrets are removed (`dsft.report.redact`) from all of them. Raises StorageError where the disk is full or
+fails.
 """
 
 from __future__ import annotations
@@ -45,17 +45,20 @@ class Provenance:
 def write_folder(run_dir: Path, origin: Provenance) -> None:
     """Write the files. Each is replaced as a whole, except that command.txt gets one more line at each
     start."""
-    texts = {
-        "spec.yaml": redact(origin.spec, os.environ),
-        "deepspeed.json": _json(redact_tree(origin.deepspeed, os.environ)),
-        "versions.json": _json(versions()),
+    contents = {
+        "deepspeed.json": origin.deepspeed,
+        "versions.json": versions(),
+        "reference.deepspeed.json": origin.reference,
+        "data.json": origin.data,
     }
-    if origin.reference is not None:
-        texts["reference.deepspeed.json"] = _json(origin.reference)
-    if origin.data is not None:
-        texts["data.json"] = _json(redact_tree(origin.data, os.environ))
+    texts = {
+        name: json.dumps(redact_tree(content, os.environ), indent=2, ensure_ascii=False) + "\n"
+        for name, content in contents.items()
+        if content is not None
+    }
+    texts["spec.yaml"] = redact(origin.spec, os.environ)
     if origin.hostfile is not None:
-        texts["hostfile"] = origin.hostfile
+        texts["hostfile"] = redact(origin.hostfile, os.environ)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     command = shlex.join(redact_command(origin.command, os.environ))
     try:
@@ -96,7 +99,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -84,7 +84,7 @@ class WaitTimer(Protocol):
 
 class HostWatch:
     """A watch over the speed and memory of all hosts, with warnings about stragglers. places: of every rank;
-    say: takes one line. Only rank 0 gets a record and prints."""
+    log: takes one line. Only rank 0 gets a record and prints."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class HostWatch:
         rank: int,
         waits: WaitTimer,
         device: torch.device,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._places, self._rank, self._waits, self._device = places, rank, waits, device
         self._names = host_names(places)
         self._lag = Lag(places, self._names)
-        self._say = say
+        self._log = log
 
     def counted(self) -> AbstractContextManager[None]:
         """Time the waiting within a step, including its data."""
@@ -123,7 +123,7 @@ class HostWatch:
         ranks = [Spent(*row) for row in everyones.view(-1, WIDTH).tolist()]
         record = host_record(self._names, ranks) | self._lag.record(ranks)
         for line in self._lag.add(ranks):
-            self._say(line)
+            self._log(line)
         return record
 
 
@@ -190,8 +190,8 @@ class Lag:
             else [[rank for rank in everyone if places[rank].stage == stage] for stage in sorted(stages)]
         )
         self._usual: list[float] | None = None if self._by_itself else [1.0] * len(places)
-        self._recent: deque[_Window] = deque()
-        self._held = _Held()
+        # Windows, each with its slowest rank.
+        self._recent: deque[tuple[Sequence[Spent], Behind | None]] = deque()
         self._unjudged = 0.0  # seconds
         self._named: int | None = None
 
@@ -209,20 +209,15 @@ class Lag:
         if len(ranks) < 2:
             return []
         recent = self._recent
-        recent.append(_Window(ranks, self._slowest(ranks)))
-        self._held = self._held.after(ranks[0], 1)
-        while (without := self._held.after(recent[0].ranks[0], -1)).suffices(self._seconds):
-            recent.popleft()
-            self._held = without
+        recent.append((ranks, self._slowest(ranks)))
         self._unjudged += ranks[0].seconds
-        if self._unjudged < JUDGED_EVERY or not self._held.suffices(self._seconds):
+        if self._unjudged < JUDGED_EVERY or not self._trimmed():
             return []
         self._unjudged = 0.0
-        total = [_summed(windows) for windows in zip(*(window.ranks for window in recent), strict=True)]
+        total = [_summed(windows) for windows in zip(*(ranks for ranks, _ in recent), strict=True)]
         if self._usual is None:
             self._usual = [max(spent.own, 1e-9) for spent in total]
             recent.clear()
-            self._held = _Held()
             return []
         behind = self._behind(total)
         lines = []
@@ -232,12 +227,26 @@ class Lag:
         found = max(behind, key=lambda each: each.ratio)
         if found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
             return lines
-        slowest = [window.slowest for window in recent if window.slowest and window.slowest.ratio > LAGS_NOT]
-        times = sum(each.rank == found.rank for each in slowest)
-        if times < MOSTLY * len(recent):
+        slowest = [each for _, each in recent if each is not None and each.ratio > LAGS_NOT]
+        if sum(each.rank == found.rank for each in slowest) < MOSTLY * len(recent):
             return lines
         self._named = found.rank
-        return [*lines, self._told(found, total[found.rank])]
+        return [*lines, self._warning(found, total[found.rank])]
+
+    def _trimmed(self) -> bool:
+        """Drop the oldest windows that are not needed to judge; return whether there are enough."""
+        first = [ranks[0] for ranks, _ in self._recent]
+        steps, seconds = sum(spent.steps for spent in first), sum(spent.seconds for spent in first)
+        number = 0
+        while self._suffices(len(first) - number, steps, seconds):
+            steps, seconds = steps - first[number].steps, seconds - first[number].seconds
+            number += 1
+        for _ in range(number - 1):
+            self._recent.popleft()
+        return number > 0
+
+    def _suffices(self, records: int, steps: float, seconds: float) -> bool:
+        return records >= RECORDS and steps >= STEPS and seconds >= self._seconds
 
     def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
         """Return the slowest rank; None where there is none to compare with."""
@@ -269,16 +278,16 @@ class Lag:
     def _who(self, rank: int) -> str:
         return f"rank {rank} ({self._names[rank]}, local rank {self._places[rank].local_rank})"
 
-    def _told(self, found: Behind, mine: Spent) -> str:
-        among = "the other ranks" if len(self._groups) == 1 else "its stage's other ranks"
-        usual = "what its part of the pipeline took at first" if self._by_itself else f"that of {among}"
+    def _warning(self, found: Behind, mine: Spent) -> str:
+        others = "that of the other ranks" if len(self._groups) == 1 else "that of its stage's other ranks"
+        expected = "that of its first steps" if self._by_itself else others
         line = (
             f"warning: {self._who(found.rank)} lags: over {mine.steps:.0f} steps its own work took "
-            f"{found.ratio:.2f} times {usual}, {mine.own / mine.steps:.3g} s a step instead of "
-            f"{found.expected:.3g}; the others wait for it, {100 * found.lost:.0f} % of the time"
+            f"{found.ratio:.2f} times {expected}, {mine.own / mine.steps:.3g} s per step instead of "
+            f"{found.expected:.3g}; the other ranks wait for it {100 * found.lost:.0f} % of the time"
         )
         if mine.data > 0.5 * found.lost * mine.seconds:
-            line += f"; {mine.data / mine.steps:.3g} s a step are its wait for data"
+            line += f"; it waits {mine.data / mine.steps:.3g} s per step for data"
         return f"{line}. See docs/telemetry.md."
 
 
@@ -291,28 +300,6 @@ class Behind:
     ratio: float
     lost: float
     expected: float
-
-
-class _Held(NamedTuple):
-    """Totals of the recent windows."""
-
-    records: int = 0
-    steps: float = 0.0
-    seconds: float = 0.0
-
-    def after(self, window: Spent, sign: int) -> _Held:
-        return _Held(
-            self.records + sign, self.steps + sign * window.steps, self.seconds + sign * window.seconds
-        )
-
-    def suffices(self, seconds: float) -> bool:
-        return self.records >= RECORDS and self.steps >= STEPS and self.seconds >= seconds
-
-
-@dataclass(frozen=True)
-class _Window:
-    ranks: Sequence[Spent]
-    slowest: Behind | None
 
 
 def others_medians(values: Sequence[float]) -> list[float]:

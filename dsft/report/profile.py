@@ -18,24 +18,24 @@ from dsft.system.files import write_error
 DEFAULT = 3  # the first steps of a start build caches, allocate and trace
 
 
-def traced_step(asked: int | None, first: int, last: int) -> int:
+def traced_step(step: int | None, first: int, last: int) -> int:
     """Return the step to trace between `first` and `last`: the one asked for, else the third, or the last if
     there are fewer. Raises SpecError where the one asked for is not among them."""
-    if asked is None:
+    if step is None:
         return min(first + DEFAULT - 1, last)
-    if first <= asked <= last:
-        return asked
-    message = f"{asked} is not a step of this start, which trains steps {first} to {last}; name one of them"
+    if first <= step <= last:
+        return step
+    message = f"{step} is not a step of this start, which trains steps {first} to {last}; name one of them"
     raise SpecError("No step can be traced.", [Problem("--profile", message)])
 
 
 class StepTrace:
     """The trace of one step. Called with a step's number, from 1, it returns a context, which records the
-    trace if that is `step`, and has no effect otherwise. The trace is written to `path`; then `say` gets a
+    trace if that is `step`, and has no effect otherwise. The trace is written to `path`; then `log` gets a
     line."""
 
-    def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-        self._step, self._say = step, say
+    def __init__(self, run_dir: Path, step: int, log: Callable[[str], None]) -> None:
+        self._step, self._log = step, log
         self.path = run_dir / "logs" / f"trace-step-{step}.json"
 
     def __call__(self, step: int) -> AbstractContextManager[object]:
@@ -53,4 +53,4 @@ class StepTrace:
         except (OSError, RuntimeError) as error:
             failed = error if isinstance(error, OSError) else OSError(str(error))
             raise write_error(self.path, failed) from error
-        self._say(f"trace of step {self._step}: {self.path}")
+        self._log(f"trace of step {self._step}: {self.path}")

@@ -83,6 +83,12 @@ def redact_tree(value: Any, environ: Mapping[str, str]) -> Any:
     return redact(value, environ) if isinstance(value, str) else value
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of an error in one line of at most 200 characters, without secrets."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return redact(words if len(words) <= 200 else f"{words[:199]}…", os.environ)
+
+
 def _values(environ: Mapping[str, str]) -> set[str]:
     return {
         value for name, value in environ.items() if _SECRET_NAME.fullmatch(name) and len(value) >= _SHORTEST

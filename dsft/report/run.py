@@ -7,32 +7,24 @@ Only rank 0's report is enabled; on other ranks the same calls do nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsft.report.console import Console
 from dsft.report.jsonl import MetricsFile, Record
 from dsft.report.margins import cut_margins
-from dsft.report.sinks import Aside, open_sinks
-from dsft.report.wandb_run import WandbRun
+from dsft.report.sinks import BackgroundSink, open_sinks
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    console: Console
-    file: MetricsFile
-    wandb: WandbRun
-    sinks: Sequence[Aside]
 
 
 class Report:
     """All outputs of a run; made by `open`. Raises StorageError where the run's folder cannot be written."""
 
-    def __init__(self, outputs: _Outputs | None) -> None:
-        self._outputs = outputs
+    def __init__(
+        self, console: Console | None, file: MetricsFile | None, sinks: Sequence[BackgroundSink]
+    ) -> None:
+        self._console, self._file, self._sinks = console, file, sinks
 
     @classmethod
     def open(
@@ -49,7 +41,7 @@ class Report:
         what an earlier start reported about later steps is removed. config: what W&B shows of the run,
         including `task`."""
         if not enabled:
-            return cls(None)
+            return cls(None, None, ())
         path = run_dir / "logs" / "train.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,29 +51,24 @@ class Report:
         file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
         cut_margins(run_dir, resume_step)
         console = Console(total_steps, resume_step, log)
-        wandb = WandbRun(spec.wandb, run_dir, config, console.line)
-        sinks = open_sinks(spec, run_dir, resume_step, config, console.line)
-        return cls(_Outputs(console, file, wandb, sinks))
+        return cls(console, file, open_sinks(spec, run_dir, resume_step, config, console.line))
 
     def line(self, text: str) -> None:
         """Print one decision or event, in a sentence."""
-        if self._outputs is not None:
-            self._outputs.console.line(text)
+        if self._console is not None:
+            self._console.line(text)
 
     def metrics(self, record: Record) -> None:
         """Record numbers under their W&B names, including train/global_step."""
-        if self._outputs is not None:
-            self._outputs.file.metrics(record)
-            self._outputs.console.metrics(record)
-            self._outputs.wandb.metrics(record)
-            for sink in self._outputs.sinks:
-                sink.metrics(record)
+        for output in (self._file, self._console, *self._sinks):
+            if output is not None:
+                output.metrics(record)
 
     def close(self, summary: Mapping[str, float]) -> None:
         """Close all outputs, once, whether the run succeeded or not. summary: the last values, for W&B."""
-        if self._outputs is not None:
-            self._outputs.file.close()
-            self._outputs.wandb.close(summary)
-            for sink in self._outputs.sinks:
-                sink.close()
-            self._outputs.console.close()
+        if self._file is not None:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close(summary)
+        if self._console is not None:
+            self._console.close()

@@ -1,8 +1,8 @@
-"""Report to TensorBoard and SwanLab, each from a thread of its own. Writes tensorboard/ and swanlog/ in the
-run's folder.
+"""Report to Weights & Biases, TensorBoard and SwanLab, each from its own thread. Writes wandb.json, wandb/,
+tensorboard/ and swanlog/ in the run's folder.
 
-Like Weights & Biases they neither slow nor stop a run: an error is reported in one line, and metrics.jsonl
-has everything in any case. Their packages are imported only where a spec asks for them.
+They neither slow nor stop a run: an error is reported in one line, and metrics.jsonl has everything in any
+case. Their packages are imported only where a spec asks for them.
 """
 
 from __future__ import annotations
@@ -13,81 +13,102 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsft.errors import MissingInputError
 from dsft.report.jsonl import STEP, Record
-from dsft.report.redact import redact, redact_tree
+from dsft.report.redact import one_line, redact_tree
+from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of
 from dsft.spec.schema import Spec, SwanLab
-
-FINISH_SECONDS = 20.0  # for the last records, at the end
-
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
 """Facts about the machine that SwanLab would record; all are switched off."""
 
 
+Log = Callable[[str], None]
+"""Takes one line of text, from any thread."""
+
+
 class Sink(Protocol):
     def write(self, record: Record) -> None: ...
-    def close(self) -> None: ...
+    def close(self, summary: Mapping[str, float]) -> None: ...
 
 
-class Aside:
-    """A sink that runs in its own thread. `make` is called there; `warn` takes one line, from any thread."""
+class BackgroundSink:
+    """A sink that runs in its own thread. `make` is called there, with a function for lines to the user; an
+    error there is reported in one line, and the run goes on. rest: what to do about records that are not
+    written at the end."""
 
-    def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]) -> None:
-        self._name, self._make, self._warn = name, make, warn
-        self._work: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work_off, name=name, daemon=True)
+    def __init__(self, name: str, make: Callable[[Log], Sink], log: Log, rest: str = "") -> None:
+        self._name, self._make, self._report, self._rest = name, make, log, rest
+        self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._summary: Mapping[str, float] = {}
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def metrics(self, record: Record) -> None:
         """Queue a record, and return at once."""
-        self._work.put(dict(record))
+        self._queue.put(dict(record))
 
-    def close(self) -> None:
-        """Wait until the last records are written, for FINISH_SECONDS at most."""
-        self._work.put(None)
+    def close(self, summary: Mapping[str, float]) -> None:
+        """Wait until the last records are written, for FINISH_SECONDS at most. summary: the last values."""
+        self._summary = dict(summary)
+        self._queue.put(None)
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"{self._name}: not done after {FINISH_SECONDS:.0f} s, left behind.")
+            self._abandoned = True
+            self._report(
+                f"{self._name}: not finished after {FINISH_SECONDS:.0f} s; the run ends without waiting for "
+                f"it. metrics.jsonl has everything{self._rest}."
+            )
 
-    def _work_off(self) -> None:
+    def _run(self) -> None:
         try:
-            sink = self._make()
-            while (record := self._work.get()) is not None:
+            sink = self._make(self._log)
+            while (record := self._queue.get()) is not None:
                 sink.write(record)
-            sink.close()
+            sink.close(self._summary)
         except Exception as error:  # noqa: B902  no error here may stop training
-            words = redact(" ".join(str(error).split())[:200] or type(error).__name__, os.environ)
-            self._warn(f"{self._name}: stopped, {words}; metrics.jsonl has everything.")
+            self._log(f"{self._name}: stopped, {one_line(error)}; metrics.jsonl has everything.")
+
+    def _log(self, text: str) -> None:
+        if not self._abandoned:  # after close the run's outputs are closed too
+            self._report(text)
 
 
 def check_installed(spec: Spec) -> None:
     """Raise MissingInputError for a sink that the spec asks for and whose package is not installed."""
-    asked = {"tensorboard": spec.tensorboard, "swanlab": spec.swanlab is not None}
-    for package, wanted in asked.items():
-        if wanted and importlib.util.find_spec(package) is None:
+    for package, is_set in (("tensorboard", spec.tensorboard), ("swanlab", spec.swanlab is not None)):
+        if is_set and importlib.util.find_spec(package) is None:
             raise MissingInputError(
-                f"{package}: the spec asks for it and the package is not installed; "
-                f"pip install {package}, or leave the key out."
+                f"{package} is set in the spec, but the package {package} is not installed; "
+                f"pip install {package}, or remove the key."
             )
 
 
 def open_sinks(
-    spec: Spec, run_dir: Path, resume_step: int, config: Mapping[str, Any], warn: Callable[[str], None]
-) -> list[Aside]:
+    spec: Spec, run_dir: Path, resume_step: int, config: Mapping[str, Any], log: Log
+) -> list[BackgroundSink]:
     """Open the sinks that the spec asks for. resume_step: the step that this start resumes from; config: what
     is shown of the run; secrets are removed here."""
     sinks = []
+    shown = redact_tree(config, os.environ)
+    mode = mode_of(spec.wandb, os.environ)
+    if mode == "offline" and spec.wandb.mode == "online":
+        log("W&B: wandb.mode is online, but there is no key (WANDB_API_KEY, wandb login); recording offline.")
+    if mode != "disabled":
+        rest = ", and `wandb sync` sends what is in the run's wandb folder"
+        run = partial(WandbSink, spec.wandb, run_dir, shown, mode)
+        sinks.append(BackgroundSink("W&B", run, log, rest))
     if spec.tensorboard:
         folder = run_dir / "tensorboard"
-        sinks.append(Aside("TensorBoard", lambda: _TensorBoard(folder, resume_step), warn))
+        sinks.append(BackgroundSink("TensorBoard", lambda _: _TensorBoard(folder, resume_step), log))
     section = spec.swanlab
     if section is not None:
-        shown = redact_tree(config, os.environ)
-        sinks.append(Aside("SwanLab", lambda: _SwanLab(section, run_dir, shown), warn))
+        sinks.append(BackgroundSink("SwanLab", lambda _: _SwanLab(section, run_dir, shown), log))
     return sinks
 
 
@@ -104,7 +125,7 @@ class _TensorBoard:
                 self._writer.add_scalar(name, value, int(record[STEP]))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, summary: Mapping[str, float]) -> None:
         self._writer.close()
 
 
@@ -134,5 +155,5 @@ class _SwanLab:
         step = int(record[STEP])
         self._run.log({name: v for name, v in record.items() if name != STEP and math.isfinite(v)}, step=step)
 
-    def close(self) -> None:
+    def close(self, summary: Mapping[str, float]) -> None:
         self._run.finish()

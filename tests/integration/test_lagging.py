@@ -24,6 +24,6 @@ def test_the_slowed_rank_is_named() -> None:
         # A busy machine's own noise may name a rank sooner, so the step is not asked for.
         named = [line for _, line in case["said"] if line.startswith("warning: rank 1 (")]
         assert named and " lags: over " in named[0], case
-        assert ("its part of the pipeline" in named[0]) == (case["case"] == "pipeline"), case
+        assert ("of its first steps" in named[0]) == (case["case"] == "pipeline"), case
         hosts = {name.split("/")[1] for name in case["last"] if name.startswith("host/")}
         assert len(hosts) == 1, hosts

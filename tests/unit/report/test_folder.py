@@ -67,7 +67,9 @@ def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "train.py", "--token=canary-1", "--api-key", "canary-2", "hub.token=canary-3", "canary-hf",
         "data.train.0.path=https://user:canary-4@host/x.jsonl", "a=canary-wandb/b",
     ]  # fmt: skip
-    write_folder(tmp_path, Provenance(SPEC, {"path": "/x/canary-aws", "token": "canary-5"}, None, command))
+    config = {"path": "/x/canary-aws", "token": "canary-5"}
+    write_folder(tmp_path, Provenance(SPEC, config, "canary-hf slots=1\n", command, config, config))
+    assert (tmp_path / "hostfile").read_text() == "(hidden) slots=1\n"
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         assert "canary" not in path.read_text(encoding="utf-8"), path.name
 

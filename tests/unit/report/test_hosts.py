@@ -47,8 +47,8 @@ def test_what_it_says() -> None:
     [(_, line)] = said(FOUR, [[spent(0.4), spent(0.4), spent(0.4), spent(0.8, data=0.5)]] * 5)
     assert line == (
         "warning: rank 3 (node2, local rank 1) lags: over 50 steps its own work took 2.00 times that of the "
-        "other ranks, 0.8 s a step instead of 0.4; the others wait for it, 40 % of the time; 0.5 s a step "
-        "are its wait for data. See docs/telemetry.md."
+        "other ranks, 0.8 s per step instead of 0.4; the other ranks wait for it 40 % of the time; it "
+        "waits 0.5 s per step for data. See docs/telemetry.md."
     )
 
 
@@ -108,7 +108,7 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_start() -> None:
     well, slow = [spent(0.3), spent(0.6)], [spent(0.7), spent(0.6)]
     [(number, line)] = said(places, [well] * 10 + [slow] * 10)
     assert number > 10
-    assert "rank 0 (node1, local rank 0)" in line and "what its part of the pipeline took at first" in line
+    assert "rank 0 (node1, local rank 0)" in line and "that of its first steps" in line
     lag = Lag(places, ["node1", "node2"])
     assert lag.record(well) == {}  # before its usual part is known
     for _ in range(5):

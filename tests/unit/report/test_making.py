@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 
 from dsft.data.cache.store import TokenizeProgress
 from dsft.report import console
-from dsft.report.console import shown
+from dsft.report.console import task_progress
 
 
 def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
@@ -17,7 +17,7 @@ def told(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
     lines: list[str] = []
     out = io.StringIO()
     terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
-    with shown(lines.append, terminal, first=first) as progress:
+    with task_progress(lines.append, terminal, first=first) as progress:
         for name in ("a.jsonl", "b.jsonl"):
             for done in range(4):
                 progress(TokenizeProgress(name, done, 3, 1000 * done))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsft.errors import MissingInputError
-from dsft.report.sinks import Aside, check_installed, open_sinks
+from dsft.report.sinks import BackgroundSink, check_installed, open_sinks
 from dsft.spec.schema import Spec
 
 RECORDS: tuple[Mapping[str, float], ...] = (
@@ -36,6 +36,7 @@ def spec(**sections: Any) -> Spec:
             "data": {"train": [{"path": "a.jsonl"}]},
             "train": {"micro_batch_size": 1, "accumulation_steps": 1},
             "optim": {"learning_rate": 1e-3},
+            "wandb": {"mode": "disabled"},
             **sections,
         }
     )
@@ -47,7 +48,7 @@ def report(asked: Spec, folder: Path, resume_step: int = 0, records: Any = RECOR
     for sink in sinks:
         for record in records:
             sink.metrics(record)
-        sink.close()
+        sink.close({})
     return said
 
 
@@ -94,19 +95,21 @@ def test_a_sink_that_fails_is_told_once_and_takes_what_comes() -> None:
         def write(self, record: Any) -> None:
             raise OSError("disk gone")
 
-        def close(self) -> None: ...
+        def close(self, summary: Any) -> None: ...
 
     said: list[str] = []
-    sink = Aside("Sink", Broken, said.append)
+    sink = BackgroundSink("Sink", lambda _: Broken(), said.append)
     for record in RECORDS:
         sink.metrics(record)
-    sink.close()
+    sink.close({})
     assert said == ["Sink: stopped, disk gone; metrics.jsonl has everything."]
 
 
 def test_a_sink_that_hangs_is_left_behind(monkeypatch: Any) -> None:
     monkeypatch.setattr("dsft.report.sinks.FINISH_SECONDS", 0.1)
     said: list[str] = []
-    sink = Aside("Sink", lambda: time.sleep(60), said.append)  # type: ignore[arg-type, return-value]
-    sink.close()
-    assert said == ["Sink: not done after 0 s, left behind."]
+    sink = BackgroundSink("Sink", lambda _: time.sleep(60), said.append)  # type: ignore[arg-type, return-value]
+    sink.close({})
+    assert said == [
+        "Sink: not finished after 0 s; the run ends without waiting for it. metrics.jsonl has everything."
+    ]

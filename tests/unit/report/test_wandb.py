@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dsft.report.wandb_run import identity, mode_of
+from dsft.report.wandb_run import mode_of, run_id_of
 from dsft.spec.schema import Wandb
 from tests.launching import allowed
 
@@ -219,7 +219,7 @@ def test_the_key_in_a_netrc_file(tmp_path: Path, content: str, base: str | None,
 
 
 def test_a_folder_made_anew_is_another_run(tmp_path: Path) -> None:
-    first = identity(tmp_path, None)
-    assert identity(tmp_path, None) == first and first.run_id.startswith(tmp_path.name[:50])
+    first = run_id_of(tmp_path)
+    assert run_id_of(tmp_path) == first and first.startswith(tmp_path.name[:50])
     (tmp_path / "wandb.json").write_text("{")  # cut by a kill
-    assert identity(tmp_path, None).run_id != first.run_id
+    assert run_id_of(tmp_path) != first
