@@ -150,7 +150,7 @@ def dsft_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[i
     from dsft.spec.schema import Source
 
     workers = int(variant.split()[0]) if variant.endswith("processes") else 0
-    files.cuts = partial(files.cuts, every=BLOCK_BYTES)
+    files.block_starts = partial(files.block_starts, every=BLOCK_BYTES)
     began, before = time.perf_counter(), cpu_seconds()
     rows = tokenized_rows(
         Source(path=str(path)), Renderer(tokenizer), task="sft", cache=Cache(folder, workers)

@@ -46,7 +46,6 @@ SUBJECTS: dict[str, str] = {
     "dsft/reference/score.py": "tests/unit/reference",
     "dsft/reference/store.py": "tests/unit/reference",
     "dsft/data/render/masks.py": f"{DATA}masks.py {DATA}truth.py {DATA}render.py",
-    "dsft/data/render/pair.py": f"{DATA}pairs.py {DATA}render.py",
     "dsft/data/render/renderer.py": f"{DATA}masks.py {DATA}truth.py {DATA}render.py {DATA}pairs.py",
     "dsft/data/render/tokens.py": f"{DATA}tokens.py {DATA}masks.py {DATA}render.py",
     "dsft/data/steps/batch.py": f"{DATA}steps.py {DATA}pack.py {DATA}longest.py {DATA}pairs.py",

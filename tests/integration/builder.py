@@ -24,7 +24,7 @@ BLOCK_BYTES = 1000
 
 def small_blocks() -> None:
     """Blocks of a kilobyte, worth a worker."""
-    files.cuts = partial(files.cuts, every=BLOCK_BYTES)
+    files.block_starts = partial(files.block_starts, every=BLOCK_BYTES)
     store._SMALL = 0
 
 

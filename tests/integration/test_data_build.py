@@ -27,7 +27,7 @@ BUILDER = Path(__file__).with_name("builder.py")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "cuts", files.cuts)  # put back what small_blocks changes
+    monkeypatch.setattr(files, "block_starts", files.block_starts)  # put back what small_blocks changes
     monkeypatch.setattr(store, "_SMALL", store._SMALL)
     small_blocks()
 
@@ -89,7 +89,7 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
     kept: list[CacheSummary] = []
     rows = made(data, Cache(folder, report=kept.append))
     assert said(rows) == said(expected)
-    assert kept[0].made == kept[0].blocks - len(before)
+    assert kept[0].tokenized == kept[0].blocks - len(before)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert not list(folder.glob("*/*.tmp"))
 
@@ -109,7 +109,7 @@ def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     with pytest.raises(KeyboardInterrupt if interrupted else WorldError) as error:
         made(data, Cache(tmp_path / "cache", 2, progress=progress))
     if not interrupted:
-        assert "a.jsonl was ended by signal 9" in str(error.value)
+        assert "a process that tokenized rows was killed by signal 9" in str(error.value)
         assert "set a smaller data.num_workers" in str(error.value)
     assert len(workers) == 2
     assert not any(worker.is_alive() for worker in workers)

@@ -119,7 +119,7 @@ class TokenBlock:
         ids = self._of("ends", "tokens", row).astype(np.int32)
         spans = self._of("span_ends", "spans", row)
         if _digest(ids, spans) != int(self.arrays["digests"][row]):
-            raise DamagedBlockError("the tokens of a row are not what was written")
+            raise DamagedBlockError("the checksum of a row does not match its tokens")
         trained = np.zeros(len(ids), dtype=np.bool_)
         for start, stop in spans:
             trained[start:stop] = True
@@ -226,7 +226,7 @@ def open_block(path: Path, key: str, index: int) -> TokenBlock:
     if about[:2] != [key, index]:
         raise DamagedBlockError("it belongs to other rows")
     if _checksum(about, block.arrays) != checksum:
-        raise DamagedBlockError("its header or index is not what was written")
+        raise DamagedBlockError("its checksum does not match its header or index")
     return block
 
 
@@ -262,7 +262,7 @@ def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
         if start + block.num_bytes != len(buffer):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, IndexError):
-        raise DamagedBlockError("it is cut off, or its header is not what was written") from None
+        raise DamagedBlockError("it is truncated, or its header is damaged") from None
     return block, checksum, about
 
 

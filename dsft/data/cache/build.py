@@ -24,9 +24,8 @@ from typing import Any
 from dsft.data import formats
 from dsft.data.cache.block import BlockAccount, BlockBuilder, TokenBlock, save_block
 from dsft.data.read.files import Block, read_block
-from dsft.data.render.pair import pair_mistake
-from dsft.data.render.renderer import Renderer
-from dsft.data.rows import BadRowError, Line, Row, Sample, Text
+from dsft.data.render.renderer import Renderer, pair_mistake
+from dsft.data.rows import BadRowError, Line, Row, Text
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, WorldError
 from dsft.system.files import write_error
@@ -36,7 +35,7 @@ MAX_BAD = 1000
 """Bad rows of a block whose reasons are stored; the others are only counted."""
 _BATCH_ROWS = 1000
 _BATCH_CHARACTERS = 1 << 19  # of rows rendered together: the tokenizer needs about 50 bytes per character
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -56,74 +55,65 @@ class BlockJob:
     path: Path = Path()
 
 
-Progress = Callable[[int, int], None]
-"""A callback with the number of blocks finished and of rows tokenized so far."""
-
-
 # --- one block --------------------------------------------------------------------------------------------
 
 
-def make_file(job: BlockJob, renderer: Renderer, dtype: str, tell: Callable[[int], None]) -> int:
-    """Write the block's file and return its number of rows. `tell` is called with the rows so far.
+def write_block(job: BlockJob, renderer: Renderer, dtype: str, report: Callable[[int], None]) -> int:
+    """Write the block's file and return its number of rows. `report` is called with the rows so far.
 
     Raises StorageError and MissingInputError.
     """
     try:
-        block = tokenize(job, renderer, dtype, tell, job.path.parent)
+        block = tokenize_block(job, renderer, dtype, report, job.path.parent)
         save_block(job.path, block, job.key, job.block.index)
     except OSError as error:
         raise write_error(job.path, error, "set another data.cache_dir") from error
     return len(block)
 
 
-def tokenize(
+def tokenize_block(
     job: BlockJob,
     renderer: Renderer,
     dtype: str,
-    tell: Callable[[int], None] = lambda rows: None,
+    report: Callable[[int], None] = lambda rows: None,
     folder: Path | None = None,
 ) -> TokenBlock:
-    """Tokenize a block. dtype: numpy type of its tokens; folder: as in `BlockBuilder`."""
-    with closing(BlockBuilder(dtype, folder)) as collected:
-        return collected.block(gather(job.block, job.format, renderer, collected, tell))
-
-
-def gather(
-    block: Block, found: formats.Format, renderer: Renderer, rows: BlockBuilder, tell: Callable[[int], None]
-) -> BlockAccount:
-    """Read, convert and render a block's lines. Good rows are added to `rows`; the others are returned."""
+    """Read, convert and tokenize the rows of a block. dtype: numpy type of its tokens; folder: as in
+    `BlockBuilder`."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
-    for batch in _batches(read_block(block), found):
-        lines = max(lines, max((meant.line for meant in batch), default=0))
-        blank += sum(meant.row is None and meant.mistake is None for meant in batch)
-        mistakes = [(meant.line, meant.mistake) for meant in batch if meant.mistake is not None]
-        mistakes += _render(batch, renderer, rows, spelled)
-        bad_rows += len(mistakes)
-        bad += sorted(mistakes)[: MAX_BAD - len(bad)]
-        tell(len(rows))
-    return BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
+    with closing(BlockBuilder(dtype, folder)) as builder:
+        for batch in _batches(read_block(job.block), job.format):
+            lines = max([lines, *(line.number for line in batch)])
+            blank += sum(line.row is None and line.mistake is None for line in batch)
+            mistakes = [(line.number, line.mistake) for line in batch if line.mistake is not None]
+            mistakes += _render(batch, renderer, builder, spelled)
+            bad_rows += len(mistakes)
+            bad += sorted(mistakes)[: MAX_BAD - len(bad)]
+            report(len(builder))
+        found = BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
+        return builder.block(found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Meant:
-    """A line converted to a Row, or the reason why it cannot be. content: hash of the row's content; size:
-    characters of the row."""
+class _ConvertedLine:
+    """A line converted to a Row, or the mistake in it. content: hash of the row's content; size: characters
+    of the row."""
 
-    line: int
+    number: int
     row: Row | None = None
     mistake: str | None = None
     content: int = 0
     size: int = 0
 
 
-def _batches(lines: Iterator[Line], found: formats.Format) -> Iterator[list[_Meant]]:
+def _batches(lines: Iterator[Line], format: formats.Format) -> Iterator[list[_ConvertedLine]]:
     """Yield batches of converted lines, each for one call of the tokenizer."""
-    batch: list[_Meant] = []
+    batch: list[_ConvertedLine] = []
     size = 0
     for line in lines:
-        batch.append(_meant(line, found))
+        batch.append(_converted(line, format))
         size += batch[-1].size
         if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARACTERS:
             yield batch
@@ -131,42 +121,42 @@ def _batches(lines: Iterator[Line], found: formats.Format) -> Iterator[list[_Mea
     yield batch
 
 
-def _meant(line: Line, found: formats.Format) -> _Meant:
+def _converted(line: Line, format: formats.Format) -> _ConvertedLine:
     if line.row is None:
-        return _Meant(line.number, mistake=line.mistake)
+        return _ConvertedLine(line.number, mistake=line.mistake)
     try:
-        row = formats.convert(line.row, found)
+        row = formats.convert(line.row, format)
     except BadRowError as error:
-        return _Meant(line.number, mistake=str(error))
-    return _Meant(line.number, row, None, formats.content_hash(row), sum(map(_size, row.samples)))
-
-
-def _size(sample: Sample) -> int:
-    if isinstance(sample, Text):
-        return sum(len(part) for part, _ in sample.parts)
-    return sum(len(str(message.get("content"))) for message in sample.messages)
+        return _ConvertedLine(line.number, mistake=str(error))
+    size = 0
+    for sample in row.samples:
+        if isinstance(sample, Text):
+            size += sum(len(part) for part, _ in sample.parts)
+        else:
+            size += sum(len(str(message.get("content"))) for message in sample.messages)
+    return _ConvertedLine(line.number, row, None, formats.content_hash(row), size)
 
 
 def _render(
-    batch: Sequence[_Meant], renderer: Renderer, rows: BlockBuilder, spelled: list[int]
+    batch: Sequence[_ConvertedLine], renderer: Renderer, builder: BlockBuilder, spelled: list[int]
 ) -> list[tuple[int, str]]:
-    """Render a batch: add its tokens to `rows`, and to `spelled` the lines whose content spells a token of
+    """Tokenize a batch: add its rows to the block, and to `spelled` the lines whose content spells a token of
     the template. Return (line, reason) of the rows that are refused; a pair is if either half is."""
-    read = [(meant, meant.row) for meant in batch if meant.row is not None]
-    rendered = iter(renderer.render([sample for _, row in read for sample in row.samples]))
+    good = [(line, line.row) for line in batch if line.row is not None]
+    rendered = iter(renderer.render([sample for _, row in good for sample in row.samples]))
     refused = []
-    for meant, row in read:
-        ones = [next(rendered) for _ in row.samples]
-        whole = [one for one in ones if not isinstance(one, str)]
-        mistake = next((one for one in ones if isinstance(one, str)), None)
-        if mistake is None and len(whole) > 1:
-            mistake = pair_mistake(*whole)
+    for line, row in good:
+        outcomes = [next(rendered) for _ in row.samples]
+        samples = [one for one in outcomes if not isinstance(one, str)]
+        mistake = next((one for one in outcomes if isinstance(one, str)), None)
+        if mistake is None and len(samples) > 1:
+            mistake = pair_mistake(*samples)
         if mistake is not None:
-            refused.append((meant.line, mistake))
+            refused.append((line.number, mistake))
             continue
-        for one in whole:
-            spelled += [meant.line] * one.spelled
-            rows.add(one, line=meant.line, content=meant.content, desirable=row.label is not False)
+        for sample in samples:
+            spelled += [line.number] * sample.spelled
+            builder.add(sample, line=line.number, content=line.content, desirable=row.label is not False)
     return refused
 
 
@@ -180,30 +170,33 @@ class TokenizerPool:
         self._renderer, self._num_workers = renderer, num_workers
         self._executor: ProcessPoolExecutor | None = None
         self._workers: list[Any] = []
-        self._told: Any = None
+        self._reports: Any = None
 
     @cached_property
     def recipe(self) -> tuple[Renderer, str]:
         """The renderer, and the numpy type of tokens: <u2 if every token id fits in it, else <i4."""
         return self._renderer, "<u2" if num_ids(self._renderer.tokenizer) <= 2**16 else "<i4"
 
-    def make(self, jobs: Sequence[BlockJob], progress: Progress, *, here: bool = False) -> None:
-        """Write the files of all blocks. here: in this process, without workers.
+    def write(
+        self, jobs: Sequence[BlockJob], progress: Callable[[int, int], None], *, here: bool = False
+    ) -> None:
+        """Write the files of all blocks. progress: called with the number of blocks finished and of rows
+        tokenized so far; here: work in this process, without workers.
 
         Raises the first error of any block, and WorldError if a worker is killed.
         """
         if not here and min(self._num_workers, len(jobs)) > 1:
-            self._wait(jobs, self._submit(jobs), progress)
+            self._wait(self._submit(jobs), progress)
             return
         done = rows = 0
 
-        def tell(count: int) -> None:
+        def report(count: int) -> None:
             progress(done, rows + count)
 
         for job in jobs:
-            rows += make_file(job, *self.recipe, tell)
+            rows += write_block(job, *self.recipe, report)
             done += 1
-            tell(0)
+            report(0)
 
     def close(self) -> None:
         """Kill the workers, even while they work."""
@@ -211,52 +204,44 @@ class TokenizerPool:
             worker.kill()
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
-        self._executor, self._workers, self._told = None, [], None  # releases their semaphores
+        self._executor, self._workers, self._reports = None, [], None  # releases their semaphores
 
     def _submit(self, jobs: Sequence[BlockJob]) -> list[Future[int]]:
         with _worker_settings():
             if self._executor is None:
                 context = multiprocessing.get_context("spawn")
-                self._told = context.SimpleQueue()
-                given = os.getpid(), pickle.dumps(self.recipe), self._told
-                self._executor = ProcessPoolExecutor(self._num_workers, context, _start, given)
-            futures = [self._executor.submit(_make, number, job) for number, job in enumerate(jobs)]
+                self._reports = context.SimpleQueue()
+                arguments = os.getpid(), pickle.dumps(self.recipe), self._reports
+                self._executor = ProcessPoolExecutor(self._num_workers, context, _start_worker, arguments)
+            futures = [self._executor.submit(_write_in_worker, i, job) for i, job in enumerate(jobs)]
         self._workers = list(self._executor._processes.values())
         return futures
 
-    def _wait(self, jobs: Sequence[BlockJob], pending: Sequence[Future[int]], progress: Progress) -> None:
-        rows = dict.fromkeys(pending, 0)
-        at_work: dict[int, BlockJob] = {}
-        left = set(pending)
-        while left:
-            finished, left = wait(left, _TELL_SECONDS, FIRST_COMPLETED)
-            while not self._told.empty():
-                worker, number, count = self._told.get()
-                at_work[worker] = jobs[number]
-                rows[pending[number]] = count
-            for one in finished:
+    def _wait(self, futures: Sequence[Future[int]], progress: Callable[[int, int], None]) -> None:
+        rows = dict.fromkeys(futures, 0)
+        pending = set(futures)
+        while pending:
+            finished, pending = wait(pending, _REPORT_SECONDS, FIRST_COMPLETED)
+            while not self._reports.empty():
+                number, count = self._reports.get()
+                rows[futures[number]] = count
+            for future in finished:
                 try:
-                    rows[one] = one.result()
+                    rows[future] = future.result()
                 except BrokenProcessPool:
-                    raise self._broken(at_work, jobs[pending.index(one)]) from None
+                    raise self._broken() from None
             if any(rows.values()):
-                progress(len(pending) - len(left), sum(rows.values()))
+                progress(len(futures) - len(pending), sum(rows.values()))
 
-    def _broken(self, at_work: dict[int, BlockJob], undone: BlockJob) -> WorldError:
-        """Return the error for a worker that was killed, after which the executor ends the others with
-        SIGTERM. at_work: worker's pid -> the block it works on; undone: the block whose future failed."""
+    def _broken(self) -> WorldError:
+        """Return the error for a worker that was killed. The executor then ends the others with SIGTERM."""
         assert self._executor is not None
         self._executor.shutdown()
-        codes = {worker.pid: worker.exitcode for worker in self._workers}
-        ended = [pid for pid, code in codes.items() if code not in (0, None, -signal.SIGTERM)]
-        pid = (ended or [*codes])[0]
-        code, name = codes[pid], undone.block.file.name
-        what = (
-            f"block {at_work[pid].block.index} of {at_work[pid].block.file.name}" if pid in at_work else name
-        )
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        why = ", as a machine does whose memory is full; set a smaller data.num_workers" if code == -9 else ""
-        return WorldError(f"data: the process that made tokens of {what} {how}{why}.")
+        codes = [worker.exitcode for worker in self._workers]
+        code = next((one for one in codes if one not in (0, None, -signal.SIGTERM)), -signal.SIGTERM)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        why = "; if the machine's memory was full, set a smaller data.num_workers" if code == -9 else ""
+        return WorldError(f"data: a process that tokenized rows {how}{why}.")
 
 
 @contextmanager
@@ -282,28 +267,27 @@ _worker: tuple[Renderer, str, Any]
 """The renderer, the numpy type of tokens, and the queue to the parent."""
 
 
-def _start(parent: int, recipe: bytes, told: Any) -> None:
+def _start_worker(parent: int, recipe: bytes, reports: Any) -> None:
     """Initialize a worker. Must not raise, which would break the pool."""
     global _worker
     die_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # the parent's mask may block SIGTERM
-    _worker = (*pickle.loads(recipe), told)  # bytes of the parent process, not of a file
+    _worker = (*pickle.loads(recipe), reports)  # bytes of the parent process, not of a file
 
 
-def _make(number: int, job: BlockJob) -> int:
-    """Write the file of block `number` and return its number of rows. Report progress to the parent."""
-    renderer, dtype, queue = _worker
+def _write_in_worker(number: int, job: BlockJob) -> int:
+    """Write the file of block `number`, report progress to the parent, and return the number of rows."""
+    renderer, dtype, reports = _worker
     last = 0.0
 
-    def tell(rows: int) -> None:
+    def report(rows: int) -> None:
         nonlocal last
-        if time.monotonic() - last > _TELL_SECONDS:
+        if time.monotonic() - last > _REPORT_SECONDS:
             last = time.monotonic()
-            queue.put((os.getpid(), number, rows))
+            reports.put((number, rows))
 
-    tell(0)
     try:
-        return make_file(job, renderer, dtype, tell)
+        return write_block(job, renderer, dtype, report)
     except DsftError:
         raise
     except Exception:  # a bug in dsft; the exception itself may not be picklable

@@ -115,8 +115,8 @@ class StoredRows:
             path.unlink(missing_ok=True)
         _reopened.cache_clear()
         return DamagedDataError(
-            f"{path}: {reason}; the file, made of {self.names[which]}, is removed and will be made anew: "
-            "start again, and look at the disk's health if it happens again."
+            f"{path}: {reason}. The file was removed, so start again to tokenize the rows of "
+            f"{self.names[which]} again; if this happens again, check the disk."
         )
 
 
@@ -131,14 +131,23 @@ class FileHead:
 
     format   the file's format; None if it has no row, or none of a known format
     account  the blank and bad lines among the first rows
-    refusal  (line, reason) if no format fits
+    refusal  (line, reason) if there are rows and no format fits
     """
 
     file: DataFile
-    has_rows: bool
     format: formats.Format | None
     account: BlockAccount
     refusal: tuple[int, str] | None = None
+
+
+_COLUMNS: Mapping[str, Any] = {
+    "lengths": np.int64,
+    "trained": np.int64,
+    "ended": np.bool_,
+    "content": np.uint64,
+    "desirable": np.bool_,
+    "digests": np.uint64,
+}
 
 
 @dataclass(frozen=True)
@@ -152,12 +161,23 @@ class BlockIndex:
 
     @classmethod
     def of(cls, block: TokenBlock, place: Path | TokenBlock) -> BlockIndex:
-        kept = ("trained", "ended", "content", "desirable", "digests")
-        columns = {name: np.array(block.arrays[name]) for name in kept} | {"lengths": block.lengths}
-        return cls(block.account, columns, place, block.num_bytes)
+        arrays = {**block.arrays, "lengths": block.lengths}
+        return cls(block.account, {name: np.array(arrays[name]) for name in _COLUMNS}, place, block.num_bytes)
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
+
+    def account_of(self, rows: int) -> BlockAccount:
+        """Return what was found up to the last of the first `rows` rows, as far as line numbers are
+        stored."""
+        account = self.account
+        if rows == len(self):
+            return account
+        block = self.place if isinstance(self.place, TokenBlock) else reopen_block(self.place)
+        last = block.line(rows - 1) if rows else 0
+        bad = tuple(place for place in account.bad if place[0] < last)
+        spelled = tuple(line for line in account.spelled if line <= last)
+        return replace(account, bad=bad, bad_rows=len(bad), spelled=spelled, spelled_rows=len(spelled))
 
 
 def join_blocks(
@@ -169,17 +189,19 @@ def join_blocks(
         for name, dtype in _COLUMNS.items()
     }
     digest = hashlib.sha256(columns["lengths"].astype("<i8", copy=False).data)
-    digest.update(columns["digests"].astype("<u8", copy=False).data)
+    digest.update(columns.pop("digests").astype("<u8", copy=False).data)
     starts = np.minimum(np.cumsum([0, *(len(index) for _, index in opened)]), len(columns["lengths"]))
     first_lines = []
-    lines = 0
-    for before, (job, index) in zip([None, *(job for job, _ in opened)], opened, strict=False):
-        lines = lines if before is not None and before.block.file == job.block.file else 0
-        first_lines.append(lines)
-        lines += index.account.lines
+    accounts: dict[DataFile, list[tuple[int, BlockAccount]]] = defaultdict(list)
+    lines: dict[DataFile, int] = defaultdict(int)
+    for (job, index), rows in zip(opened, np.diff(starts).tolist(), strict=True):
+        file = job.block.file
+        first_lines.append(lines[file])
+        accounts[file].append((lines[file], index.account_of(rows)))
+        lines[file] += index.account.lines
     return StoredRows(
-        account=_account(heads, _as_far_as(opened, max_rows), first_lines),
-        **{name: column for name, column in columns.items() if name != "digests"},
+        account=_account(heads, accounts),
+        **columns,
         digest=digest.hexdigest(),
         starts=starts,
         names=tuple(job.block.file.name for job, _ in opened),
@@ -188,81 +210,45 @@ def join_blocks(
     )
 
 
-def _as_far_as(
-    opened: Sequence[tuple[BlockJob, BlockIndex]], max_rows: int | None
-) -> list[tuple[BlockJob, BlockAccount]]:
-    """Return what was found in each block up to the last row kept, as far as line numbers are stored."""
-    found, left = [], max_rows
-    for job, index in opened:
-        one = index.account
-        if left is not None and left < len(index):
-            block = index.place if isinstance(index.place, TokenBlock) else reopen_block(index.place)
-            last = block.line(left - 1) if left > 0 else 0
-            bad = tuple(place for place in one.bad if place[0] < last)
-            spelled = tuple(line for line in one.spelled if line <= last)
-            one = replace(one, bad=bad, bad_rows=len(bad), spelled=spelled, spelled_rows=len(spelled))
-        found.append((job, one))
-        left = None if left is None else left - len(index)
-    return found
-
-
-_COLUMNS: Mapping[str, Any] = {
-    "lengths": np.int64,
-    "trained": np.int64,
-    "ended": np.bool_,
-    "content": np.uint64,
-    "desirable": np.bool_,
-    "digests": np.uint64,
-}
+def _account(
+    heads: Sequence[FileHead], accounts: Mapping[DataFile, Sequence[tuple[int, BlockAccount]]]
+) -> Account:
+    """Return the account of a source. accounts: (lines of the file before the block, what was found in the
+    block), for the blocks of each file."""
+    notes: list[str] = []
+    bad: list[tuple[str, str]] = []
+    found: list[BlockAccount] = []
+    for head in heads:
+        name = head.file.name
+        notes += file_notes(head.file)
+        if head.format is not None:
+            blocks = accounts.get(head.file, ())
+            notes.append(f"{name}: {head.format.reason}")
+        else:
+            blocks = [(0, head.account)]
+            notes += [f"{name}: holds no row"] if head.refusal is None else []
+        notes += _spelled(name, blocks)
+        bad += [(f"{name}:{first + n}", printable(why)) for first, block in blocks for n, why in block.bad]
+        found += [block for _, block in blocks]
+    return Account(
+        blank_lines=sum(block.blank_lines for block in found),
+        bad_rows=sum(block.bad_rows for block in found),
+        bad=tuple(bad[:MAX_BAD]),
+        notes=tuple(notes),
+        formats=tuple((one.file.name, one.format.name, one.format.reason) for one in heads if one.format),
+        unread=tuple((f"{one.file.name}:{one.refusal[0]}", one.refusal[1]) for one in heads if one.refusal),
+    )
 
 
 def _spelled(name: str, blocks: Sequence[tuple[int, BlockAccount]]) -> list[str]:
-    """Return a note if rows spell tokens of the chat template, else nothing. blocks: (lines of the file
-    before the block, what was found in it)."""
-    count = sum(found.spelled_rows for _, found in blocks)
-    lines = [before + line for before, found in blocks for line in found.spelled]
+    """Return a note if rows spell tokens of the chat template, else nothing. blocks: as in `_account`."""
+    count = sum(block.spelled_rows for _, block in blocks)
     if not count:
         return []
+    lines = [first + line for first, block in blocks for line in block.spelled]
     where = ", ".join(map(str, lines[:3])) + (", …" if count > 3 else "")
     rows = "row spells" if count == 1 else "rows spell"
     return [
-        f"{name}: {count:,} {rows} tokens of the chat template (line {where}); what is said is read as plain "
-        "text, and ends no turn"
+        f"{name}: {count:,} {rows} tokens of the chat template (line {where}); these are tokenized as plain "
+        "text and end no turn"
     ]
-
-
-def _account(
-    heads: Sequence[FileHead], opened: Sequence[tuple[BlockJob, BlockAccount]], first_lines: Sequence[int]
-) -> Account:
-    notes: list[str] = []
-    bad: list[tuple[str, str]] = []
-    found = []
-    of_file = defaultdict(list)
-    for (job, met), first in zip(opened, first_lines, strict=True):
-        of_file[job.block.file].append((first, met))
-    for head in heads:
-        notes += file_notes(head.file)
-        mine = of_file[head.file] if head.format is not None else [(0, head.account)]
-        if head.format is not None:
-            notes.append(f"{head.file.name}: {head.format.reason}")
-        elif not head.has_rows:
-            notes.append(f"{head.file.name}: holds no row")
-        notes += _spelled(head.file.name, mine)
-        bad += [
-            (f"{head.file.name}:{first + line}", printable(reason))
-            for first, one in mine
-            for line, reason in one.bad
-        ]
-        found += [one for _, one in mine]
-    return Account(
-        blank_lines=sum(one.blank_lines for one in found),
-        bad_rows=sum(one.bad_rows for one in found),
-        bad=tuple(bad[:MAX_BAD]),
-        notes=tuple(notes),
-        formats=tuple(
-            (head.file.name, head.format.name, head.format.reason) for head in heads if head.format
-        ),
-        unread=tuple(
-            (f"{head.file.name}:{head.refusal[0]}", head.refusal[1]) for head in heads if head.refusal
-        ),
-    )

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from filelock import FileLock, Timeout
 
 from dsft.data import formats
 from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block
-from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize
+from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize_block
 from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
 from dsft.data.read.digest import file_digest
-from dsft.data.read.files import DataFile, blocks, data_files, read_block
+from dsft.data.read.files import DataFile, blocks, data_files, file_lines
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line
 from dsft.errors import DataError, Problem, StorageError
@@ -34,7 +34,7 @@ from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
 from dsft.system.lock import holder
 
-_LOOKED_AT = 100  # first rows of a file, from which its format is detected
+_HEAD_ROWS = 100  # first rows of a file, from which its format is detected
 _SMALL = 8 << 20  # bytes of data below which workers are not worth starting
 _FILES_AT_ONCE = 64  # files locked at the same time: each lock takes a file descriptor
 _WAIT_SECONDS = 10.0
@@ -44,44 +44,40 @@ DIGESTS = "digests"
 
 @dataclass(frozen=True)
 class TokenizeProgress:
-    """Progress of tokenizing a source. name: its path; blocks, done: of the blocks missing from the cache;
-    rows: tokenized so far."""
+    """Progress of tokenizing a source. name: its path; total, done: blocks that were missing from the cache,
+    and how many of them are finished; rows: tokenized so far."""
 
     name: str
     done: int
-    blocks: int
+    total: int
     rows: int
 
-    @property
-    def total(self) -> int:
-        return self.blocks
-
     def text(self, seconds: float) -> str:
-        per_second = f", {self.rows / seconds:,.0f} rows/s" if seconds > 0 else ""
-        return f"{self.name}: {self.rows:,} rows are tokens{per_second}"
+        speed = f" ({self.rows / seconds:,.0f} rows/s)" if seconds > 0 else ""
+        return f"{self.name}: tokenized {self.rows:,} rows{speed}"
 
     def count(self) -> str:
-        return f"{self.done} of {self.blocks} blocks are made"
+        return f"{self.done} of {self.total} blocks"
 
 
 @dataclass(frozen=True)
 class CacheSummary:
-    """What the cache has of a source. made: blocks tokenized now, in `seconds`; num_bytes: of all blocks."""
+    """What the cache has of a source. tokenized: blocks that were missing, which took `seconds`; num_bytes:
+    of all blocks."""
 
     name: str
     rows: int
     blocks: int
-    made: int
+    tokenized: int
     seconds: float
     num_bytes: int
 
     def __str__(self) -> str:
         count = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
-        rows = f"{self.name}: {count}, {self.num_bytes / 1e6:,.1f} MB of tokens"
-        if not self.made:
-            return f"{rows}, there before"
-        pace = f"{self.made} of {self.blocks} blocks made in {self.seconds:.1f} s"
-        return f"{rows}, {pace}"
+        text = f"{self.name}: {count}, {self.num_bytes / 1e6:,.1f} MB of tokens"
+        if not self.tokenized:
+            return f"{text}, already in the cache"
+        return f"{text}, tokenized {self.tokenized} of {self.blocks} blocks in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -119,59 +115,47 @@ def tokenized_rows(
     the cache cannot be written, WorldError if a worker is killed. Bad rows are listed in the account.
     """
     began = time.monotonic()
-    heads = [_head_of(file, source, task) for file in data_files(source.path)]
-    wanted = [job for head in heads for job in _jobs(head, renderer, cache)]
+    heads = [_head(file, source, task) for file in data_files(source.path)]
+    jobs = [job for head in heads for job in _jobs(head, renderer, cache)]
     opened: list[tuple[BlockJob, BlockIndex]] = []
-    with closing(_Store(source.path, renderer, cache)) as store:
-        for some in _waves(wanted, store.num_workers if max_rows is not None else None):
-            opened += zip(some, store.open(some), strict=True)
+    with closing(_BlockStore(source.path, renderer, cache)) as store:
+        for wave in _waves(jobs, store.num_workers if max_rows is not None else None):
+            opened += zip(wave, store.open(wave), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
     rows = join_blocks(heads, opened, max_rows)
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
-        cache.report(
-            CacheSummary(store.name, len(rows.lengths), len(opened), store.num_made, seconds, num_bytes)
-        )
+        counts = len(rows.lengths), len(opened), store.num_tokenized
+        cache.report(CacheSummary(source.path, *counts, seconds, num_bytes))
     return rows
 
 
-# --- what a file is read as -------------------------------------------------------------------------------
+# --- the blocks of a file ---------------------------------------------------------------------------------
 
 
-def _head_of(file: DataFile, source: Source, task: str) -> FileHead:
+def _head(file: DataFile, source: Source, task: str) -> FileHead:
     """Detect a file's format from its first rows, which are read at every start, cached or not."""
     rows: list[Line] = []
-    mistakes: list[tuple[int, str]] = []
-    blank = bad = 0
-    for line in _lines(file):
+    bad: list[tuple[int, str]] = []
+    blank = bad_rows = 0
+    for line in file_lines(file):
         if line.row is not None:
             rows.append(line)
         elif line.mistake is None:
             blank += 1
         else:
-            bad += 1
-            mistakes += [(line.number, line.mistake)] * (len(mistakes) < MAX_BAD)
-        if len(rows) == _LOOKED_AT:
+            bad_rows += 1
+            bad += [(line.number, line.mistake)] * (len(bad) < MAX_BAD)
+        if len(rows) == _HEAD_ROWS:
             break
-    refusal = None
+    format = refusal = None
     try:
-        chosen = formats.choose(source, rows, task) if rows else None
+        format = formats.choose(source, rows, task) if rows else None
     except BadRowError as error:
-        chosen, refusal = None, (rows[0].number, str(error))
-        bad, mistakes = bad + 1, [*mistakes, refusal]
-    return FileHead(file, bool(rows), chosen, BlockAccount(0, blank, bad, tuple(sorted(mistakes))), refusal)
-
-
-def _lines(file: DataFile) -> Iterator[Line]:
-    """Yield all lines, numbered within the file."""
-    before = 0
-    for block in blocks(file):
-        last = 0
-        for line in read_block(block):
-            last = max(last, line.number)
-            yield replace(line, number=before + line.number)
-        before += last
+        refusal = (rows[0].number, str(error))
+        bad_rows, bad = bad_rows + 1, [*bad, refusal]
+    return FileHead(file, format, BlockAccount(0, blank, bad_rows, tuple(sorted(bad))), refusal)
 
 
 def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
@@ -185,8 +169,8 @@ def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
     # Everything that determines the content of a block, including where the file is cut into blocks.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(head.format).items() if name not in ("reason", "by")}
-    says = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
-    key = hashlib.sha256(says.encode()).hexdigest()
+    inputs = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
+    key = hashlib.sha256(inputs.encode()).hexdigest()
     folder = cache.folder / key[:32]
     return [
         BlockJob(part, head.format, content, key, folder / f"block-{part.index:05}.safetensors")
@@ -196,95 +180,90 @@ def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
 
 def _waves(jobs: Sequence[BlockJob], size: int | None) -> Iterator[Sequence[BlockJob]]:
     """Yield the first block, then `size` blocks at a time; size None: the blocks of _FILES_AT_ONCE files."""
-    of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
     if size is not None:
         yield jobs[:1]  # often holds enough rows
         yield from (jobs[i : i + max(1, size)] for i in range(1, len(jobs), max(1, size)))
         return
+    of_file = [list(group) for _, group in groupby(jobs, key=lambda job: job.path.parent)]
     for i in range(0, len(of_file), _FILES_AT_ONCE):
         yield [job for group in of_file[i : i + _FILES_AT_ONCE] for job in group]
 
 
-# --- made, or read ----------------------------------------------------------------------------------------
+# --- the cache folder -------------------------------------------------------------------------------------
 
 
-class _Store:
+class _BlockStore:
     """The blocks of one source; missing ones are tokenized."""
 
     def __init__(self, name: str, renderer: Renderer, cache: Cache) -> None:
-        self._cache = cache
-        self.name, self.num_made = name, 0
+        self._name, self._cache = name, cache
+        self.num_tokenized = 0
         self.num_workers = cores() if cache.num_workers is None else cache.num_workers
-        self._makers = TokenizerPool(renderer, self.num_workers)
+        self._pool = TokenizerPool(renderer, self.num_workers)
 
     def open(self, jobs: Sequence[BlockJob]) -> list[BlockIndex]:
         if self._cache.folder is None:
-            made = [tokenize(job, *self._makers.recipe) for job in jobs]
-            return [BlockIndex.of(block, block) for block in made]
-        found = {job.path: _opened(job) for job in jobs}
+            in_memory = [tokenize_block(job, *self._pool.recipe) for job in jobs]
+            return [BlockIndex.of(block, block) for block in in_memory]
+        found = {job.path: _open(job) for job in jobs}
         of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
         missing = [job for path, job in of_path.items() if not isinstance(found[path], BlockIndex)]
-        if missing:
-            names = {job.path.parent: job.block.file.name for job in missing}
-            with ExitStack() as held:
-                for folder in sorted(names):
-                    held.enter_context(alone(folder, names[folder], self._cache.log))
-                self._make([job for job in missing if self._is_missing(job)])
-            found |= {job.path: _opened(job) for job in missing}
+        names = {job.path.parent: job.block.file.name for job in missing}
+        with ExitStack() as locks:
+            for folder in sorted(names):
+                locks.enter_context(lock_folder(folder, names[folder], self._cache.log))
+            self._tokenize([job for job in missing if self._is_missing(job)])
+        found |= {job.path: _open(job) for job in missing}
         opened = []
         for job in jobs:
             index = found[job.path]
             if not isinstance(index, BlockIndex):
                 raise StorageError(
-                    f"{job.path}: {index or 'it is gone'}, and was written just now; set data.cache_dir to a "
-                    "sound disk."
+                    f"{job.path} was just written and cannot be read back ({index or 'it is missing'}); set "
+                    "data.cache_dir to another disk."
                 )
             opened.append(index)
         return opened
 
     def close(self) -> None:
-        self._makers.close()
+        self._pool.close()
 
     def _is_missing(self, job: BlockJob) -> bool:
         """Check again under the lock: another process may have written the block while this one waited."""
-        now = _opened(job)
+        now = _open(job)
         if isinstance(now, DamagedBlockError):
-            self._cache.log(f"{job.path}: {now}; it is made anew")
+            self._cache.log(f"{job.path}: {now}; its rows are tokenized again")
         return not isinstance(now, BlockIndex)
 
-    def _make(self, jobs: Sequence[BlockJob]) -> None:
+    def _tokenize(self, jobs: Sequence[BlockJob]) -> None:
+        """Write the files of blocks. Raises DataError if a data file changed meanwhile, and then removes the
+        blocks of that file."""
         if not jobs:
             return
         for folder in {job.path.parent for job in jobs}:
             for left in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:  # of killed processes
                 with suppress(OSError):
                     left.unlink()
-        self._makers.make(
+        of_file = {job.block.file: job for job in jobs}
+        num_bytes = sum(Path(file.path).stat().st_size for file in of_file if file.path)
+        self._pool.write(
             jobs,
-            lambda done, rows: self._cache.progress(TokenizeProgress(self.name, done, len(jobs), rows)),
-            here=_num_bytes(jobs) < _SMALL,
+            lambda done, rows: self._cache.progress(TokenizeProgress(self._name, done, len(jobs), rows)),
+            here=num_bytes < _SMALL,
         )
-        self._prove_unchanged(jobs)
-        self.num_made += len(jobs)
-
-    def _prove_unchanged(self, jobs: Sequence[BlockJob]) -> None:
-        """Raise DataError if a data file changed while it was tokenized, and remove the blocks made of it."""
         assert self._cache.folder is not None
-        memory, of_file = self._cache.folder / DIGESTS, {job.block.file: job for job in jobs}
-        changed = [file for file, job in of_file.items() if file_digest(file, memory) != job.content]
+        digests = self._cache.folder / DIGESTS
+        changed = [file for file, job in of_file.items() if file_digest(file, digests) != job.content]
         if changed:
             for job in jobs:
                 if job.block.file in changed:
                     job.path.unlink(missing_ok=True)
             rule = "was written to while its rows were read; start again when it is complete"
-            raise DataError("a data file changes:", [Problem(file.name, rule) for file in changed])
+            raise DataError("a data file changed:", [Problem(file.name, rule) for file in changed])
+        self.num_tokenized += len(jobs)
 
 
-def _num_bytes(jobs: Sequence[BlockJob]) -> int:
-    return sum(Path(file.path).stat().st_size for file in {job.block.file for job in jobs} if file.path)
-
-
-def _opened(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
+def _open(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
     """Return the block's index, the reason why its file cannot be used, or None if there is no file."""
     try:
         return BlockIndex.of(open_block(job.path, job.key, job.block.index), job.path)
@@ -297,9 +276,9 @@ def _opened(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
 
 
 @contextmanager
-def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+def lock_folder(folder: Path, name: str, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a cache folder, so that only this process writes blocks there. flock(2): the kernel
-    releases it when its holder dies.
+    releases it when its holder dies. name: the data file, for messages.
 
     Raises StorageError if the folder cannot be created or locked.
     """
@@ -312,11 +291,9 @@ def alone(folder: Path, name: str, say: Callable[[str], None]) -> Iterator[None]
                 lock.acquire(timeout=_WAIT_SECONDS)
                 break
             except Timeout:
-                say(f"{name}: {holder(folder)} makes its tokens; waiting for it")
+                log(f"{name}: waiting for {holder(folder)}, which tokenizes this file")
     except (OSError, NotImplementedError) as error:
-        raise StorageError(
-            f"{path} cannot be locked ({error}); set data.cache_dir to a folder that can be written."
-        ) from None
+        raise StorageError(f"{path} cannot be locked ({error}); set another data.cache_dir.") from None
     try:
         with suppress(OSError):  # on a full disk the lock is held without naming its holder
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="ascii")

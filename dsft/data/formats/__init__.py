@@ -3,8 +3,7 @@ pairs."""
 
 from __future__ import annotations
 
-from dsft.data.formats.content import content_hash
-from dsft.data.formats.convert import convert
+from dsft.data.formats.convert import content_hash, convert
 from dsft.data.formats.detect import Format, choose
 
 __all__ = ["Format", "choose", "content_hash", "convert"]

@@ -10,8 +10,19 @@ from os.path import commonprefix
 from typing import Any
 
 from dsft.data.formats.calls import tools
-from dsft.data.formats.message import OPENAI, SHAREGPT, Dialect, Turn, conversation, turn, turns
-from dsft.data.formats.talk import alpaca_turns, row_tools, said_by, with_system
+from dsft.data.formats.message import (
+    OPENAI,
+    SHAREGPT,
+    Dialect,
+    Turn,
+    alpaca_turns,
+    conversation,
+    row_tools,
+    said_by,
+    turn,
+    turns,
+    with_system,
+)
 from dsft.data.formats.values import Fields, is_empty, only, string
 from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text

@@ -1,16 +1,25 @@
-"""Convert a JSON-like row to a Row, by the format of its file."""
+"""Convert a JSON-like row to a Row, by the format of its file, and hash the content of a Row."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from dsft.data.formats.answers import kto, preference, prompt_completion
 from dsft.data.formats.detect import Format, check_row
-from dsft.data.formats.message import OPENAI, SHAREGPT, conversation, turns
-from dsft.data.formats.talk import alpaca_turns, row_tools, with_system
+from dsft.data.formats.message import (
+    OPENAI,
+    SHAREGPT,
+    alpaca_turns,
+    conversation,
+    row_tools,
+    turns,
+    with_system,
+)
 from dsft.data.formats.values import Fields, is_empty
-from dsft.data.rows import BadRowError, Row, Text
+from dsft.data.rows import BadRowError, Conversation, Row, Text
 
 _MEDIA = ("images", "videos", "audios")
 """Columns with media that messages refer to, as LLaMA-Factory, ms-swift and TRL name them."""
@@ -67,3 +76,28 @@ _CONVERT: Mapping[str, Callable[[Fields], Row]] = {
     "prompt_completion": prompt_completion,
     "kto": kto,
 }
+
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True).encode
+
+
+def content_hash(row: Row) -> int:
+    """Return a 64-bit hash, 0 to 2^64 - 1, of the texts or messages, the tools and the label, to find
+    duplicates and to divide rows into sets. It does not depend on what is trained on, so that the same
+    content is never on both sides of a held-out split.
+
+    It is the same on every machine and for any order of the keys of messages, tools and arguments.
+    """
+    pieces = [f"label {row.label}"]
+    for sample in row.samples:
+        if not isinstance(sample, Conversation):
+            pieces.append("".join([text for text, _ in sample.parts]))
+            continue
+        pieces.append(f"{len(sample.messages)} messages")
+        pieces.append(_encode(sample.tools) if sample.tools else "")
+        for message in sample.messages:
+            is_short = len(message) == 2 and message["content"] is not None
+            # the JSON begins with {, unlike any role
+            pieces.append(f"{message['role']}:{message['content']}" if is_short else _encode(message))
+    lengths = ",".join([str(len(piece)) for piece in pieces])
+    content = f"{lengths}:{''.join(pieces)}".encode()
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")

@@ -6,6 +6,8 @@ The order of rows is that of the files, of their blocks, and of the lines.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +16,14 @@ from pathlib import Path
 from dsft.data.read import builtin
 from dsft.data.read.columns import arrow_rows, arrow_starts, parquet_rows, parquet_starts
 from dsft.data.read.csv_rows import csv_rows
-from dsft.data.read.hub import hub_files
 from dsft.data.read.json_rows import is_list, json_lines, json_list
-from dsft.data.read.lines import BYTE_ORDER_MARK, cuts, first_bytes, is_blank, lines
+from dsft.data.read.lines import BYTE_ORDER_MARK, block_starts, first_bytes, is_blank, lines
 from dsft.data.rows import Line
 from dsft.errors import MissingInputError
 from dsft.spec.listing import NoDataFileError, local_files
-from dsft.spec.sources import BUILTIN_PREFIX, hub_data, kind_of
+from dsft.spec.sources import BUILTIN_PREFIX, HUB_FORM, HubData, hub_data, kind_of
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def readable(file: DataFile) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise MissingInputError(f"data {file.name}: cannot be read ({reason}); check its rights") from error
+        raise MissingInputError(
+            f"data {file.name}: cannot be read ({reason}); check its permissions"
+        ) from error
 
 
 def data_files(name: str) -> tuple[DataFile, ...]:
@@ -78,13 +83,52 @@ def data_files(name: str) -> tuple[DataFile, ...]:
         paths, notes = found
         files = [DataFile(str(path), str(path), kind_of(path.name) or "") for path in paths]
     elif hub is not None:
-        paths, notes = hub_files(name, hub)
+        paths, notes = _hub_files(name, hub)
         files = [DataFile(f"{hub.id}/{path.name}", str(path), "arrow") for path in paths]
     else:
         raise MissingInputError(
             f"data {name}: there is no such file; paths are relative to the working folder"
         )
     return (replace(files[0], notes=tuple(notes)), *files[1:])
+
+
+def _hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
+    """Return the Arrow files of a data set of the hub, which `datasets` keeps in its cache and downloads if
+    needed, and a note with its revision. `datasets` never runs code of the repository. Raises
+    MissingInputError if it cannot be loaded or has no row."""
+    import datasets
+
+    try:
+        data = datasets.load_dataset(hub.id, hub.subset, split=hub.split, revision=hub.revision)
+    except Exception as error:  # of many libraries: no connection, unknown id, split or subset, no access
+        raise MissingInputError(_hub_refusal(name, error)) from error
+    files = [Path(entry["filename"]) for entry in data.cache_files]
+    if not files:
+        raise MissingInputError(f"data {name}: the split {hub.split} of {hub.id} has no rows; name another")
+    commits = [part for part in files[0].parts if _COMMIT.fullmatch(part)]
+    revision = commits[-1] if commits else "unknown"
+    if _COMMIT.fullmatch(hub.revision or "") and revision != hub.revision:  # offline, `datasets` takes any
+        raise MissingInputError(
+            f"data {name}: this machine's cache has only revision {revision}; name that, or download yours "
+            "first"
+        )
+    note = f"{name}: from the hub, split {hub.split}, revision {revision}, {len(data):,} rows"
+    return files, [note]
+
+
+def _hub_refusal(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    offline = [
+        key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key, "0") not in ("", "0")
+    ]
+    if offline:
+        way_out = f"unset {offline[0]}, or download it once into the cache of this machine"
+    else:
+        way_out = (
+            f"correct the path ({HUB_FORM}), set HF_ENDPOINT to a mirror, or set HF_TOKEN if the data set is "
+            "private"
+        )
+    return f"data {name}: there is no such file, and it cannot be loaded from the hub ({reason}); {way_out}"
 
 
 def blocks(file: DataFile) -> tuple[Block, ...]:
@@ -101,6 +145,17 @@ def read_block(block: Block) -> Iterator[Line]:
     Reads lazily. Raises MissingInputError if the file cannot be read."""
     with readable(block.file):
         yield from _READ[block.file.kind](block)
+
+
+def file_lines(file: DataFile) -> Iterator[Line]:
+    """Yield all lines of a file as `read_block` does, numbered within the file."""
+    before = 0
+    for block in blocks(file):
+        number = 0
+        for line in read_block(block):
+            number = line.number
+            yield replace(line, number=before + number)
+        before += number
 
 
 def file_notes(file: DataFile) -> tuple[str, ...]:
@@ -122,7 +177,7 @@ def _starts(file: DataFile) -> list[int]:
     if file.kind == "arrow":
         return arrow_starts(path)
     has_lines = file.kind in ("jsonl", "text") or (file.kind == "json" and not is_list(path))
-    return cuts(path) if has_lines and not file.is_compressed else [0]
+    return block_starts(path) if has_lines and not file.is_compressed else [0]
 
 
 def _texts(block: Block) -> Iterator[tuple[str, str | None]]:
@@ -149,8 +204,8 @@ def _builtin(block: Block) -> Iterator[Line]:
     try:
         rows = builtin.builtin_rows(name.removeprefix(BUILTIN_PREFIX))
     except KeyError as error:
-        known = " and ".join(BUILTIN_PREFIX + known for known in builtin.NAMES)
-        raise MissingInputError(f"data {name}: there are no such rows in dsft; it has {known}") from error
+        names = ", ".join(BUILTIN_PREFIX + one for one in builtin.NAMES)
+        raise MissingInputError(f"data {name}: dsft has no such built-in rows; it has {names}") from error
     return (Line(number, row) for number, row in enumerate(rows, start=1))
 
 

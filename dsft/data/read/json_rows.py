@@ -8,12 +8,10 @@ line; reading of a list continues if its syntax is still intact.
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 from dsft.data.read.lines import (
     BYTE_ORDER_MARK,
@@ -21,10 +19,10 @@ from dsft.data.read.lines import (
     MAX_LINE,
     TOO_LONG,
     damaged,
+    decode_line,
     first_bytes,
     is_blank,
     open_bytes,
-    text_mistakes,
 )
 from dsft.data.rows import Line
 
@@ -35,7 +33,6 @@ _OPENED = {
     "{": f"an object over several lines; write one a line, or a list of them as .json; {_NOT_FURTHER}",
     "[": f"a list over several lines; give the file the ending .json; {_NOT_FURTHER}",
 }
-_CHUNK = 1 << 20
 
 
 def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
@@ -59,19 +56,20 @@ def is_list(path: Path, *, compressed: bool = False) -> bool:
 
 
 def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
-    """Yield the elements of a list, each with the line it starts on. Memory is bounded by a megabyte or twice
-    the longest element, whatever the file's size."""
-    number = 1
+    """Yield the elements of a list, each with the line it starts on. The file is read whole."""
     try:
         with open_bytes(path, compressed=compressed) as opened:
-            for line in _elements(_Text(opened)):
-                number = line.number
-                yield line
+            content = opened.read().removeprefix(BYTE_ORDER_MARK)
+        if b"\0" in content:
+            raise UnicodeError
+        text = content.decode()
     except DAMAGED as error:
-        yield Line(number, mistake=damaged(error))
-    except _NoTextError:
-        with open_bytes(path, compressed=compressed) as opened:
-            yield from (Line(number, mistake=mistake) for number, mistake in text_mistakes(opened))
+        yield Line(1, mistake=damaged(error))
+    except UnicodeError:
+        lines = enumerate(map(decode_line, content.split(b"\n")), start=1)
+        yield from (Line(number, mistake=mistake) for number, (_, mistake) in lines if mistake is not None)
+    else:
+        yield from _elements(text)
 
 
 def json_type(value: object) -> str:
@@ -128,13 +126,13 @@ def _json_line(decoder: _Decoder, number: int, text: str) -> Line:
     return _line(number, value, fault)
 
 
-def _syntax(error: ValueError, text: str, column: int | None = None) -> str:
+def _syntax(error: ValueError, text: str) -> str:
     """Return the message for an error of Python's parser."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     if error.pos >= len(text.rstrip(WHITE_SPACE)) or error.msg.startswith("Unterminated string"):
         return "cut off: the JSON ends before it is complete"
-    return f"not JSON: {error.msg[0].lower()}{error.msg[1:]} at column {column or error.colno}"
+    return f"not JSON: {error.msg[0].lower()}{error.msg[1:]} at column {error.colno}"
 
 
 def _skip(text: str, position: int) -> int:
@@ -145,112 +143,42 @@ def _skip(text: str, position: int) -> int:
 # --- a list -----------------------------------------------------------------------------------------------
 
 
-class _NoTextError(Exception):
-    """The file has bytes that are not UTF-8, or NUL bytes."""
-
-
-class _Text:
-    """A buffered reader of a file's text. The unread text is `buffer` from `position` on; line and column,
-    from 1, are those of the position."""
-
-    def __init__(self, opened: IO[bytes]) -> None:
-        self.buffer, self.position, self.at_end = "", 0, False
-        self.line = self.column = 1
-        self._opened = opened
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()  # skips a byte order mark
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether reading on is of no use: the file is at its end, or the element exceeds MAX_LINE."""
-        return self.at_end or len(self.buffer) - self.position > MAX_LINE
-
-    def more(self) -> None:
-        """Drop the text before the position, and read as much as remains (at least _CHUNK bytes)."""
-        self.buffer, self.position = self.buffer[self.position :], 0
-        part = self._opened.read(max(_CHUNK, len(self.buffer)))
-        self.at_end = not part
-        try:
-            self.buffer += self._decoder.decode(part, final=self.at_end)
-        except UnicodeDecodeError as error:
-            raise _NoTextError from error
-        if b"\0" in part:
-            raise _NoTextError
-
-    def move(self, position: int) -> None:
-        """Advance to a position of the buffer."""
-        breaks = self.buffer.count("\n", self.position, position)
-        self.line += breaks
-        start = self.buffer.rindex("\n", 0, position) if breaks else self.position - self.column
-        self.column, self.position = position - start, position
-
-    def next(self) -> str:
-        """Advance to the next character that is not white space, and return it; "" at the end."""
-        self.move(_skip(self.buffer, self.position))
-        while self.position == len(self.buffer) and not self.at_end:
-            self.more()
-            self.move(_skip(self.buffer, self.position))
-        return self.buffer[self.position : self.position + 1]
-
-
-def _elements(text: _Text) -> Iterator[Line]:
+def _elements(text: str) -> Iterator[Line]:
     decoder = _Decoder()
-    text.next()
-    text.move(text.position + 1)  # the bracket
-    is_empty = text.next() == "]"
-    while not is_empty:
-        line = _element(decoder, text)
-        yield line
-        if line.mistake is not None and line.mistake.endswith(_NOT_FURTHER):
+    position = _skip(text, _skip(text, 0) + 1)  # after the bracket
+    number = 1 + text.count("\n", 0, position)
+    while text[position : position + 1] != "]":
+        try:
+            value, end, fault = decoder.decode(text, position)
+        except RecursionError:
+            yield Line(number, mistake=f"nested too deeply to be read; {_NOT_FURTHER}")
             return
-        character = text.next()
+        except ValueError as error:
+            reason = _syntax(error, text)
+            if isinstance(error, json.JSONDecodeError) and not reason.startswith("cut off"):
+                number = error.lineno
+            yield Line(number, mistake=f"{reason}; {_NOT_FURTHER}")
+            return
+        if end - position > MAX_LINE:
+            fault = TOO_LONG.format(f"the element has {end - position:,} characters")
+        yield _line(number, value, fault)
+        after = _skip(text, end)
+        number += text.count("\n", position, after)
+        position, character = after, text[after : after + 1]
         if character == "]":
             break
         if character == ",":
-            text.move(text.position + 1)
-            if text.next() != "]":
+            position = _skip(text, after + 1)
+            number += text.count("\n", after, position)
+            if text[position : position + 1] != "]":
                 continue
             reason = f"a comma before the closing ]; {_NOT_FURTHER}"
         elif character:
-            reason = f'"," or "]" is expected, "{character}" stands there; {_NOT_FURTHER}'
+            reason = f'"{character}" where "," or "]" is expected; {_NOT_FURTHER}'
         else:
             reason = "cut off: the list has no closing ]"
-        yield Line(text.line, mistake=reason)
+        yield Line(number, mistake=reason)
         return
-    text.move(text.position + 1)
-    if text.next():
-        yield Line(text.line, mistake="more text after the list")
-
-
-def _element(decoder: _Decoder, text: _Text) -> Line:
-    """Read the element at the text's position and advance past it. An apparent error may be an element cut
-    off by the end of the buffer, so it counts only if there is no more text to read."""
-    number = text.line
-    while True:
-        try:
-            value, end, fault = decoder.decode(text.buffer, text.position)
-        except RecursionError:
-            return Line(number, mistake=f"nested too deeply to be read; {_NOT_FURTHER}")
-        except ValueError as error:
-            if text.is_whole:
-                return _broken(error, text)
-        else:
-            after = _skip(text.buffer, end)
-            if text.is_whole or text.buffer[after : after + 1] in (",", "]"):
-                break
-        text.more()
-    if end - text.position > MAX_LINE:
-        fault = TOO_LONG.format(f"the element has {end - text.position:,} characters")
-    text.move(end)
-    return _line(number, value, fault)
-
-
-def _broken(error: ValueError, text: _Text) -> Line:
-    """Return the Line for an unreadable element at the text's position."""
-    number = text.line
-    text.move(error.pos if isinstance(error, json.JSONDecodeError) else text.position)
-    reason = _syntax(error, text.buffer, text.column)
-    if not reason.startswith("cut off"):
-        number = text.line
-    elif not text.at_end:
-        reason = TOO_LONG.format(f"the element has over {MAX_LINE:,} characters")
-    return Line(number, mistake=f"{reason}; {_NOT_FURTHER}")
+    rest = _skip(text, position + 1)
+    if rest < len(text):
+        yield Line(number + text.count("\n", position, rest), mistake="more text after the list")

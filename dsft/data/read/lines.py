@@ -5,7 +5,6 @@ Only one line is in memory at a time.
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ def first_bytes(path: Path, *, compressed: bool) -> bytes:
     return first if first is part else first + part
 
 
-def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
+def block_starts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
     """Return where the blocks of a file start, in bytes: at the first line after each multiple of `every`
     bytes. Only the bytes between a multiple and the next line break are read."""
     size = path.stat().st_size
@@ -47,7 +46,8 @@ def cuts(path: Path, every: int = BLOCK_BYTES) -> list[int]:
     with path.open("rb") as opened:
         mark = every
         while mark < size:
-            start = _after_line_break(opened, mark - 1)
+            opened.seek(mark - 1)
+            start = mark - 1 + _skip_line(opened)  # the line that begins after the mark
             if start < size:
                 starts.append(start)
             mark = (max(mark, start) // every + 1) * every
@@ -79,31 +79,7 @@ def lines(
             if is_long and b"\0" not in raw:  # a hole in a damaged file is a long line of NUL bytes
                 yield "", TOO_LONG.format(f"the line has {size:,} bytes")
             else:
-                yield _text(raw)
-
-
-def text_mistakes(opened: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """Yield (line, reason) for every line that is not text, for lines of any length."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    number, before, is_told = 1, 0, False  # line, its bytes read so far, whether it has been reported
-    while True:
-        part = opened.readline(_CHUNK)
-        reason = None
-        waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
-        try:
-            decoder.decode(part, final=not part or part.endswith(b"\n"))
-        except UnicodeDecodeError as error:
-            reason = _not_utf8(error, before - waiting)
-            decoder.reset()
-        if b"\0" in part:
-            reason = _nul(part, before)
-        if reason is not None and not is_told:
-            yield number, reason
-        if not part:
-            return
-        is_told, before = is_told or reason is not None, before + len(part)
-        if part.endswith(b"\n"):
-            number, before, is_told = number + 1, 0, False
+                yield decode_line(raw)
 
 
 def damaged(error: Exception) -> str:
@@ -113,27 +89,25 @@ def damaged(error: Exception) -> str:
     return f"not gzip, or damaged: {error}; the file is not read further"
 
 
-def _text(raw: bytes) -> tuple[str, str | None]:
+def decode_line(raw: bytes) -> tuple[str, str | None]:
+    """Return (text, None), without the line break, or (the readable part, reason) for a line that is not
+    text."""
     raw = raw.removesuffix(b"\n")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return raw.decode("utf-8", "replace"), _nul(raw) if b"\0" in raw else _not_utf8(error)
-    return text, _nul(raw) if b"\0" in raw else None
+        text = raw.decode("utf-8", "replace")
+        reason = f"not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; save the file as UTF-8"
+    else:
+        reason = None
+    if b"\0" in raw:
+        reason = f"a NUL byte at byte {raw.index(0) + 1}; the file was torn, or is not text"
+    return text, reason
 
 
 def is_blank(text: str) -> bool:
     """Return whether a line has only ASCII white space, as bytes.strip() defines it."""
     return not text.strip(_BLANK)
-
-
-def _nul(raw: bytes, before: int = 0) -> str:
-    return f"a NUL byte at byte {before + raw.index(0) + 1}; the file was torn, or is not text"
-
-
-def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
-    value = error.object[error.start]
-    return f"not UTF-8: byte {before + error.start + 1} is 0x{value:02x}; save the file as UTF-8"
 
 
 def _skip_line(opened: IO[bytes]) -> int:
@@ -144,9 +118,3 @@ def _skip_line(opened: IO[bytes]) -> int:
         size += len(part)
         if not part or part.endswith(b"\n"):
             return size
-
-
-def _after_line_break(opened: IO[bytes], position: int) -> int:
-    """Return the start of the first line that begins after `position`, or the end of the file."""
-    opened.seek(position)
-    return position + _skip_line(opened)

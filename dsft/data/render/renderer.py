@@ -192,3 +192,29 @@ def _count(prefix: str, ids: list[int], tokens: SampleEncoder) -> int | None:
     while alone and closed and alone[-1] == closed[-1] == eos:  # the tokenizer adds it to every text
         alone, closed = alone[:-1], closed[:-1]
     return len(alone) if ids[: len(alone)] == alone else None
+
+
+# --- pairs ------------------------------------------------------------------------------------------------
+
+
+def pair_mistake(chosen: Rendered, rejected: Rendered) -> str | None:
+    """Return why the two answers of a preference pair cannot be compared; None if they can, or if one has no
+    target, since such a pair is left out. A prompt is all tokens before the first that is trained on."""
+    if not (chosen.trained[1:].any() and rejected.trained[1:].any()):
+        return None
+    ours, theirs = (one.input_ids[: int(np.argmax(one.trained))] for one in (chosen, rejected))
+    if not len(ours) or not len(theirs):
+        return (
+            "the prompt is empty and the tokenizer adds no token at the start of a text, so nothing predicts "
+            "the first token of either answer; give the pair a prompt"
+        )
+    if np.array_equal(ours, theirs):
+        is_same = np.array_equal(chosen.input_ids, rejected.input_ids)
+        return "the chosen and the rejected answer have the same tokens" if is_same else None
+    shorter = min(len(ours), len(theirs))
+    same = int(np.argmax(np.append(ours[:shorter] != theirs[:shorter], True)))
+    return (
+        f"the prompts of the two answers differ: {len(ours):,} tokens before the chosen one and "
+        f"{len(theirs):,} before the rejected one, of which the first {same:,} are the same; set "
+        "data.chat_template to a template that writes the same prompt for both, or leave the row out"
+    )

@@ -33,7 +33,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_made_and_what_was_there(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(spec, [])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("a.jsonl: 9 rows, 0.0 MB of tokens, 1 of 1 blocks made in ")
+    assert lines[0].startswith("a.jsonl: 9 rows, 0.0 MB of tokens, tokenized 1 of 1 blocks in ")
     assert lines[1].startswith("b.jsonl: 9 rows, ")
     assert any(line.startswith("data.train: 9 rows gave 9 examples") for line in lines)
     assert lines[-2].startswith("runs/.cache/data has 0.0 MB of tokens for this spec; this took ")
@@ -41,7 +41,7 @@ def test_what_is_made_and_what_was_there(spec: Path, capsys: pytest.CaptureFixtu
     assert len(list(Path("runs/.cache/data").glob("*/block-00000.safetensors"))) == 2
     build(spec, ["data.max_length=32", "data.num_workers=0"])
     out = capsys.readouterr().out
-    assert "a.jsonl: 9 rows, 0.0 MB of tokens, there before" in out
+    assert "a.jsonl: 9 rows, 0.0 MB of tokens, already in the cache" in out
     assert out.endswith("small.yaml data.max_length=32 data.num_workers=0\n")
 
 

@@ -371,7 +371,7 @@ def test_rows_that_spell_a_token_of_the_template_are_told_of(tmp_path: Path) -> 
         notes = tokenized_rows(Source(path=str(file)), Renderer(BYTES), task="sft").account.notes
         return [note.removeprefix(f"{file}: ") for note in notes if "(line" in note]
 
-    plain = "; what is said is read as plain text, and ends no turn"
+    plain = "; these are tokenized as plain text and end no turn"
     assert written("a", "b", f"x{END}") == [f"1 row spells tokens of the chat template (line 3){plain}"]
     assert written(*[END] * 5) == [f"5 rows spell tokens of the chat template (line 1, 2, 3, …){plain}"]
     assert written("a <|im_", "</s>", "<|pad") == []

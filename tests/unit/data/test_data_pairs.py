@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dsft.data.read.builtin import QUICKSTART, builtin_rows
-from dsft.data.render.pair import pair_mistake
-from dsft.data.render.renderer import Renderer
+from dsft.data.render.renderer import Renderer, pair_mistake
 from dsft.data.render.template import choose_template
 from dsft.data.rows import Rendered, Text
 from dsft.data.sets.dataset import Dataset, Example
@@ -162,7 +161,7 @@ def test_answers_of_several_turns_are_trained_on_but_for_what_is_asked(tmp_path:
 
 def test_the_part_of_an_answer_that_is_not_trained_on_may_not_differ(tmp_path: Path) -> None:
     chosen, rejected = ([user("a?"), assistant(one), user("c?"), assistant("d")] for one in ("b", "x"))
-    with pytest.raises(DataError, match=r"a.jsonl:1: the two answers do not follow the same tokens: of \d+"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: the prompts of the two answers differ: \d+"):
         load(tmp_path, {"chosen": chosen, "rejected": rejected}, train_on="last")
 
 
@@ -253,14 +252,11 @@ def test_a_pair_follows_the_same_tokens() -> None:
     chosen = rendered([1, 2, 3, 4], 2)
     assert pair_mistake(chosen, rendered([1, 2, 9], 2)) is None
     differs = pair_mistake(chosen, rendered([1, 7, 9], 2))
-    assert (
-        differs is not None
-        and "of 2 before the chosen one and 2 before the rejected one the first 1" in differs
+    assert "2 tokens before the chosen one and 2 before the rejected one, of which the first 1" in str(
+        differs
     )
     longer = pair_mistake(chosen, rendered([1, 2, 9], 1))
-    assert (
-        longer is not None and "2 before the chosen one and 1 before the rejected one the first 1" in longer
-    )
+    assert "2 tokens before the chosen one and 1 before the rejected one, of which the first 1" in str(longer)
     assert "the prompt is empty" in str(pair_mistake(rendered([1, 2], 0), rendered([1, 3], 0)))
     for one, other in ((0, 1), (1, 0)):
         assert "the prompt is empty" in str(pair_mistake(rendered([1, 2], one), rendered([1, 2], other)))

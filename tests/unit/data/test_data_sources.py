@@ -142,18 +142,18 @@ def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pyte
     with pytest.raises(MissingInputError) as caught:
         names("nobody/nothing")
     assert str(caught.value) == (
-        "data nobody/nothing: neither here nor to be had from the hub (Couldn't reach 'owner/name' on the "
-        "Hub (offline)); correct the path (owner/name[@revision][:[subset:]split]), set HF_ENDPOINT to a "
-        "mirror that is reached, or HF_TOKEN for data that are private"
+        "data nobody/nothing: there is no such file, and it cannot be loaded from the hub (Couldn't reach "
+        "'owner/name' on the Hub (offline)); correct the path (owner/name[@revision][:[subset:]split]), set "
+        "HF_ENDPOINT to a mirror, or set HF_TOKEN if the data set is private"
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        MissingInputError, match="unset HF_HUB_OFFLINE, or load it once into this machine's cache"
+        MissingInputError, match="unset HF_HUB_OFFLINE, or download it once into the cache of this machine"
     ):
         names("nobody/nothing")
-    with pytest.raises(MissingInputError, match=f"cache has revision {COMMIT} alone"):
+    with pytest.raises(MissingInputError, match=f"cache has only revision {COMMIT};"):
         names(f"owner/name@{'0' * 40}")
-    with pytest.raises(MissingInputError, match="the split empty of owner/name holds no row"):
+    with pytest.raises(MissingInputError, match="the split empty of owner/name has no rows"):
         names("owner/name:empty")
 
 

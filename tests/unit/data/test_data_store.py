@@ -42,7 +42,7 @@ BLOCK_BYTES = 1000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of a kilobyte, worth a worker."""
-    monkeypatch.setattr(files, "cuts", partial(files.cuts, every=BLOCK_BYTES))
+    monkeypatch.setattr(files, "block_starts", partial(files.block_starts, every=BLOCK_BYTES))
     monkeypatch.setattr(store, "_SMALL", 0)
     monkeypatch.setattr(store, "_WAIT_SECONDS", 0.05)
     yield
@@ -110,8 +110,8 @@ def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
         assert [rows.read(int(i)).input_ids[0] for i in some] == rows.first_tokens(some).tolist()
     count = len(block_files(tmp_path / "cache"))
     assert count > 5
-    assert [one.made for one in kept] == [count, 0]
-    assert paces[-1].done == paces[-1].blocks == count and paces[-1].rows == len(expected.lengths)
+    assert [one.tokenized for one in kept] == [count, 0]
+    assert paces[-1].done == paces[-1].total == count and paces[-1].rows == len(expected.lengths)
     assert expected.source(0).endswith("a.jsonl:1") and expected.source(117).endswith("a.jsonl:120")
     assert expected.account.bad_rows == 1 and expected.account.bad[0][0].endswith("a.jsonl:61")
     assert expected.account.blank_lines == 1
@@ -182,7 +182,7 @@ def test_copies_of_a_file_have_one_set_of_blocks(data: Path, tmp_path: Path) -> 
         shutil.copy(data, folder / name)
     rows = made(folder, Cache(tmp_path / "cache", report=kept.append))
     assert said(rows) == said(made(folder, Cache()))
-    assert kept[0].blocks == 2 * kept[0].made == 2 * len(block_files(tmp_path / "cache"))
+    assert kept[0].blocks == 2 * kept[0].tokenized == 2 * len(block_files(tmp_path / "cache"))
     assert rows.source(118).endswith("b.jsonl:1")
 
 
@@ -227,7 +227,7 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
     holds, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with store.alone(folder, "other", told.append):
+        with store.lock_folder(folder, "other", told.append):
             holds.set()
             done.wait(20)
 
@@ -241,8 +241,8 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
 
     made(data, Cache(tmp_path / "cache", log=say))
     other.join()
-    assert f"{data}: process {os.getpid()} on " in told[0]
-    assert "makes its tokens; waiting for it" in told[0]
+    assert f"{data}: waiting for process {os.getpid()} on " in told[0]
+    assert "which tokenizes this file" in told[0]
 
 
 # --- damage -----------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_damage_of_a_long_row_is_found_at_its_first_part(
     rows_module._reopened.cache_clear()
     rows = made(data, Cache(tmp_path / "cache"))
     assert rows.read_part(1, 0, 2).input_ids.tolist() == rows.read(1).input_ids[:2].tolist()
-    with pytest.raises(DamagedDataError, match="made anew"):
+    with pytest.raises(DamagedDataError, match="start again"):
         rows.read_part(0, 0, 2)
 
 
@@ -292,13 +292,13 @@ def test_every_damage_is_found(data: Path, tmp_path: Path) -> None:
             assert said(made(data, Cache(folder, log=told.append))) == expected
         except DamagedDataError as error:
             refused += 1
-            assert str(path) in str(error) and "made anew" in str(error)
+            assert str(path) in str(error) and "start again" in str(error)
             assert error.exit_code == 74
             assert not path.exists()
             made(data, Cache(folder))
         else:
             remade += 1
-            assert told[0].startswith(f"{path}: ") and told[0].endswith("; it is made anew")
+            assert told[0].startswith(f"{path}: ") and told[0].endswith("; its rows are tokenized again")
         assert path.read_bytes() == whole
     print(f"{remade} made anew and {refused} refused of {len(damaged)}")
     assert remade + refused == len(damaged) > 60

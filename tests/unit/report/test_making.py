@@ -29,8 +29,8 @@ def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(now)))  # a pace every four seconds
     lines, out = told(False)
     assert lines == [
-        "a.jsonl: 3,000 rows are tokens, 250 rows/s, 3 of 3 blocks are made",
-        "b.jsonl: 3,000 rows are tokens, 250 rows/s, 3 of 3 blocks are made",
+        "a.jsonl: tokenized 3,000 rows (250 rows/s), 3 of 3 blocks",
+        "b.jsonl: tokenized 3,000 rows (250 rows/s), 3 of 3 blocks",
     ]
     assert out == ""
 
@@ -38,6 +38,6 @@ def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bar_on_a_terminal_of_the_first_rank() -> None:
     lines, out = told(True)
     assert lines == []
-    assert "3/3" in out and "b.jsonl: 3,000 rows are tokens" in out
+    assert "3/3" in out and "b.jsonl: tokenized 3,000 rows" in out
     assert "\x1b[?25h" in out  # the cursor is back
     assert told(True, first=False)[1] == ""
