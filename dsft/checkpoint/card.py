@@ -21,8 +21,10 @@ from dsft.spec.task import TASKS
 CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
 
+_FORMS = {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}
+_ADAPTER_TAGS = {"model": [], "adapter": ["lora"], "merged": ["lora"]}
 _TASKS = {"sft": "next-token loss on answers", "pretrain": "next-token loss on all tokens"}
-_OF_DPO = {"beta": "β", "label_smoothing": "label smoothing", "sft_weight": "weight of the SFT term"}
+_DPO_OPTIONS = {"beta": "β", "label_smoothing": "label smoothing", "sft_weight": "weight of the SFT term"}
 _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>()#!|~&$@:]|(?<=www)\.", re.IGNORECASE)
@@ -54,7 +56,7 @@ def model_card(state: Values, form: Form) -> str:
         **_base_model(spec.get("model", {}), state.get("origin") or {}),
         "library_name": "peft" if form == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": list(_tags(spec, form)),
+        "tags": ["dsft", "deepspeed", *([spec["task"]] if "task" in spec else []), *_ADAPTER_TAGS[form]],
     }
     rows = "\n".join(
         f"| {name} | {'<br>'.join(map(_quoted, lines))} |" for name, lines in _rows(state, form) if lines
@@ -62,13 +64,9 @@ def model_card(state: Values, form: Form) -> str:
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False, width=1000)}---\n\n"
         f"# {_quoted(spec.get('name', 'model'))}\n\n"
-        f"{_what(form)} that dsft trained.\n\n"
+        f"{_FORMS[form]} that dsft trained.\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )
-
-
-def _what(form: Form) -> str:
-    return {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}[form]
 
 
 def _base_model(model: Values, origin: Values) -> dict[str, str]:
@@ -78,18 +76,11 @@ def _base_model(model: Values, origin: Values) -> dict[str, str]:
     return {"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}
 
 
-def _tags(spec: Values, form: Form) -> Iterator[str]:
-    yield "dsft"
-    yield "deepspeed"
-    yield from [spec["task"]] if "task" in spec else []
-    yield from ["lora"] if form != "model" else []
-
-
 def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the name of each row and the lines of its value; no lines where it is not known."""
     spec, origin = state["spec"], state.get("origin") or {}
     model, train = spec.get("model", {}), spec.get("train", {})
-    yield "made from", list(_start(model, train, origin))
+    yield "trained from", list(_start(model, train, origin))
     yield "adapter", list(_adapter(model)) if form != "model" else []
     yield "objective", list(_objective(spec))
     yield "reference", list(_reference(origin.get("reference")))
@@ -97,7 +88,8 @@ def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     yield "data", [_source(name, facts, unit) for name, facts in state.get("data", {}).items()]
     yield "steps", list(_steps(state))
     yield "precision", [train["precision"]] if "precision" in train else []
-    yield "versions", list(_versions(state.get("versions", {})))
+    versions = _versions(state.get("versions", {}))
+    yield "versions", [versions] if versions else []
 
 
 def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
@@ -105,7 +97,7 @@ def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
     if name is not None:
         yield Path(name).name if Path(name).is_absolute() else name
         if origin.get("files"):
-            yield f"digest of its weight files, in samples: {origin['files'][:32]}"
+            yield f"digest of samples of its weight files: {origin['files'][:32]}"
     elif model.get("from_config"):
         yield f"fresh weights of a {model['from_config'].get('model_type')} config, seed {train.get('seed')}"
 
@@ -125,17 +117,17 @@ def _objective(spec: Values) -> Iterator[str]:
         yield from [_TASKS[task]] if task in _TASKS else []
         return
     dpo = spec.get("dpo") or Dpo().model_dump()
-    told = [f"{words} {dpo[key]}" for key, words in _OF_DPO.items() if dpo.get(key)]
-    yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *told])
+    options = [f"{words} {dpo[key]}" for key, words in _DPO_OPTIONS.items() if dpo.get(key)]
+    yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *options])
 
 
 def _reference(reference: Values | None) -> Iterator[str]:
     if reference is not None:
         yield str(reference["which"])
         yield {
-            True: "shown unchanged at the end",
-            False: "found changed at the end: the policy was held against several models",
-            None: "not shown to be unchanged at this step",
+            True: "unchanged at the end of training",
+            False: "changed during training, so the policy was compared with more than one model",
+            None: "not checked for changes at this step",
         }[reference.get("unchanged")]
 
 
@@ -143,12 +135,11 @@ def _source(name: str, facts: Values, unit: str) -> str:
     return f"{name}: {facts['rows']:,} {unit} of {facts['tokens']:,} tokens"
 
 
-def _versions(held: Values) -> Iterator[str]:
-    """Yield the versions of the packages; if dsft is a checkout, its commit."""
-    known = {**held, **({"dsft": f"at commit {held['commit'][:12]}"} if "commit" in held else {})}
-    told = [f"{name} {known[name]}" for name in _PACKAGES if name in known]
-    if told:
-        yield ", ".join(told)
+def _versions(versions: Values) -> str:
+    """Return the versions of the packages; if dsft is a checkout, its commit."""
+    dsft = {"dsft": f"at commit {versions['commit'][:12]}"} if "commit" in versions else {}
+    versions = {**versions, **dsft}
+    return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
 
 
 def _steps(state: Values) -> Iterator[str]:

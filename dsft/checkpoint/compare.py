@@ -73,13 +73,13 @@ def check_same_run(
     ]
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
-        differing_keys.append(f"train.global_batch_size came to {examples}, now {batch.global_batch_size}")
+        differing_keys.append(f"train.global_batch_size was {examples}, now {batch.global_batch_size}")
     if data is not None:
         differing_keys += other_rows(checkpoint.state["data"], data, f"{spec.task_kind.unit}s")
     if differing_keys:
         raise CheckpointError(
             f"{checkpoint.path} is of another run: {'; '.join(differing_keys)}. "
-            "Set them back to go on from it, or choose another name for a new run."
+            "Set these back to resume from it, or choose another name for a new run."
         )
 
 
@@ -87,10 +87,10 @@ def check_same_rows(checkpoint: CheckpointReader, rows: Mapping[str, int] | None
     """Check that the embeddings get the same new rows as then. `rows`: the new rows that the run would add
     now. Raises CheckpointError where they differ: the tokenizer or the pretrained model then had another
     number of tokens."""
-    held = checkpoint.state.get("new_rows")
-    if held != rows:
+    then = checkpoint.state.get("new_rows")
+    if then != rows:
         raise CheckpointError(
-            f"{checkpoint.path} is of a model whose embeddings had {_rows(held)}, and now they have "
+            f"{checkpoint.path} is of a model whose embeddings had {_rows(then)}, and now they have "
             f"{_rows(rows)}: the tokenizer or the pretrained model has changed since; put it back, or choose "
             "another name for a new run."
         )
@@ -143,7 +143,7 @@ def changed_generation(checkpoint: CheckpointReader, model_folder: Path) -> Iter
 
 
 def _rows(rows: Mapping[str, int] | None) -> str:
-    return "no new rows" if rows is None else f"rows {rows['first']} to {rows['stop'] - 1} new"
+    return "no new rows" if rows is None else f"new rows {rows['first']} to {rows['stop'] - 1}"
 
 
 def check_same_base(checkpoint: CheckpointReader, files: Sequence[Sequence[str | int]] | None) -> None:
@@ -152,14 +152,13 @@ def check_same_base(checkpoint: CheckpointReader, files: Sequence[Sequence[str |
 
     Raises CheckpointError where they differ, since what was trained would then be combined with another base.
     """
-    held = checkpoint.state.get("base")
-    if not held or [list(file) for file in held] == [list(file) for file in files or ()]:
-        return
-    name = checkpoint.state["spec"]["model"]["name_or_path"]
-    raise CheckpointError(
-        f"{checkpoint.path} holds what was trained over the weights in model.name_or_path {name!r}, and "
-        "these have changed since; put them back, or choose another name for a new run."
-    )
+    then = checkpoint.state.get("base")
+    if then and [list(file) for file in then] != [list(file) for file in files or ()]:
+        name = checkpoint.state["spec"]["model"]["name_or_path"]
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on top of the frozen weights in model.name_or_path {name!r}, and "
+            "these have changed since; put them back, or choose another name for a new run."
+        )
 
 
 def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "rows") -> Iterator[str]:
@@ -174,7 +173,7 @@ def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "row
             was, is_ = (
                 f"{one['rows']:,} {unit} of {one['tokens']:,} tokens" for one in (then[name], now[name])
             )
-            yield f"{name} had {was}, {f'now {is_}' if was != is_ else 'as now, but not the same ones'}"
+            yield f"{name} had {was}, now {is_ if was != is_ else f'as many other {unit}'}"
 
 
 def may_differ(key: str) -> bool:

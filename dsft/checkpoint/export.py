@@ -7,6 +7,7 @@ is whole. This module also writes the model folder (config, tokenizer) that each
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import glob
 import json
 import math
@@ -148,7 +149,9 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
     if model_of(checkpoint).lora is not None and not merged:
         return export_adapter(checkpoint, out)
     if merged and model_of(checkpoint).lora is None:
-        raise CheckpointError(f"{path} has no adapter to merge, it is of a model; leave --merged out.")
+        raise CheckpointError(
+            f"{path} has no adapter to merge: the whole model was trained; leave out --merged."
+        )
     return export(checkpoint, out)
 
 
@@ -156,13 +159,9 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
     """Write `out`: the adapter in peft's format, and the tokenizer. Return a line for the user; if `out` is
     this export already and whole, nothing is written. Raises as `export` does."""
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
-    origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest, "form": "adapter"}
-    replaces = _replaces(out, origin)
-    if replaces is None:
-        return f"{out}: the adapter after step {checkpoint.step}, exported before"
-    adapter = Adapter.of(checkpoint, _on_meta(checkpoint), dtype)
 
     def write(aside: Path) -> dict[str, FileDigest]:
+        adapter = Adapter(checkpoint, _on_meta(checkpoint), dtype)
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
@@ -170,10 +169,9 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
         pieces = (piece for entry in entries for piece in _pieces(adapter, entry.name, entry))
         return {WEIGHTS: write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})}
 
-    size = _write_folder(checkpoint, out, origin, write, "adapter")
     rows = rows_of(checkpoint)
-    more = f", all {max(rows.stop, rows.held):,} embeddings among them" if rows else ""
-    return f"{out}: the adapter after step {checkpoint.step}, {size:,} bytes{more}{replaces}"
+    note = f", with all {max(rows.stop, rows.held):,} rows of the embeddings" if rows else ""
+    return _write_export(checkpoint, out, dtype, "adapter", write, note)
 
 
 def export(
@@ -187,37 +185,40 @@ def export(
     missing, unknown or of another shape; StorageError where the disk is full; LockedError where `out` is a
     folder that dsft did not write. An older export is then untouched.
     """
-    dtype = dtype or DTYPES[checkpoint.state["spec"]["train"]["precision"]]
-    origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
-    replaces = _replaces(out, origin)
-    if replaces is None:
-        return f"{out}: the model after step {checkpoint.step}, exported before"
-    model = _on_meta(checkpoint)
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
-    values = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
-    _check_names(values, checkpoint.path, model)
-    whole = TensorsWithExtras(values, checkpoint.model_folder)
+    saved_as = dtype or trained
 
     def write(aside: Path) -> dict[str, FileDigest]:
+        model = _on_meta(checkpoint)
+        tensors = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
+        _check_names(tensors, checkpoint.path, model)
+        whole = TensorsWithExtras(tensors, checkpoint.model_folder)
         (aside / BESIDE).unlink(missing_ok=True)
-        _write_config(aside, model, dtype)
-        in_file = {name: key for key, name in write_map(model, whole.shapes).unchanged.items()}
-        return _write_weights(whole, aside, in_file, dtype, max_shard_bytes)
+        _write_config(aside, model, saved_as)
+        sources = write_map(model, whole.shapes).unchanged
+        return _write_weights(whole, aside, sources, saved_as, max_shard_bytes)
 
-    merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
-    size = _write_folder(checkpoint, out, origin, write, "merged" if merged else "model")
-    return f"{out}: the model after step {checkpoint.step}, {size:,} bytes{replaces}"
+    is_merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
+    return _write_export(checkpoint, out, saved_as, "merged" if is_merged else "model", write)
 
 
-def _write_folder(
+def _write_export(
     checkpoint: CheckpointReader,
     out: Path,
-    origin: Mapping[str, Any],
-    write: Callable[[Path], dict[str, FileDigest]],
+    dtype: torch.dtype,
     form: Form,
-) -> int:
-    """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return its size in
-    bytes. `write` returns the checksums of its large files, so that these are not read again."""
+    write: Callable[[Path], dict[str, FileDigest]],
+    note: str = "",
+) -> str:
+    """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return a line for the
+    user, with `note` after the size. `write` returns the digests of its large files, so that these are not
+    read again."""
+    origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
+    origin |= {"form": "adapter"} if form == "adapter" else {}
+    title = f"{out}: the {'adapter' if form == 'adapter' else 'model'} after step {checkpoint.step}"
+    replaces = _replaces(out, origin)
+    if replaces is None:
+        return f"{title}, exported before"
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -225,18 +226,17 @@ def _write_folder(
         large = write(aside)
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
-        listed = {name: asdict(written) for name, written in files.items()}
-        write_json(aside / ORIGIN, {"from": origin, "files": listed})
-        _replace(out, aside)
+        write_json(aside / ORIGIN, {"from": origin, "files": {name: asdict(f) for name, f in files.items()}})
+        _put_in_place(aside, out)
         for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # left by exports that were killed
             shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise StorageError(
-            f"{out} cannot be written ({error.strerror or error}); what was there stays."
+            f"{out} cannot be written ({error.strerror or error}); an older export there is untouched."
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return sum(written.size for written in files.values())
+    return f"{title}, {sum(file.size for file in files.values()):,} bytes{note}{replaces}"
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:
@@ -264,16 +264,16 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
         if found["from"] != origin:
             return ""
         if "files" not in found:  # written by an earlier dsft, which listed only sizes
-            return "; it replaces one that has no checksums"
+            return "; it replaces an export without checksums"
         files = {name: FileDigest(**facts) for name, facts in found["files"].items() if name not in BY_HAND}
         if any(Path(name).name != name for name in files):
             raise ValueError(f"{ORIGIN} lists files of other folders")
         damaged = next(damages(out, files), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if out.exists() and not (out / ORIGIN).exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise LockedError(f"{out} is there and was not written by dsft; give another path.") from None
+            raise LockedError(f"{out} exists and was not written by dsft; give another path.") from None
         return ""
-    return damaged and f"; it replaces one in which {damaged}"
+    return damaged and f"; it replaces a damaged export: {damaged}"
 
 
 def _on_meta(checkpoint: CheckpointReader) -> PreTrainedModel:
@@ -289,19 +289,21 @@ def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> N
     if has_conversions(model):
         raise CheckpointError(
             f"Models of type {model.config.model_type} have other tensors in files than in memory, "
-            "and exporting them is not built yet; the checkpoint itself is whole."
+            "and dsft cannot export them yet; the checkpoint itself is whole."
         )
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = values.shapes
-    problems = [f"{name} is missing" for name in wanted.keys() - held.keys()]
-    problems += [f"{name} is not the model's" for name in held.keys() - wanted.keys()]
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = values.shapes
+    problems = [f"{name} is missing" for name in expected.keys() - shapes.keys()]
+    problems += [f"{name} is not the model's" for name in shapes.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {held[name]} instead of {wanted[name]}"
-        for name in wanted.keys() & held.keys()
-        if held[name] != wanted[name]
+        f"{name} has shape {shapes[name]} instead of {expected[name]}"
+        for name in expected.keys() & shapes.keys()
+        if shapes[name] != expected[name]
     ]
     if problems:
-        raise CheckpointError(f"{where} does not hold this model: {'; '.join(sorted(problems))}.")
+        raise CheckpointError(
+            f"{where} does not match the model of its config.json: {'; '.join(sorted(problems))}."
+        )
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -312,19 +314,17 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_weights(
-    values: TensorSource, folder: Path, in_file: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
+    values: TensorSource, folder: Path, sources: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
 ) -> dict[str, FileDigest]:
-    """Write the weights. `in_file`: parameter's name -> its name in the file. Return the checksum of each
-    file."""
-    held = {in_file[name]: name for name in values.shapes}
-    shapes = {in_file[name]: shape for name, shape in values.shapes.items()}
+    """Write the weights. `sources`: name in the file -> name in `values`. Return the digest of each file."""
+    shapes = {key: values.shapes[name] for key, name in sources.items()}
     shards = _shards(shapes, dtype, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     written: dict[str, FileDigest] = {}
     for name, entries in zip(names, shards, strict=True):
-        pieces = (piece for entry in entries for piece in _pieces(values, held[entry.name], entry))
+        pieces = (piece for entry in entries for piece in _pieces(values, sources[entry.name], entry))
         written[name] = write_tensors(folder / name, entries, pieces, {"format": "pt"})
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
@@ -356,12 +356,28 @@ def _pieces(values: TensorSource, name: str, entry: TensorEntry) -> Iterator[Ten
         yield values.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
 
 
-def _replace(out: Path, aside: Path) -> None:
-    """Rename `aside` to `out`. An older `out` is moved away first, and removed only once the new one is in
-    place. Between the two renames there is no `out`."""
-    old = aside.with_name(aside.name + "-old")
-    if out.exists():
+def _put_in_place(aside: Path, out: Path) -> None:
+    """Rename `aside` to `out`. Where `out` exists, the two are exchanged in one step, so that there is an
+    export at every moment. A file system that cannot do that (NFS) needs two renames; where the second one
+    fails, the older export is moved back."""
+    if not out.exists():
+        os.rename(aside, out)
+    elif not _exchange(aside, out):
+        old = aside.with_name(aside.name + "-old")
         os.rename(out, old)
-    os.rename(aside, out)
+        try:
+            os.rename(aside, out)
+        except OSError:
+            os.rename(old, out)
+            raise
     sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders (renameat2 of Linux, glibc 2.28). Return whether it was done."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):
+        return False
+    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(libc.renameat2(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)

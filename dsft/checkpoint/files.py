@@ -7,6 +7,7 @@ they mean.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -36,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a safetensors file: its name, shape and type."""
+    """A tensor of a safetensors file: its name, shape and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size in bytes and SHA-256, as hex, of a file when it was written."""
+    """A file's size in bytes and its SHA-256, as hex."""
 
     size: int
     sha256: str
@@ -73,10 +74,10 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad, so that the data is aligned
     pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
-    written = write_bytes(path, _chain(len(text).to_bytes(8, "little") + text, pieces))
+    written = write_bytes(path, itertools.chain([len(text).to_bytes(8, "little") + text], pieces))
     if written.size != 8 + len(text) + end:
         raise ValueError(
-            f"{path}: {written.size - 8 - len(text)} bytes of tensors where {end} were announced"
+            f"{path}: {written.size - 8 - len(text)} bytes of tensors where the entries need {end}"
         )
     return written
 
@@ -109,12 +110,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDiges
 
 
 def write_json(path: Path, value: Any) -> FileDigest:
-    """Write a JSON file, put in place by one rename."""
+    """Write a JSON file as `write_aside` does."""
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     return write_aside(path, text)
 
 
 def write_aside(path: Path, text: bytes) -> FileDigest:
+    """Write a file under a temporary name, then rename it."""
     aside = path.with_name(path.name + ".tmp")
     written = write_bytes(aside, [text])
     os.replace(aside, path)
@@ -143,12 +145,7 @@ def damage(path: Path, written: FileDigest) -> str | None:
         if size != written.size:
             return f"{path} has {size} bytes where {written.size} were written"
         if digest_of(path) != written:
-            return f"{path} is not what was written (SHA-256 differs)"
+            return f"{path} has changed since it was written (SHA-256 differs)"
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     return None
-
-
-def _chain(first: bytes, rest: Iterable[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

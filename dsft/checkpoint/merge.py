@@ -8,7 +8,6 @@ computed one at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,38 +29,22 @@ class Adapter:
     config: the content of adapter_config.json. Embeddings with new rows are included, trained or not, since
     the base lacks these rows."""
 
-    def __init__(
-        self,
-        checkpoint: CheckpointReader,
-        names: Mapping[str, str],
-        config: Mapping[str, Any],
-        frozen: Mapping[str, Tensor],
-    ) -> None:
-        """names: in the file -> in the checkpoint or in `frozen`."""
-        held = {**checkpoint.shapes, **{name: tuple(tensor.shape) for name, tensor in frozen.items()}}
-        self.shapes = {name: held[first] for name, first in names.items()}
-        self.config = config
-        self._checkpoint = checkpoint
-        self._names = names
-        self._frozen = frozen
-
-    @classmethod
-    def of(cls, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> Adapter:
-        """Return the adapter of a checkpoint. `meta`: the model without adapters, on the meta device;
-        `dtype`: of the base in training. Raises as `WholeModel` does where embeddings have new rows."""
+    def __init__(self, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> None:
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises as
+        `WholeModel` does where embeddings have new rows."""
         model = model_of(checkpoint)
         assert model.lora is not None, "the checkpoint is of an adapter"
-        frozen = _frozen_embeddings(checkpoint, meta, dtype)
-        held = checkpoint.shapes.keys() | frozen.keys()
-        names = {name: name for name in held} | _tied(meta)
+        self._checkpoint, self._frozen = checkpoint, _frozen_embeddings(checkpoint, meta, dtype)
+        shapes = {**checkpoint.shapes, **{name: tuple(t.shape) for name, t in self._frozen.items()}}
+        first_names = {name: name for name in shapes} | _tied(meta)
         config = inject(meta, model.lora).to_dict() | {
             "base_model_name_or_path": model.name_or_path,
             "modules_to_save": list(model.lora.modules_to_save) or None,
             "inference_mode": True,
         }
-        listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        written = {PREFIX + name: names[name] for name in sorted(names) if names[name] in held}
-        return cls(checkpoint, written, listed, frozen)
+        self.config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+        self._names = {PREFIX + name: first for name, first in sorted(first_names.items()) if first in shapes}
+        self.shapes = {name: shapes[first] for name, first in self._names.items()}
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened tensor, as float32 on the CPU."""
@@ -144,8 +127,8 @@ class WholeModel:
 
 def rows_of(checkpoint: CheckpointReader) -> NewRows | None:
     """Return the rows of the embeddings that were new when the run began; None where there were none."""
-    held = checkpoint.state.get("new_rows")
-    return None if held is None else NewRows(**held)
+    rows = checkpoint.state.get("new_rows")
+    return None if rows is None else NewRows(**rows)
 
 
 def model_of(checkpoint: CheckpointReader) -> Model:

@@ -9,7 +9,6 @@ commits them all with one rename.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import secrets
@@ -36,9 +35,10 @@ from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, Checkpo
 from dsft.checkpoint.retain import Retention, retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
-from dsft.system.files import no_inodes, sync_folder
+from dsft.system.files import sync_folder, write_error
 
 T = TypeVar("T")
+_INSTEAD = "lower checkpoint.keep_last, or change output_dir (older checkpoints are intact)"
 SPARE = 2**20
 """Bytes that a checkpoint needs beyond its tensors: headers, JSON, the file system's own."""
 
@@ -90,14 +90,13 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The result of one rank's write: its file, elements per kind, its parameters' shapes and the bytes
-    needed; or why it failed."""
+    """The file that a rank wrote: its name, elements per kind and its parameters' shapes; or why it could not
+    be written."""
 
     name: str
     written: FileDigest | None
     elements: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
-    needed: int
     failure: str | None = None
 
 
@@ -157,10 +156,13 @@ def _begin(folder: Path, name: str, needed: int) -> Path:
             shutil.rmtree(leftover)
         free = shutil.disk_usage(folder).free
         if free < needed + SPARE:
-            raise StorageError(_too_full(folder, free, needed))
+            raise StorageError(
+                f"{folder} has {free:,} bytes free where this checkpoint needs {needed:,}: free space there, "
+                f"or {_INSTEAD}."
+            )
         aside.mkdir()
     except OSError as error:
-        raise StorageError(_not_written(folder, error, needed)) from None
+        raise _not_written(folder, error) from None
     return aside
 
 
@@ -172,12 +174,11 @@ def _write_part(
     for fragment in mine:
         elements[fragment.kind] += fragment.data.numel()
     entries = [TensorEntry(f"{f.name}|{f.kind}|{f.start}", (f.data.numel(),)) for f in mine]
-    needed = sum(entry.num_bytes for entry in entries)
     try:
         written = write_tensors(aside / name, entries, _chunks(mine), {"dsft": str(FORMAT)})
     except OSError as error:
-        return RankFile(name, None, elements, shapes, needed, _not_written(aside.parent, error, needed))
-    return RankFile(name, written, elements, shapes, needed)
+        return RankFile(name, None, elements, shapes, str(_not_written(aside.parent, error)))
+    return RankFile(name, written, elements, shapes)
 
 
 def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:
@@ -229,26 +230,15 @@ def _commit(
         shutil.rmtree(torn, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise StorageError(_not_written(final.parent, error, sum(part.needed for part in parts))) from None
+        raise _not_written(final.parent, error) from None
 
 
 def _prune(run: Path, step: int, retention: Retention) -> list[str]:
     try:
         return retain(run, step, retention)
     except OSError as error:
-        raise StorageError(_not_written(run / "checkpoints", error, 0)) from None
+        raise _not_written(run / "checkpoints", error) from None
 
 
-def _not_written(folder: Path, error: OSError, needed: int) -> str:
-    inodes = no_inodes(folder) if error.errno == errno.ENOSPC else None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not inodes:
-        return _too_full(folder, shutil.disk_usage(folder).free, needed)
-    reason = inodes or error.strerror or error
-    return f"{error.filename or folder} cannot be written ({reason}); older checkpoints are as they were."
-
-
-def _too_full(folder: Path, free: int, needed: int) -> str:
-    return (
-        f"{folder} has {free} bytes free where this checkpoint needs {needed}; nothing is saved and "
-        "older checkpoints are as they were: free space, lower checkpoint.keep_last, or change output_dir."
-    )
+def _not_written(folder: Path, error: OSError) -> StorageError:
+    return write_error(Path(error.filename or folder), error, _INSTEAD)

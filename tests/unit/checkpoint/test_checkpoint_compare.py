@@ -108,7 +108,7 @@ def test_what_is_refused_by_name_with_both_values(changes: dict[str, Any], told:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(**changes), SAME, rows_of(a=10))
     assert f"step-7 is of another run: {told}" in str(error.value)
-    assert "Set them back" in str(error.value)
+    assert "Set these back" in str(error.value)
 
 
 def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
@@ -118,7 +118,7 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
         )
     assert (
         "task was 'pretrain', now 'sft'; train.seed was 42, now 1; "
-        "train.global_batch_size came to 8, now 16; "
+        "train.global_batch_size was 8, now 16; "
         "data.train a had 10 rows of 100 tokens, now 11 rows of 110 tokens" in str(error.value)
     )
 
@@ -126,7 +126,7 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (rows_of(a=10, fingerprint="other"), "a had 10 rows of 100 tokens, as now, but not the same ones"),
+        (rows_of(a=10, fingerprint="other"), "a had 10 rows of 100 tokens, now as many other rows"),
         (rows_of(b=10), "data.train a is not there now; data.train b was not there"),
         (rows_of(a=10, b=3), "data.train b was not there"),
     ],
@@ -135,7 +135,7 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
 def test_rows_that_changed_are_named(data: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(), SAME, data)
-    assert f"{told}. Set them back" in str(error.value)
+    assert f"{told}. Set these back" in str(error.value)
     check_same_run(checkpoint(), spec_with(), SAME, None)  # not read yet
 
 
@@ -152,7 +152,7 @@ def test_frozen_weights_are_those_of_then() -> None:
     found.state["base"] = [["model.safetensors", 400, "abc"]]  # as JSON gives it back
     check_same_base(found, [("model.safetensors", 400, "abc")])
     with pytest.raises(
-        CheckpointError, match=r"over the weights in model\.name_or_path 'models/a', and these"
+        CheckpointError, match=r"on top of the frozen weights in model\.name_or_path 'models/a', and these"
     ):
         check_same_base(found, [("model.safetensors", 400, "abd")])
 
@@ -214,5 +214,5 @@ def test_a_key_that_the_checkpoint_does_not_know_differs_where_it_is_not_the_def
     old = checkpoint()
     del old.state["spec"]["model"]["kernels"], old.state["spec"]["train"]["tf32"]
     check_same_run(old, spec_with(), SAME, rows_of(a=10))
-    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. Set them back"):
+    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. Set these back"):
         check_same_run(old, spec_with(train__tf32=True), SAME, rows_of(a=10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -103,7 +104,7 @@ def test_an_export_with_a_flipped_bit_is_made_again(maker: Any, tmp_path: Path, 
     assert "exported before" not in line
     if name != "dsft_export.json":
         assert line.endswith(
-            f"; it replaces one in which {out / name} is not what was written (SHA-256 differs)"
+            f"; it replaces a damaged export: {out / name} has changed since it was written (SHA-256 differs)"
         )
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
     assert export_checkpoint(checkpoint.path, out).endswith(", exported before")
@@ -116,7 +117,7 @@ def test_an_export_without_checksums_is_made_again(maker: Any, tmp_path: Path) -
     origin = json.loads((out / "dsft_export.json").read_text())
     sizes = {name: file["size"] for name, file in origin.pop("files").items()}
     (out / "dsft_export.json").write_text(json.dumps(origin | {"sizes": sizes}))
-    assert export(checkpoint, out).endswith("; it replaces one that has no checksums")
+    assert export(checkpoint, out).endswith("; it replaces an export without checksums")
     assert export(checkpoint, out).endswith(", exported before")
 
 
@@ -126,6 +127,43 @@ def test_what_a_killed_export_left_is_removed_and_nothing_else(maker: Any, tmp_p
     export(saved(maker), tmp_path / "out")
     left = {path.name for path in tmp_path.iterdir()}
     assert {"out", "outer.tmp-0a1b2c3d", "out-2"} <= left and not any(n.startswith("out.tmp") for n in left)
+
+
+def test_without_an_exchange_of_names_a_failed_rename_leaves_the_older_export(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", os.rename
+    export(saved(maker), out)
+    maker.save(5)
+    newer = CheckpointReader.open(maker.step(5))
+    monkeypatch.setattr("dsft.checkpoint.export._exchange", lambda one, other: False)
+
+    def failing(source: Path, target: Path) -> None:
+        if target == out and not source.name.endswith("-old"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", failing)
+        with pytest.raises(StorageError, match="an older export there is untouched"):
+            export(newer, out)
+    assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 4
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+    export(newer, out)
+    assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 5
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
+
+
+def test_an_older_export_is_exchanged_in_one_step(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    export(saved(maker), out)
+    maker.save(5)
+    monkeypatch.setattr(os, "rename", None)
+    export(CheckpointReader.open(maker.step(5)), out)
+    assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 5
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
 def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) -> None:
@@ -157,7 +195,7 @@ def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> 
     maker.save(5, ranks=3)
     torn = CheckpointReader.open(maker.step(5))
     without = {name: file for name, file in torn.files.items() if name != "rank-00001.safetensors"}
-    with pytest.raises(CheckpointError, match="holds no value of lm_head.weight from element 266 on"):
+    with pytest.raises(CheckpointError, match="has no value of lm_head.weight from element 266 on"):
         export(CheckpointReader(torn.path, without, torn.state, "digest"), out)
     assert json.loads((out / "dsft_export.json").read_text())["from"]["step"] == 4
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]

@@ -90,7 +90,7 @@ def test_an_adapter_has_the_embeddings(base: Path, saved: tuple[str, ...], tmp_p
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "lora": lora})
     held, trained = checkpoint(model, tmp_path / "run")
     line = export_checkpoint(held.path, tmp_path / "adapter")
-    assert "all 261 embeddings among them" in line
+    assert "with all 261 rows of the embeddings" in line
     export_checkpoint(held.path, tmp_path / "merged", merged=True)
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
@@ -146,10 +146,10 @@ def test_a_run_does_not_go_on_with_other_rows(base: Path, tmp_path: Path) -> Non
     held, _ = checkpoint(model, tmp_path / "run")
     check_same_rows(held, {"first": 259, "stop": 260, "held": 259})
     for rows, told in (
-        ({"first": 259, "stop": 261, "held": 259}, "rows 259 to 260 new"),
+        ({"first": 259, "stop": 261, "held": 259}, "new rows 259 to 260"),
         (None, "no new rows"),
     ):
-        with pytest.raises(CheckpointError, match=f"had rows 259 to 259 new, and now they have {told}"):
+        with pytest.raises(CheckpointError, match=f"had new rows 259 to 259, and now they have {told}"):
             check_same_rows(held, rows)
 
 
