@@ -99,6 +99,6 @@ def _seconds(work: Any, buffer: Tensor, path: Path) -> float:
     start = time.perf_counter()
     if work(buffer, str(path), 0) < 0:
         raise StorageError(
-            f"{path.parent}: this disk takes no direct reads and writes; name another nvme_path."
+            f"{path.parent}: this disk does not support direct reads and writes; set another nvme_path."
         )
     return time.perf_counter() - start

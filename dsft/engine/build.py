@@ -26,8 +26,8 @@ def build_engine(
     """
     if objective.extras and world.layout.pipeline_stages > 1:
         message = (
-            f"the objective reads {', '.join(objective.extras)} of the model, which the stages of a pipeline "
-            "do not pass on; set it to 1"
+            f"the objective needs {', '.join(objective.extras)} from the model, and the stages of a pipeline "
+            "do not pass it on; set it to 1"
         )
         raise SpecError("The objective cannot be computed.", [Problem("parallel.pipeline_stages", message)])
     check_groups(policy.named_trained(), spec, world)

@@ -48,8 +48,8 @@ def take_device(
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise WorldError(
             f"LOCAL_RANK={local_rank}, but this process sees {count} GPUs{shown}: each process of a host "
-            "needs a GPU of its own, and sees all of them or its own alone. Start fewer processes there, or "
-            "show them more GPUs."
+            "needs its own GPU, and must see either all of them or only its own. Start fewer processes "
+            "there, or make more GPUs visible to them."
         )
     for name in _LOCAL_RANK:
         if name in environ:
@@ -76,8 +76,8 @@ def _check_cpu_is_meant(promised: Accelerator | None, environ: MutableMapping[st
 def _no_gpu(why: str) -> WorldError:
     """Return the error. why: a clause that says why a GPU is expected."""
     return WorldError(
-        f"torch sees no GPU: {_reason()}; and {why}. Mend that (dsft doctor SPEC looks at each host), or set "
-        "DS_ACCELERATOR=cpu to train on the CPU."
+        f"torch sees no GPU: {_reason()}; and {why}. Correct that (dsft doctor SPEC examines each host), or "
+        "set DS_ACCELERATOR=cpu to train on the CPU."
     )
 
 

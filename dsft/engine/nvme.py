@@ -41,7 +41,8 @@ def memory_map(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
 @contextmanager
 def swapped_in(optimizer: Any, home: Tensor) -> Iterator[None]:
     """Swap `home` and its moments into memory for the block, then write them back as the block has left them,
-    and the parameters' own values with them."""
+    and the parameters' own values with them. Where the block raises, nothing is written: the run
+    ends with that error, and partly read values in the files would look complete."""
     group = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is home)
     optimizer._optimizer_states_and_gradient_swap_in(group)
     yield

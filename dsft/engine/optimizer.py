@@ -51,14 +51,15 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
         raise SpecError(WRONG, problems)
     counts = [count for _, count in gathered]
     if 0 in counts:
-        message = f"stage {world.layout.stage(counts.index(0))} has no parameter that is trained; set it to 1"
+        message = f"stage {world.layout.stage(counts.index(0))} has no trained parameter; set it to 1"
         raise SpecError(WRONG, [Problem("parallel.pipeline_stages", message)])
     if len(set(counts)) > 1 and spec.parallel.zero_stage > 0:
         # DeepSpeed sums the norm of each group over the stages (stage_1_and_2.py, get_grad_norm_direct)
         kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.shards))
         message = (
-            f"the stages have {kinds} kinds of learning rate and weight decay, ZeRO 1 in a pipeline needs as "
-            "many in each; set parallel.zero_stage to 0, or give every stage parameters of each kind"
+            f"the stages have {kinds} different settings of learning rate and weight decay, and ZeRO 1 in a "
+            "pipeline needs the same number in each; set parallel.zero_stage to 0, or choose groups that "
+            "every stage has parameters of"
         )
         raise SpecError(WRONG, [Problem("parallel.zero_stage", message)])
 

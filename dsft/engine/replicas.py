@@ -122,12 +122,12 @@ def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: in
     clauses = []
     for (ranks, is_minority), names in found.items():
         listed = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
-        who = f"rank {listed} holds" if len(ranks) == 1 else f"ranks {listed} hold"
-        others = "than the others" if is_minority else "than each other"
+        who = f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
+        others = "from those of the other ranks" if is_minority else "from each other"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        clauses.append(f"{who} other values {others} of {', '.join(names[:_SHOWN])}{more}")
+        clauses.append(f"{who} values of {', '.join(names[:_SHOWN])}{more} that differ {others}")
     return (
-        f"step {step}: {'; '.join(clauses)}, which must be the same bit for bit. A memory or a device is "
-        "faulty, or hosts have processors of different kinds, which round differently; nothing of this step "
-        "is saved: go on from the last checkpoint with hosts of one kind, without the faulty one."
+        f"step {step}: {'; '.join(clauses)}, and they must be equal bit for bit. Either a host's memory or "
+        "device is faulty, or the hosts have different processors, which round differently. This step is not "
+        "saved: resume from the last checkpoint on hosts of one kind, without the faulty one."
     )

@@ -75,8 +75,8 @@ def check_packing(
         alone = [engine.score([collate_padded([row], pad_id) for row in trial.rows]) for trial in trials]
     one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
-    for trial, *scored in zip(trials, packed, alone, strict=True):
-        world.each(partial(trial.compare, *scored, precision, way_out))
+    for trial, scored, expected in zip(trials, packed, alone, strict=True):
+        world.each(partial(trial.compare, scored, expected, precision, way_out))
     line = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
     shared = "; so have the answers of real pairs that share their prompt"
     return line + shared if len(trials) > 1 else line

@@ -200,7 +200,7 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
     if "momentum" in base.defaults:
         return ("momentum_buffer",) if any(group["momentum"] for group in base.param_groups) else ()
     raise CheckpointError(
-        f"The state of {type(base).__name__} is not understood; adamw and sgd can be saved."
+        f"Checkpoints of the optimizer {type(base).__name__} are not supported; use adamw or sgd."
     )
 
 
@@ -214,9 +214,7 @@ def _locator(optimizer: Any) -> tuple[Locate, bool]:
         return _replicated_shards(optimizer).__getitem__, True
     if isinstance(optimizer, torch.optim.Optimizer):
         return lambda parameter: StateShard(0, parameter.numel(), parameter, 0), True
-    raise CheckpointError(
-        f"DeepSpeed's {type(optimizer).__name__} is not understood; its state cannot be saved."
-    )
+    raise CheckpointError(f"Checkpoints of DeepSpeed's {type(optimizer).__name__} are not supported.")
 
 
 def _shard_zero12(optimizer: Any, parameter: nn.Parameter) -> StateShard | None:

@@ -147,7 +147,7 @@ def _lacking_compiler() -> tuple[str, str] | None:
         try:
             shlex.split(os.environ.get(name, ""))
         except ValueError as error:
-            return f"{name}={os.environ[name]!r} is no list of words ({error})", "mend its quotes"
+            return f"{name}={os.environ[name]!r} is not a list of shell words ({error})", "correct its quotes"
     program = _compiler()[0]
     if shutil.which(program) is None:
         named = "CXX names it" if os.environ.get("CXX") else "CXX is not set"

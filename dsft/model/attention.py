@@ -88,15 +88,16 @@ def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     layers = set(getattr(text, "layer_types", None) or ()) - SEEN_BY_LAYERS
     one_rope = _one_rope_up_to(text)
     if kind._is_stateful:
-        reason = "has recurrent layers, which carry a state over the border"
+        reason = "has recurrent layers, whose state would pass from one packed row to the next"
     elif layers:
-        reason = f"has layers of {' and '.join(sorted(layers))}, which look over the border"
+        kinds = " and ".join(sorted(layers))
+        reason = f"has layers of type {kinds}, which see the packed row before their own"
     elif "position_ids" not in inspect.signature(kind.forward).parameters:
-        reason = "takes no positions, which begin again with each row that is packed"
+        reason = "takes no position_ids, which have to begin again with each packed row"
     elif not kind._can_set_attn_implementation():
-        reason = "has an attention of its own, which knows no border"
+        reason = "computes its attention itself, across the borders of packed rows"
     elif max_length > one_rope:
-        reason = f"turns all tokens of a row by its longest segment where one is over {one_rope}"
+        reason = f"would rotate all packed rows as the longest one where that has over {one_rope} tokens"
     else:
         return
     message = f"a {config.model_type} model cannot be packed: it {reason}; set it to false"

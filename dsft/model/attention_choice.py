@@ -168,7 +168,7 @@ def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, devic
             right = (output, *torch.autograd.grad(output, (q, k, v), pull.float()))
         pairs += zip(mine, right, strict=True)
     if are_apart(pairs):
-        raise DsftError("its output or its gradients are not those of the definition")
+        raise DsftError("its output or its gradients differ from those of attention by its definition")
 
 
 def are_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:

@@ -116,7 +116,9 @@ def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Te
         if start == 0:
             prompt = k, v
         elif prompt is None or prompt[0].shape[2] < start:
-            raise DsftError(f"A segment begins at position {start} without so many tokens before it.")
+            raise DsftError(
+                f"A segment begins at position {start}, and its prompt has fewer tokens than that."
+            )
         else:
             first = max(0, start + 1 - reach)
             k, v = (
@@ -175,20 +177,20 @@ def refuse_unknown(
     unknown = [name for name, value in arguments.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
     if not has_segments:
-        reason = "hands no segments down to its attention"
+        reason = "does not pass the segments to its attention"
     elif attention_mask is not None:
-        reason = "makes a mask of its own for its attention"
+        reason = "passes its own mask to its attention"
     elif unknown:
-        reason = f"asks {' and '.join(sorted(unknown))} of its attention"
+        reason = f"passes {' and '.join(sorted(unknown))} to its attention, which is not supported"
     elif not arguments.get("is_causal", getattr(module, "is_causal", True)):
-        reason = "looks ahead"
+        reason = "has attention that is not causal"
     elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None) is not None:
-        reason = "does not tell its attention which layers have a sliding window"
+        reason = "does not pass sliding_window to its attention"
     else:
         return
     raise DsftError(
         f"{type(module).__name__} {reason}, so packed rows would not be exact; set data.packing to false, or "
-        "model.attention to eager, which takes the model's own masks."
+        "model.attention to eager, which uses the model's own masks."
     )
 
 

@@ -73,7 +73,7 @@ def torch_kernel(attend: Callable[..., Any] = varlen_attn) -> Kernel:
         )
         missing = [name for name, is_missing in needed if is_missing]
         if missing:
-            raise DsftError(f"it computes no {' and no '.join(missing)}")
+            raise DsftError(f"it does not support {' or '.join(missing)}")
         wanted: dict[str, Any] = {
             "window_size": form.window,
             "scale": form.scale,

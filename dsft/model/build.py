@@ -114,13 +114,13 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
     """Raise SpecError for a model that would be trained with another loss than its own, or whose export would
     be refused after days of training."""
     if _is_mixture(causal_lm):
-        reason = "is a mixture of experts, whose loss that balances its experts"
+        reason = "is a mixture of experts, and the loss that balances its experts is not supported yet"
     elif has_conversions(causal_lm):
-        reason = "has other tensors in files than in memory, and an export that turns them back"
+        reason = "has other tensors in its files than in memory, and exporting it is not supported yet"
     else:
         return
     kind = causal_lm.config.model_type
-    message = f"a {kind} model {reason} is not built yet; choose a dense model such as llama, qwen3 or gemma2"
+    message = f"a {kind} model {reason}; choose a dense model such as llama, qwen3 or gemma2"
     raise SpecError("The model cannot be trained.", [Problem("model", message)])
 
 
@@ -157,7 +157,7 @@ def _weights(
             return weights_of(SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}"))
         reason = "it has no safetensors files"
     except UnsupportedConversionError as error:
-        reason = f"{error} is not understood"
+        reason = f"{error} needs the values"
     config = causal_lm.config
     weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))
     warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)
@@ -172,7 +172,7 @@ def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
     named = list(causal_lm.named_parameters(remove_duplicate=False))
     problems = list(unmatched("model.trainable.{}", patterns, [name for name, _ in named]))
     if problems:
-        raise SpecError("The model cannot be trained so.", problems)
+        raise SpecError("These parameters cannot be trained.", problems)
     causal_lm.requires_grad_(False)
     for name, parameter in named:
         if any(matches(name, pattern) for pattern in patterns):

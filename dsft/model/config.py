@@ -85,8 +85,8 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
         if model.from_config is not None:
             raise _error(
                 f"{WHERE}.vocab_size",
-                f"the model has {config.vocab_size} tokens and the tokenizer {facts.vocab_size}, so some "
-                "would have no embedding; give a larger vocab_size, or none: it is the tokenizer's then",
+                f"{config.vocab_size}, but the tokenizer has {facts.vocab_size} tokens, so some would have "
+                f"no embedding; set at least {facts.vocab_size}, or leave it out for the tokenizer's",
             )
         config.vocab_size = facts.vocab_size
     config._attn_implementation = _attention(model, config)
@@ -108,23 +108,23 @@ def _check_kind(config: PreTrainedConfig) -> None:
     and is tested to be trained right."""
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _error("model", f"{kind} is no causal language model of transformers; choose another")
+        raise _error("model", f"{kind} is not a causal language model of transformers; choose another model")
     if config.sub_configs:
         parts = ", ".join(config.sub_configs)
         raise _error(
             "model",
-            f"a {kind} model is more than a text model (its config has {parts}); choose one of text alone",
+            f"a {kind} model is more than a text model (its config has {parts}); choose a text-only model",
         )
     if not config.base_model_pp_plan and kind not in DECODERS:
         raise _error(
             "model",
-            f"a {kind} model was not shown to be trained right; choose one of the table in docs/models.md, "
-            "such as llama, qwen3 or gemma2",
+            f"training a {kind} model is not tested; choose a model of the table in docs/models.md, such as "
+            "llama, qwen3 or gemma2",
         )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _error(
             "model",
-            f"this {kind} model sees later tokens (use_bidirectional_attention); choose one that does not",
+            f"this {kind} model attends to later tokens (use_bidirectional_attention); choose a causal one",
         )
 
 
@@ -137,7 +137,7 @@ def _attention(model: Model, config: PreTrainedConfig) -> str:
         return "sdpa" if can_sdpa else "eager"
     if model.attention == "sdpa" and not can_sdpa:
         raise _error(
-            "model.attention", f"{model_class.__name__} cannot use sdpa; set auto, which takes eager"
+            "model.attention", f"{model_class.__name__} does not support sdpa; set auto, which uses eager"
         )
     if model.attention in FLASH:
         _check_flash(model.attention, model_class)
@@ -149,24 +149,25 @@ def _check_flash(attention: str, model_class: Any) -> None:
     if not is_there():
         raise _error(
             "model.attention",
-            f"{attention} needs the package {package} and a GPU of its kind, not found here; get them or "
-            "set auto",
+            f"{attention} needs the package {package} and a GPU that it supports, which were not found; "
+            "install it, or set auto",
         )
     if not model_class._supports_flash_attn:
-        raise _error("model.attention", f"{model_class.__name__} cannot use {attention}; set auto")
+        raise _error("model.attention", f"{model_class.__name__} does not support {attention}; set auto")
 
 
 def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
     kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise _error(
-            f"{WHERE}.model_type", f"{kind!r} is no model type of transformers{_meant(kind, CONFIG_MAPPING)}"
+            f"{WHERE}.model_type",
+            f"{kind!r} is not a model type of transformers{_meant(kind, CONFIG_MAPPING)}",
         )
     config_class = CONFIG_MAPPING[kind]
     keys = {name: value for name, value in given.items() if name != "model_type"}
     known = _known_keys(config_class)
     problems = [
-        Problem(f"{WHERE}.{name}", f"{name} is no key of {config_class.__name__}{_meant(name, known)}")
+        Problem(f"{WHERE}.{name}", f"{name} is not a key of {config_class.__name__}{_meant(name, known)}")
         for name in keys
         if name not in known
     ]
@@ -178,7 +179,7 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
         config: PreTrainedConfig = config_class(**(of_tokenizer | keys))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise _error(WHERE, f"{config_class.__name__} refuses it: {reason}") from None
+        raise _error(WHERE, f"{config_class.__name__} rejects it: {reason}") from None
     return config
 
 
@@ -228,7 +229,7 @@ def _meant(name: Any, known: Any) -> str:
     return (
         f"; did you mean {close[0]}?"
         if close
-        else "; leave it out or look it up in transformers' documentation"
+        else "; look it up in the documentation of transformers, or leave it out"
     )
 
 

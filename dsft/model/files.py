@@ -55,7 +55,7 @@ class SafetensorsFile:
                 header_bytes = int.from_bytes(file.read(8), "little")
                 self._tensors = json.loads(file.read(header_bytes))
         except (SafetensorError, OSError) as error:
-            raise MissingInputError(f"{path} cannot be read ({error}); give the folder whole.") from None
+            raise MissingInputError(f"{path} cannot be read ({error}); give the complete folder.") from None
         self._tensors.pop("__metadata__", None)
         self._begin = 8 + header_bytes
         self.keys = tuple(self._tensors)
@@ -87,7 +87,7 @@ class SafetensorsFile:
         while left:
             count = file.readinto(left)
             if not count:
-                raise MissingInputError(f"{self.path} ends too early; give the folder whole.")
+                raise MissingInputError(f"{self.path} ends too early; give the complete folder.")
             left = left[count:]
 
 
@@ -138,8 +138,8 @@ class SafetensorsReader:
         for key in (self._keys[name] for name in parameters if name in self._keys):
             if (dtype := self._file_of[key].dtype(key)) not in TRAINABLE:
                 raise MissingInputError(
-                    f"{self.where}: {key} holds {dtype}, and a quantized model cannot be trained; give the "
-                    "folder that it was made of."
+                    f"{self.where}: {key} has the type {dtype}, and a quantized model cannot be trained; "
+                    "give the model that was quantized."
                 )
 
     def _shape(self, key: str) -> Shape:
@@ -212,5 +212,7 @@ def sample_of(path: Path) -> FileSample:
                 file.seek(number * (size // SAMPLES + 1))
                 digest.update(file.read(SAMPLE))
     except OSError as error:
-        raise MissingInputError(f"{path} cannot be read ({error.strerror}); give the folder whole.") from None
+        raise MissingInputError(
+            f"{path} cannot be read ({error.strerror}); give the complete folder."
+        ) from None
     return path.name, size, digest.hexdigest()

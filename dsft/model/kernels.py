@@ -42,7 +42,7 @@ def use_liger(causal_lm: PreTrainedModel) -> None:
     if importlib.util.find_spec("liger_kernel") is None:
         raise _refused("the package liger-kernel is not installed; install dsft[liger], or")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise _refused("its kernels are Triton's, which need a GPU, and there is none;")
+        raise _refused("its Triton kernels need a GPU, and none was found;")
     for module in list(causal_lm.modules()):
         kind, forward = _fused(module)
         if forward is not None:
@@ -51,7 +51,7 @@ def use_liger(causal_lm: PreTrainedModel) -> None:
             module.__class__ = type(f"Liger{cls.__name__}", (cls,), members)
     if not fused_modules(causal_lm):
         kind = causal_lm.config.model_type
-        raise _refused(f"no norm, MLP or rotary embedding of a {kind} model is one that its kernels compute;")
+        raise _refused(f"its kernels support no norm, MLP or rotary embedding of a {kind} model;")
 
 
 def fused_modules(causal_lm: PreTrainedModel) -> str:

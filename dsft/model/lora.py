@@ -158,8 +158,8 @@ def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise MissingInputError(
-            f"model.lora.path {lora.path!r}: {WEIGHTS} has {extra[0]}{more}, and this model has no place for "
-            "it; name an adapter of this model."
+            f"model.lora.path {lora.path!r}: {WEIGHTS} has {extra[0]}{more}, which this model with its "
+            "adapters does not have; name an adapter of this model."
         )
 
 
@@ -184,7 +184,7 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
     frozen = {name: n for name, n in embeddings.items() if name in in_file and name not in trained}
     for name, ours in (trained | frozen).items():
         if name not in in_file:
-            raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name another adapter.")
+            raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name an adapter of this model.")
         found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
         if found != shape:
             raise MissingInputError(
@@ -261,9 +261,11 @@ def _targets(
 def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Module]) -> str | None:
     """Return the reason why a module can have no adapter; None where it can."""
     if module is head:
-        return "is the output head and gets none; train it in full: modules_to_save"
+        return "is the output head, which gets no adapter; name it in modules_to_save to train it in full"
     if not isinstance(module, (nn.Linear, Conv1D)):
-        return f"is of class {type(module).__name__} and no linear; name linears, or all-linear"
+        return (
+            f"is of class {type(module).__name__} and no linear layer; name linear layers, or set all-linear"
+        )
     if module in saved:
         return "is in modules_to_save too; leave it out of one of the two"
     return None
@@ -296,7 +298,7 @@ def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> Non
         return
     names = {id(module): name.rsplit(".", 1)[-1] for name, module in causal_lm.named_modules()}
     both = f"[{names[id(embedding)]}, {names[id(head)]}]"
-    message = f"the embedding and the head are one tensor in this model, one cannot be trained alone: {both}"
+    message = f"the embedding and the head are one tensor in this model, so name both or neither: {both}"
     _refuse([Problem("model.lora.modules_to_save", message)])
 
 

@@ -136,7 +136,7 @@ def read_whole(
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in it
-            reason = "a pickled file holds more than tensors, or is damaged."
+            reason = "a pickled file contains more than tensors, or is damaged."
         raise MissingInputError(
             f"{where} has no readable weights: {reason} "
             "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
@@ -168,7 +168,7 @@ def _check(model: PreTrainedModel, values: TensorReader, names: Mapping[int, lis
     )
     model._adjust_missing_and_unexpected_keys(report)
     problems = [f"{name} is missing" for name in tensors if name in report.missing_keys]
-    problems += [f"{name} is not the model's" for name in sorted(report.unexpected_keys)]
+    problems += [f"{name} is not a tensor of the model" for name in sorted(report.unexpected_keys)]
     problems += [
         f"{name} has shape {list(shape)} instead of {list(tensors[name].shape)}"
         for name, shape in values.shapes.items()
@@ -181,6 +181,6 @@ def _check(model: PreTrainedModel, values: TensorReader, names: Mapping[int, lis
 def _unfit(where: str, problems: list[str]) -> MissingInputError:
     more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     return MissingInputError(
-        f"{where} does not hold this model: {'; '.join(problems[:SHOWN])}{more}. Give the folder as "
-        "transformers saved it, with its own config.json."
+        f"{where} does not contain this model: {'; '.join(problems[:SHOWN])}{more}. Give the "
+        "folder as transformers saved it, with its own config.json."
     )

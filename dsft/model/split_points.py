@@ -172,7 +172,7 @@ def _trace(model: PreTrainedModel) -> SplitPoints:
     after = tuple(name for name in outside if name in order[last:] and name not in order[:last])
     odd = sorted(outside.keys() - {*before, *after})
     if odd:
-        raise _Unfit(f"{' and '.join(odd)} is used neither before nor after the layers alone")
+        raise _Unfit(f"{' and '.join(odd)} is used within the layers too, or before and after them")
     return SplitPoints(name, before, after, isinstance(calls[first][1], tuple))
 
 
@@ -220,7 +220,7 @@ def _prove(model: PreTrainedModel, split_points: SplitPoints) -> None:
     expected, *found = gradients
     summed = {n: sum((part[n] for part in found if n in part), torch.zeros(())) for n in expected}
     if {name for part in found for name in part} != expected.keys():
-        raise _Unfit("two stages of a small one do not train what the whole trains")
+        raise _Unfit("two stages of a small one do not train all parameters of the whole")
     _compare(expected.values(), summed.values(), "gradients")
 
 
@@ -247,7 +247,7 @@ def _compare(expected: Iterable[Tensor], found: Iterable[Tensor], what: str) -> 
     for one, other in zip(expected, found, strict=True):
         largest = one.abs().max().clamp(min=1e-3)
         if not bool((one - other).abs().max() <= BOUND * largest):
-            raise _Unfit(f"two stages of a small one have other {what} than the whole")
+            raise _Unfit(f"two stages of a small one give other {what} than the whole")
 
 
 def _error(message: str) -> SpecError:

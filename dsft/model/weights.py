@@ -179,8 +179,8 @@ def check_finite(values: Tensor, what: str, shape: Iterable[int], start: int = 0
 
 def no_value(kind: str, name: str) -> DsftError:
     return DsftError(
-        f"{kind}: transformers gives {name} no first value, so a fresh model of this architecture cannot be "
-        "made; start from a pretrained one (model.name_or_path)."
+        f"{kind}: transformers does not initialize {name}, so a model of this architecture cannot be trained "
+        "from scratch; start from a pretrained one (model.name_or_path)."
     )
 
 

@@ -146,8 +146,8 @@ MIXTURES: dict[str, dict[str, Any]] = dict.fromkeys(
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "hrm_text": (TINY, "other tensors in files"),
-    "olmo_hybrid": (TINY | RECURRENT | {"num_key_value_heads": 1}, "other tensors in files"),
+    "hrm_text": (TINY, "other tensors in its files"),
+    "olmo_hybrid": (TINY | RECURRENT | {"num_key_value_heads": 1}, "other tensors in its files"),
     "phi4_multimodal": ({}, "more than a text model"),
 }
 """The others that `base_model_pp_plan` describes: a small config, and why they are refused."""

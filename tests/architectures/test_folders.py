@@ -110,7 +110,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
     model = Model.model_validate({"from_config": {"model_type": kind, **keys_of(kind)}})
     if kind == "apertus":  # the parameters of its activation
-        with pytest.raises(DsftError, match="gives model.layers.0.mlp.act_fn.alpha_p no first value"):
+        with pytest.raises(DsftError, match="does not initialize model.layers.0.mlp.act_fn.alpha_p"):
             build_model(model, FACTS, 3, torch.float32)
         return
     policy = build_model(model, FACTS, 3, torch.float32).eval()

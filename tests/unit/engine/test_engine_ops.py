@@ -143,7 +143,9 @@ def test_a_variable_that_no_shell_could_read(
 ) -> None:
     monkeypatch.setenv(name, "g++ 'x")
     message = refusal(Small(tmp_path), told)
-    assert f'{name}="g++ \'x" is no list of words (No closing quotation); mend its quotes' in message
+    assert (
+        f'{name}="g++ \'x" is not a list of shell words (No closing quotation); correct its quotes' in message
+    )
     assert compiler_version()
 
 

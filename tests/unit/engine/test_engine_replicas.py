@@ -89,8 +89,8 @@ def test_stages_of_several_ranks_share_a_table_and_a_tied_weight() -> None:
     held[2]["tied"] = held[2]["tied"] + 1
     raised = raised_by(held, stages=2)
     assert raised[0].startswith(
-        "step 1: rank 2 (node2) holds other values than the others of tied; "
-        "ranks 2 (node2), 3 (node3) hold other values than each other of last, which must be"
+        "step 1: rank 2 (node2) has values of tied that differ from those of the other ranks; "
+        "ranks 2 (node2), 3 (node3) have values of last that differ from each other, and they must be"
     )
     assert len(set(raised)) == 1
 
@@ -108,7 +108,8 @@ def test_the_odd_rank_and_its_tensors_are_named_on_every_rank() -> None:
         models[2].table[1] = 7
     raised = compared(models)
     assert raised[0].startswith(
-        "step 1: rank 2 (node2) holds other values than the others of table, second.weight, which must be"
+        "step 1: rank 2 (node2) has values of table, second.weight that differ from those of the other ranks, "
+        "and they must be"
     )
     assert len(set(raised)) == 1
 
@@ -118,7 +119,7 @@ def test_of_two_ranks_neither_is_accused() -> None:
     with torch.no_grad():
         models[0].first.bias[0] += 1
     assert compared(models)[1].startswith(
-        "step 1: ranks 0 (node0), 1 (node1) hold other values than each other of first.bias,"
+        "step 1: ranks 0 (node0), 1 (node1) have values of first.bias that differ from each other,"
     )
 
 

@@ -114,10 +114,10 @@ def test_attention_dropout_drops() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "hands no segments down"),
-        ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "asks s_aux of its attention"),
-        ({KEYWORD: ALONE, "is_causal": False}, "looks ahead"),
-        ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "makes a mask of its own"),
+        ({}, "does not pass the segments"),
+        ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
+        ({KEYWORD: ALONE, "is_causal": False}, "not causal"),
+        ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "passes its own mask"),
     ],
 )
 def test_what_is_unknown_is_refused(asked: dict[str, Any], said: str) -> None:
@@ -131,14 +131,14 @@ def test_a_model_that_keeps_its_window_to_itself_is_refused() -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     module = nn.Module()
     module.config = CONFIG_MAPPING["mistral"](sliding_window=4)  # type: ignore[assignment]
-    with pytest.raises(DsftError, match="does not tell its attention which layers have a sliding window"):
+    with pytest.raises(DsftError, match="does not pass sliding_window to its attention"):
         segment_attention(module, *row, None, segments=ALONE)
 
 
 def test_a_prompt_that_is_not_there_is_an_error() -> None:
     row = [torch.randn(1, HEADS, 8, SIZE) for _ in range(3)]
     for segments in (((8, 2),), ((3, 0), (5, 4))):
-        with pytest.raises(DsftError, match="without so many tokens before it"):
+        with pytest.raises(DsftError, match="its prompt has fewer tokens than that"):
             segment_attention(nn.Module(), *row, None, segments=segments)
 
 
@@ -386,14 +386,14 @@ LONGROPE = {
     ("kind", "keys", "said"),
     [
         ("mamba", {}, "recurrent layers"),
-        ("bloom", {"n_head": 4}, "takes no positions"),
-        ("gptj", {"rotary_dim": 4}, "an attention of its own"),
+        ("bloom", {"n_head": 4}, "takes no position_ids"),
+        ("gptj", {"rotary_dim": 4}, "computes its attention itself"),
         (
             "lfm2",
             {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-            "layers of conv",
+            "layers of type conv",
         ),
-        ("phi3", {}, "turns all tokens of a row by its longest segment where one is over 32"),
+        ("phi3", {}, "would rotate all packed rows as the longest one where that has over 32 tokens"),
     ],
 )
 def test_models_that_cannot_be_packed(kind: str, keys: dict[str, Any], said: str) -> None:
@@ -486,10 +486,10 @@ def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"told": False}, "hands no segments down"),
-        ({"s_aux": torch.ones(4)}, "asks s_aux of its attention"),
-        ({"is_causal": False}, "looks ahead"),
-        ({"attention_mask": torch.ones(1)}, "makes a mask of its own"),
+        ({"told": False}, "does not pass the segments"),
+        ({"s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
+        ({"is_causal": False}, "not causal"),
+        ({"attention_mask": torch.ones(1)}, "passes its own mask"),
     ],
 )
 def test_one_call_refuses_what_the_loop_refuses(
@@ -530,10 +530,10 @@ def test_an_older_varlen_attn_gives_the_same_or_is_refused() -> None:
     found, expected = (attend(nn.Module(), *row, None, **given)[0] for attend in (older, ATTENTION))
     torch.testing.assert_close(found, expected)
     for key, value, said in (
-        ("sliding_window", 4, "no windows"),
-        ("scaling", 0.3, "no scales other"),
-        ("softcap", 3.0, "no soft-caps"),
-        ("dropout", 0.5, "no dropout"),
+        ("sliding_window", 4, "does not support windows"),
+        ("scaling", 0.3, "does not support scales other"),
+        ("softcap", 3.0, "does not support soft-caps"),
+        ("dropout", 0.5, "does not support dropout"),
     ):
         with pytest.raises(DsftError, match=said):
             older(nn.Module(), *row, None, **given | {key: value})
@@ -652,7 +652,11 @@ WRONG: dict[str, Callable[[Kernel], Kernel]] = {
 def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtype) -> None:
     asked = AttentionRequirements(4, 2, (16,), (None, 0.2), (None, 64), None, 0.0, is_uneven=False)
     kernel = WRONG[wrong](torch_kernel())
-    with nullcontext() if wrong == "right" else pytest.raises(DsftError, match="not those of the definition"):
+    with (
+        nullcontext()
+        if wrong == "right"
+        else pytest.raises(DsftError, match="differ from those of attention by its definition")
+    ):
         _try(kernel, asked, dtype, torch.device("cpu"))
 
 
@@ -668,7 +672,7 @@ def test_transformers_makes_no_mask_and_does_not_look_for_segments(
     use(model, name)
     ids = draw_tokens(TOKENS)
     if (kind, name) == ("gemma2", VARLEN):
-        with pytest.raises(DsftError, match="no soft-caps"):
+        with pytest.raises(DsftError, match="does not support soft-caps"):
             Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
     else:
         Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)

@@ -67,12 +67,12 @@ def test_keys_that_the_class_renames_are_known() -> None:
         ({"hidden_size": 64}, "model.from_config.model_type"),
         (LLAMA | {"hidden_size": "wide"}, "expected int"),
         (LLAMA | {"num_attention_heads": 7}, "not a multiple"),
-        (LLAMA | {"vocab_size": 50}, "the tokenizer 96"),
-        ({"model_type": "vit"}, "no causal language model"),
-        ({"model_type": "bert"}, "a bert model was not shown to be trained right"),
+        (LLAMA | {"vocab_size": 50}, "the tokenizer has 96 tokens"),
+        ({"model_type": "vit"}, "is not a causal language model"),
+        ({"model_type": "bert"}, "training a bert model is not tested"),
         ({"model_type": "gemma3"}, "more than a text model (its config has text_config, vision_config)"),
         ({"model_type": "phi4_multimodal"}, "more than a text model"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "sees later tokens"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attends to later tokens"),
     ],
 )
 def test_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:

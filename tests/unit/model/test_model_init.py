@@ -133,7 +133,7 @@ def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
     [
         ("mixtral", "a mixtral model is a mixture of experts"),
         ("qwen2_moe", "a qwen2_moe model is a mixture of experts"),
-        ("hrm_text", "a hrm_text model has other tensors in files than in memory"),
+        ("hrm_text", "a hrm_text model has other tensors in its files than in memory"),
         ("gemma4_text", None),
         ("gpt_neox", None),
         ("gpt2", None),

@@ -94,9 +94,9 @@ def test_names_without_pefts_own_parts() -> None:
     ("lora", "message"),
     [
         ({"target_modules": ("q_prj",)}, "'q_prj' fits no name here; write one that does, such as q_proj"),
-        ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear"),
-        ({"target_modules": ("embed_tokens",)}, "is of class Embedding and no linear"),
-        ({"target_modules": ("lm_head",)}, "is the output head and gets none"),
+        ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear layer"),
+        ({"target_modules": ("embed_tokens",)}, "of class Embedding and no linear layer"),
+        ({"target_modules": ("lm_head",)}, "is the output head, which gets no adapter"),
         ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' fits no name"),
         ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
     ],
@@ -145,7 +145,7 @@ def test_a_saved_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         policy(rank=3, path=save_adapter(tmp_path, values))
     shallow = LLAMA | {"num_hidden_layers": 1}
     with pytest.raises(
-        MissingInputError, match=r"has base.*layers\.1\..* and \d+ more, and this model has no"
+        MissingInputError, match=r"has base.*layers\.1\..* and \d+ more, which this model with its"
     ):
         policy(shallow, rank=2, path=save_adapter(tmp_path, values))
     del values["model.layers.1.self_attn.q_proj.lora_A.weight"]

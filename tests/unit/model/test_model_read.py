@@ -152,10 +152,13 @@ NORM = "model.norm.weight"
     ("how", "words"),
     [
         (lambda held: {n: t for n, t in held.items() if n != NORM}, f"{NORM} is missing"),
-        (lambda held: held | {"model.extra.weight": torch.ones(2)}, "model.extra.weight is not the model's"),
+        (
+            lambda held: held | {"model.extra.weight": torch.ones(2)},
+            "model.extra.weight is not a tensor of the model",
+        ),
         (lambda held: held | {NORM: torch.ones(33)}, rf"{NORM} has shape \[33\] instead of \[32\]"),
         (lambda held: {}, "and 16 more"),
-        (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} holds I8"),
+        (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} has the type I8"),
     ],
     ids=["missing", "left over", "shape", "nothing", "quantized"],
 )
@@ -303,7 +306,7 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch
     torch.save(
         whole.state_dict() | {"model.norm.weight": Payload()}, tmp_path / "model" / "pytorch_model.bin"
     )
-    with pytest.raises(MissingInputError, match="a pickled file holds more than tensors"):
+    with pytest.raises(MissingInputError, match="a pickled file contains more than tensors"):
         read(tmp_path / "model")
     assert not (tmp_path / "ran").exists()
 
@@ -334,7 +337,7 @@ def test_a_conversion_that_is_not_understood_is_left_to_transformers(
         return convert(self, tensors, *args, **keys)
 
     monkeypatch.setattr(MergeModulelist, "convert", needs_values)
-    with pytest.warns(UserWarning, match="is not understood"):
+    with pytest.warns(UserWarning, match="needs the values"):
         assert_equal(read(tmp_path).causal_lm, whole)
 
 
