@@ -108,8 +108,8 @@ def test_the_odd_rank_and_its_tensors_are_named_on_every_rank() -> None:
         models[2].table[1] = 7
     raised = compared(models)
     assert raised[0].startswith(
-        "step 1: rank 2 (node2) has values of table, second.weight that differ from those of the other ranks, "
-        "and they must be"
+        "step 1: rank 2 (node2) has values of table, second.weight that differ from those of the "
+        "other ranks, and they must be"
     )
     assert len(set(raised)) == 1
 
