@@ -4,15 +4,16 @@
 Watched are the ancestors of this process up to the outermost known launcher:
 
 deepspeed, one host       rank ← launch.py ← deepspeed
-deepspeed, several hosts  rank ← launch.py ← shell ← sshd's session; on the host where deepspeed was typed
-                          also pdsh, found by its command line, and its parent deepspeed
-torchrun                  rank ← torchrun, and the parents of a torchrun started by ssh without a terminal
+deepspeed, several hosts  rank ← launch.py; on the host where deepspeed was typed also pdsh, found by its
+                          command line, and its parent deepspeed
+torchrun                  rank ← torchrun
 srun, sbatch              rank ← slurmstepd
 mpirun                    rank ← mpirun, or orted on other hosts
 dsft launch               rank ← dsft's agent, which has its own rules for its parents; under
                           `--launcher torchrun` rank ← torchrun ← the agent
 
-A shell, a terminal's session and init are never watched: a run started in the background lives on.
+A shell, an ssh session, a terminal's session and init are never watched: a run started in the background
+lives on.
 """
 
 from __future__ import annotations
@@ -38,10 +39,8 @@ PATIENCE = 30.0
 ranks."""
 
 _PROC = Path("/proc")
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
 _MPI = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"})
 _PDSH = frozenset({"pdsh", "pdsh.bin"})  # Debian's pdsh is a script that execs pdsh.bin
-_SSHD = frozenset({"sshd", "sshd-session"})
 _NODE, _RUNNER, _AGENT = "deepspeed's launch.py", "deepspeed", "dsft's agent"
 
 
@@ -108,14 +107,10 @@ def ancestors(pid: int) -> tuple[Ancestor, ...]:
         return _named(above, kinds[: kinds.index(_AGENT) + 1])
     if not any(kinds):
         return ()
-    top = max(place for place, kind in enumerate(kinds) if kind)
+    top = max(number for number, kind in enumerate(kinds) if kind)
     found = _named(above, kinds[: top + 1])
-    if _RUNNER not in kinds:
-        session = _session_above(above, top)
-        if session is not None:
-            found += _named(above, kinds[: session + 1])[top + 1 :]
-        if _NODE in kinds:
-            found += _runner_beside(above[kinds.index(_NODE)])
+    if _NODE in kinds and _RUNNER not in kinds:
+        found += _runner_beside(above[kinds.index(_NODE)])
     return found
 
 
@@ -176,41 +171,6 @@ def _name(process: psutil.Process) -> str:
         return "a process"
 
 
-def _session_above(above: Sequence[psutil.Process], top: int) -> int | None:
-    """Return the index of sshd's session above the launcher; None where it must not be watched.
-
-    It is watched where only shells are between it and the launcher, the launcher was not detached from it
-    (setsid, tmux, nohup), and it has no terminal: a terminal sends SIGHUP itself.
-    """
-    for place in range(top + 1, len(above)):
-        name = _name(above[place])
-        if name in _SSHD:
-            is_bound = place == top + 1 or _same_session(above[top].pid, above[place - 1].pid)
-            has_terminal = "@pts/" in " ".join(_words(above[place])) or "@tty" in " ".join(
-                _words(above[place])
-            )
-            return place if is_bound and not has_terminal and not _ignores_hangup(above[top].pid) else None
-        if name not in _SHELLS:
-            return None
-    return None
-
-
-def _same_session(one: int, other: int) -> bool:
-    try:
-        return os.getsid(one) == os.getsid(other)
-    except OSError:
-        return False
-
-
-def _ignores_hangup(pid: int) -> bool:
-    """Return whether the process ignores SIGHUP, as under nohup: bit 0 of SigIgn (proc(5))."""
-    try:
-        lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(int(line.split()[1], 16) & 1 for line in lines if line.startswith("SigIgn:"))
-
-
 def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
     """Return pdsh and deepspeed on the host where deepspeed was typed. ssh is between them and the ranks, so
     they are found by the --world_info that they passed to launch.py."""
@@ -218,18 +178,8 @@ def _runner_beside(node: psutil.Process) -> tuple[Ancestor, ...]:
     if world is None:
         return ()
     for process in psutil.process_iter():
-        if _name(process) in _PDSH and world in _words(process) and _same_host(process.pid):
+        if _name(process) in _PDSH and world in _words(process):
             parents = _parents(process.pid)[:1]
             runner = [each for each in parents if _kind(each) == _RUNNER]
             return _named([process, *runner], ["pdsh", _RUNNER])
     return ()
-
-
-def _same_host(pid: int) -> bool:
-    """Return whether the process has this one's UTS namespace: containers share a kernel, but count as other
-    hosts."""
-    try:
-        own, other = (os.readlink(_PROC / str(each) / "ns" / "uts") for each in ("self", pid))
-    except OSError:
-        return False
-    return own == other
