@@ -64,7 +64,7 @@ class Inputs:
         )
 
 
-def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -> Inputs:
+def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -> Inputs:
     """Load the tokenizer, the config and the rows, tokenizing those that are not cached. The `first` rank
     shows a progress bar."""
     tokenizer, added = open_tokenizer(spec.model)
@@ -73,16 +73,16 @@ def read_inputs(spec: Spec, say: Callable[[str], None], *, first: bool = True) -
     config = resolve_config(spec.model, facts)
     rows = new_rows(spec.model, facts)
     for line in (*notes(tokenizer, added), *([str(rows)] if rows else [])):
-        say(line)
+        log(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
     files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
 
-    with task_progress(say, first=first) as progress:
-        cache = Cache(cache_folder(spec), spec.data.num_workers, say, progress)
+    with task_progress(log, first=first) as progress:
+        cache = Cache(cache_folder(spec), spec.data.num_workers, log, progress)
         loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:
-        say(line)
+        log(line)
     return Inputs(tokenizer, facts, rows, config, files, loaded)
 
 

@@ -99,7 +99,7 @@ def score(
     spec = asked.spec
     world = replace(world, layout=reference_layout(spec, world.world_size))
     before = in_use(world.device)
-    with told_when_full("the reference does not fit into memory"):
+    with explain_out_of_memory("the reference does not fit into memory"):
         reference = open_reference(spec, inputs.facts, world)
         world.each(lambda: check_weights(spec, asked.key))
         for line in proven(reference, spec, inputs, world):
@@ -127,7 +127,7 @@ def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
 
 
 @contextmanager
-def told_when_full(what: str) -> Iterator[None]:
+def explain_out_of_memory(what: str) -> Iterator[None]:
     """Turn a failed allocation in the block into an OutOfMemoryError that says what to change."""
     try:
         yield
@@ -222,7 +222,7 @@ class PairScorer:
 
     def _score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         largest = max((one.input_ids.numel() for one in micro_batches), default=0)
-        with told_when_full(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
+        with explain_out_of_memory(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
             return self._reference.engine.score(micro_batches, answer_logps)
 
     def _check_finite(self, dataset: int, pairs: Ids, logps: NDArray[np.float64]) -> None:

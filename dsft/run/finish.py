@@ -3,7 +3,7 @@ what to type next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,27 @@ from dsft.errors import CheckpointError
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
+from dsft.run.job import Log
 from dsft.spec.schema import Spec
 
-Say = Callable[[str], None]
 
-
-def finish(spec: Spec, folder: Path, checkpoint: Path, say: Say) -> None:
+def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
     """Export the last checkpoint, unless the export is of it already, and print the outcome of the run.
     Raises CheckpointError where the reference was found changed, at every later start too."""
     refuse_changed_reference(checkpoint, CheckpointReader.open(checkpoint).state)
     export = folder / "export"
-    say(export_checkpoint(checkpoint, export))
+    log(export_checkpoint(checkpoint, export))
     records = read_metrics(folder / "metrics.jsonl")
     for line in outcome(records):
-        say(line)
+        log(line)
     best = best_checkpoint(folder)
     if best is not None:
-        say(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
-    say(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
-    say(write_curves(folder / "curves.png", spec.name, records))
+        log(f"best checkpoint: {best.path}, held-out loss {best.held_out_loss:.4f}; also checkpoints/best")
+    log(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
+    log(write_curves(folder / "curves.png", spec.name, records))
     has_new_rows = rows_of(CheckpointReader.open(checkpoint)) is not None
     for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows):
-        say(line)
+        log(line)
 
 
 def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from dsft.report.profile import StepTrace
 from dsft.report.run import Report
 from dsft.run.artifacts import facts_of
 from dsft.run.build import Built
-from dsft.run.job import Job, Say
+from dsft.run.job import Job, Log
 from dsft.run.loop import Doing, Progress, Record, Run
 from dsft.system.lock import FolderLock
 
@@ -155,10 +155,10 @@ class Hooks(Run):
         self.memory.enter("steady")
 
 
-def watch_hosts(world: World, say: Say) -> HostWatch:
+def watch_hosts(world: World, log: Log) -> HostWatch:
     """Gather the host of every rank, to watch for stragglers. A collective."""
     places = world.gather(RankLocation(socket.gethostname(), world.local_rank, world.stage))
-    return HostWatch(places, world.rank, CommunicationTimer(world.device), world.device, say)
+    return HostWatch(places, world.rank, CommunicationTimer(world.device), world.device, log)
 
 
 def mfu_of(

@@ -16,7 +16,7 @@ from dsft.rank.promise import Promise
 from dsft.rank.stopping import Stopping
 from dsft.spec.schema import Spec
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Config = Mapping[str, Any]
 """A DeepSpeed configuration."""
 

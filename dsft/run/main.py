@@ -30,7 +30,7 @@ from dsft.rank.stopping import Stopping
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.run.finish import finish
-from dsft.run.job import Job, Say
+from dsft.run.job import Job, Log
 from dsft.run.loop import Progress
 from dsft.run.resolve import swap_folders
 from dsft.run.train import train
@@ -45,34 +45,34 @@ _MOMENT = 0.5  # seconds by which a failed collective may be noticed earlier tha
 def run(job: Job) -> None:
     """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
     spec = job.spec
-    say: Say = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
+    log: Log = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
     job.heartbeat.mark("load")
-    world = join(job.launched, job.layout, say, process_identity(spec, job.config), spec.accelerator)
-    tell_places(job, world, say)
+    world = join(job.launched, job.layout, log, process_identity(spec, job.config), spec.accelerator)
+    log_places(job, world, log)
     with together(job.stopping, world) as ranks, ExitStack() as held:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
-        lock = world.first(lambda: take_folder(job.folder, held))
-        prove_shared(job.folder, world)
+        lock = world.first(lambda: lock_run_folder(job.folder, held))
+        check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
-            say(line)
-        start = resume_point(job, world, say)
+            log(line)
+        start = resume_point(job, world, log)
         progress = Progress(**start.state["progress"]) if start else Progress()
-        progress = replace(progress, owes_evaluation=still_owes(progress, job.folder, world))
+        progress = replace(progress, owes_evaluation=owes_evaluation_still(progress, job.folder, world))
         # If the spec gives the number of steps, no rows need to be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
         if not done:
-            with swap_folders(job, world, say) as config:
-                config = prepare_ops(spec, config, world, say)
-                saved = train(job, config, world, start, progress, say, lock)
+            with swap_folders(job, world, log) as config:
+                config = prepare_ops(spec, config, world, log)
+                saved = train(job, config, world, start, progress, log, lock)
         job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"
             saved = start.path
-            say(
+            log(
                 f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
                 "gives it more."
             )
@@ -80,25 +80,25 @@ def run(job: Job) -> None:
         world.close()
         job.heartbeat.mark("export")
         if world.rank == 0:  # alone, after the group is closed: a large model takes long
-            finish(spec, job.folder, saved, say)
+            finish(spec, job.folder, saved, log)
 
 
-def tell_places(job: Job, world: World, say: Say) -> None:
+def log_places(job: Job, world: World, log: Log) -> None:
     """Print the host and device of every rank, and check that they are as cluster promises."""
     places = world.places
-    say(rank_map(places))
+    log(rank_map(places))
     for line in devices_lines(places, versions_line(torch.__version__)):
-        say(line)
+        log(line)
     if job.promise is not None:
         check_places(job.promise, places, job.launched)
         missing = len(job.promise.hosts or ()) - len({place.machine for place in places})
         if missing > 0:
             are = "is" if missing == 1 else "are"
             hosts = counted(missing, "host")
-            say(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
+            log(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
 
 
-def still_owes(progress: Progress, folder: Path, world: World) -> bool:
+def owes_evaluation_still(progress: Progress, folder: Path, world: World) -> bool:
     """Return whether an evaluation that a stop postponed is still missing, i.e. no later start reported it. A
     collective."""
 
@@ -109,7 +109,7 @@ def still_owes(progress: Progress, folder: Path, world: World) -> bool:
     return progress.owes_evaluation and not world.first(is_told)
 
 
-def take_folder(folder: Path, held: ExitStack) -> FolderLock:
+def lock_run_folder(folder: Path, held: ExitStack) -> FolderLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -119,7 +119,7 @@ def take_folder(folder: Path, held: ExitStack) -> FolderLock:
     return held.enter_context(hold(folder))
 
 
-def prove_shared(folder: Path, world: World) -> None:
+def check_shared_folder(folder: Path, world: World) -> None:
     """Raise WorldError where a rank cannot see the file that rank 0 writes: all ranks write their share of a
     checkpoint into one folder."""
     path = folder / ".shared"
@@ -147,14 +147,14 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def resume_point(job: Job, world: World, say: Say) -> CheckpointReader | None:
+def resume_point(job: Job, world: World, log: Log) -> CheckpointReader | None:
     """Return the checkpoint that checkpoint.resume selects, verified by rank 0; None to start at step 0.
     Raises CheckpointError where it is of another run."""
 
     def choose() -> Path | None:
         found = find(job.folder, job.spec.checkpoint.resume)
         for note in found.notes:
-            say(f"warning: {note}")
+            log(f"warning: {note}")
         if found.path is not None:
             check_same_run(CheckpointReader.open(found.path), job.spec, job.batch, None)
         return found.path

@@ -19,32 +19,36 @@ MARGIN = 64  # 1/64 of the memory is not counted on: allocators round to pages
 
 
 @dataclass(frozen=True)
-class Taken:
+class PeakMemory:
     """The peak memory of a micro-batch, in bytes, and its number of tokens."""
 
     tokens: int
     peak: int
 
 
-def rehearse(engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, meter: MemoryMeter) -> None:
+def probe_memory(
+    engine: Engine, longest: MicroBatch, held_out: MicroBatch | None, meter: MemoryMeter
+) -> None:
     """Run a whole step on a quarter, on half and on all of `longest`, then an evaluation of `held_out`.
 
     A collective. `held_out` is None where no held-out row is longer than the training rows: evaluation keeps
     neither activations nor gradients, so a training step of the same length needs more memory. Raises
     OutOfMemoryError on the rank that runs out of memory, while the others still wait for it.
     """
-    taken: list[Taken] = []
+    measured: list[PeakMemory] = []
     for part in PARTS:
         micro_batch = first_part(longest, -(-longest.input_ids.shape[1] // part))
         meter.enter("first_step")
-        _run(lambda: engine.rehearse(micro_batch), longest, taken, meter)  # noqa: B023  # called at once
-        taken.append(Taken(micro_batch.input_ids.numel(), meter.peak()))
+        _run(lambda: engine.rehearse(micro_batch), longest, measured, meter)  # noqa: B023  # called at once
+        measured.append(PeakMemory(micro_batch.input_ids.numel(), meter.peak()))
     if held_out is not None:
         meter.enter("evaluation")
         _run(lambda: engine.evaluate([held_out]), held_out, [], meter)
 
 
-def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], meter: MemoryMeter) -> None:
+def _run(
+    step: Callable[[], object], longest: MicroBatch, measured: list[PeakMemory], meter: MemoryMeter
+) -> None:
     memory = meter.held() + room(meter.device)
     limit = memory - memory // MARGIN
     try:
@@ -52,11 +56,11 @@ def _run(step: Callable[[], object], longest: MicroBatch, taken: list[Taken], me
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(advice(longest, taken, limit, str(error))) from error
+        raise OutOfMemoryError(advice(longest, measured, limit, str(error))) from error
 
 
 @contextmanager
-def told_when_full(meter: MemoryMeter) -> Iterator[None]:
+def explain_out_of_memory(meter: MemoryMeter) -> Iterator[None]:
     """Raise OutOfMemoryError for an allocation that fails in the block, in whichever phase."""
     try:
         yield
@@ -79,7 +83,7 @@ def full(phase: Phase, error: str) -> str:
     )
 
 
-def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
+def tokens_that_fit(measured: list[PeakMemory], limit: int) -> int | None:
     """Return the largest micro-batch that fits into `limit` bytes, in tokens; None where nothing was
     measured.
 
@@ -87,24 +91,24 @@ def tokens_that_fit(taken: list[Taken], limit: int) -> int | None:
     line through the peaks of two smaller micro-batches gives bytes per token. Where the second needed no more
     than the first (the peak was in the update, not in the backward pass), only its own size is known to fit.
     """
-    if len(taken) < 2:
-        return taken[0].tokens if taken else None
-    first, second = taken[-2:]
+    if len(measured) < 2:
+        return measured[0].tokens if measured else None
+    first, second = measured[-2:]
     per_token = (second.peak - first.peak) / max(second.tokens - first.tokens, 1)
     if per_token <= 0:
         return second.tokens
     return max(second.tokens, second.tokens + int((limit - second.peak) / per_token))
 
 
-def advice(longest: MicroBatch, taken: list[Taken], limit: int, error: str) -> str:
+def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: str) -> str:
     """Return the message: what was too large, what was measured, and what would fit."""
     rows, length = longest.input_ids.shape
     rows_each = 1 if longest.pairs is None else 2
     what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"
     reason = " ".join(error.split())[:200]
     said = f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
-    smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in taken)
-    fit = tokens_that_fit(taken, limit)
+    smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in measured)
+    fit = tokens_that_fit(measured, limit)
     if fit is None:
         return f"{said}, and not even a quarter of it; use {LESS}, or a smaller model."
     fit = min(fit, rows * length - 1)  # the whole did not fit

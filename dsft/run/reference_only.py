@@ -3,7 +3,6 @@ and exit without training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from dsft.engine.initialize import check_precision, set_tf32
@@ -16,6 +15,7 @@ from dsft.rank.launched import Launched
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
+from dsft.run.job import Log
 from dsft.run.main import together
 from dsft.spec.schema import Spec
 
@@ -27,16 +27,16 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
     Raises SpecError where the stages do not divide the ranks, and whatever a training run would raise at its
     start for the same data and reference.
     """
-    say: Callable[[str], None] = partial(print, flush=True) if launched.rank == 0 else lambda text: None
+    log: Log = partial(print, flush=True) if launched.rank == 0 else lambda text: None
     places = reference_layout(spec, launched.world_size)
     heartbeat.mark("load")
-    world = join(launched, places, say, process_identity(spec, {}), spec.accelerator)
+    world = join(launched, places, log, process_identity(spec, {}), spec.accelerator)
     with together(stopping, world) as ranks:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
-        inputs = world.each(lambda: read_inputs(spec, say, first=world.rank == 0))
+        inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))
         world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
-        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, say, again=True)
-        say(f"next: {way_on}")
+        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, again=True)
+        log(f"next: {way_on}")
         ranks.leave()
         world.close()

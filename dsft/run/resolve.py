@@ -35,7 +35,7 @@ from dsft.plan.memory.offload import (
     with_pinning,
 )
 from dsft.rank.swap import clear_left_over, hold_swap_folder
-from dsft.run.job import Config, Job, Say
+from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model
 from dsft.system.disk import check_disk, check_locked, check_space
 from dsft.system.host import host_memory
@@ -51,21 +51,21 @@ class Resolved:
     cut: Cut
 
 
-def resolve(job: Job, config: Config, inputs: Inputs, world: World, say: Say) -> Resolved:
+def resolve(job: Job, config: Config, inputs: Inputs, world: World, log: Log) -> Resolved:
     """Count the model, bind this process to its own cores, and complete the configuration. A key that the
     user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
     for line in untrained_rows(job.spec.model, inputs, counted):
-        say(line)
-    config = _with_bucket_sizes(job, config, counted, say)
+        log(line)
+    config = _with_bucket_sizes(job, config, counted, log)
     cut = cut_of(job.spec.parallel, counted)
     if cut.stages > 1:
-        say(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
+        log(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
     if job.cores is not None:
-        say(job.cores.bind())
-    config = with_pinned_memory(job, config, counted, cut, world, say)
-    return Resolved(with_measured_swap(job, config, counted, world, say), counted, cut)
+        log(job.cores.bind())
+    config = with_pinned_memory(job, config, counted, cut, world, log)
+    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut)
 
 
 def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[str]:
@@ -84,20 +84,20 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
         )
 
 
-def _with_bucket_sizes(job: Job, config: Config, counted: Census, say: Say) -> Config:
+def _with_bucket_sizes(job: Job, config: Config, counted: Census, log: Log) -> Config:
     """Fill in the bucket sizes, and report each that the user's DeepSpeed JSON sets to another value."""
     elements = Elements(counted.numel, counted.trained)
     for key, size in bucket_sizes(elements):
         given = config["zero_optimization"].get(key)
         if key in job.decided and given != size:
-            say(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
+            log(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
     return sized(config, elements, job.decided)
 
 
 # --- page-locked memory -----------------------------------------------------------------------------------
 
 
-def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, world: World, say: Say) -> Config:
+def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, world: World, log: Log) -> Config:
     """Set pin_memory where it is left open: to true if every host has room for the pinned memory, to false if
     not or without a GPU."""
     left_open = tuple(_left_open(job, config))
@@ -108,7 +108,7 @@ def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, worl
     else:
         mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
         value, reason = has_room(world.gather((socket.gethostname(), mine, host_memory())))
-    say(f"pin_memory: {str(value).lower()}, {reason}")
+    log(f"pin_memory: {str(value).lower()}, {reason}")
     return with_pinning(config, dict.fromkeys(left_open, value))
 
 
@@ -127,7 +127,7 @@ def _left_open(job: Job, config: Config) -> Iterator[str]:
 
 
 @contextmanager
-def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
+def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
     """Yield the configuration with swap folders of this run's own, where it offloads to NVMe. Before anything
     is read or built, the disks are checked on every host and stale folders of dead runs removed; at the end,
     this run's folders are removed. Raises DsftError."""
@@ -146,7 +146,7 @@ def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
 
     for lines in world.gather(world.each(lambda: check() if leads else [])):
         for line in lines:
-            say(line)
+            log(line)
     with ExitStack() as held:
 
         def hold() -> dict[Path, Path]:
@@ -162,7 +162,7 @@ def swap_folders(job: Job, world: World, say: Say) -> Iterator[Config]:
         yield config
 
 
-def with_measured_swap(job: Job, config: Config, counted: Census, world: World, say: Say) -> Config:
+def with_measured_swap(job: Job, config: Config, counted: Census, world: World, log: Log) -> Config:
     """Check that disk space and pinnable memory suffice for the model, measure the disks, and return the
     configuration with the aio settings and buffer size that follow. Raises DsftError."""
     keys = swap_keys(job.spec)
@@ -190,7 +190,7 @@ def with_measured_swap(job: Job, config: Config, counted: Census, world: World, 
         size = {"buffer_size": largest_part(counted, job.layout.shards)}
         config = _with_section(config, "offload_parameters", size)
     if config["aio"] == AIO:  # else the user's JSON sets it
-        config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, say))}
+        config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, log))}
     return config
 
 
@@ -202,7 +202,7 @@ def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
     return list(found.values())
 
 
-def _measured(folders: list[Path], world: World, leads: bool, say: Say) -> Mapping[str, Any]:
+def _measured(folders: list[Path], world: World, leads: bool, log: Log) -> Mapping[str, Any]:
     """Measure the swap disks of all hosts, on the first rank of each, and return the aio settings with which
     the slowest disk is fastest."""
 
@@ -215,7 +215,7 @@ def _measured(folders: list[Path], world: World, leads: bool, say: Say) -> Mappi
     reads, writes = (min(disk[best][way] for disk, _ in told) / 1e9 for way in (0, 1))
     settings = SETTINGS[best]
     how = "measured now" if any(now for _, now in told) else "measured at an earlier start"
-    say(
+    log(
         f"aio: the slowest of {len(told)} swap disk(s) reads {reads:.2f} GB/s and writes {writes:.2f} GB/s "
         f"with block_size {settings['block_size']:,}, queue_depth {settings['queue_depth']} and "
         f"intra_op_parallelism {settings['intra_op_parallelism']} ({how})"

@@ -27,9 +27,9 @@ from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
 from dsft.run.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
 from dsft.run.hooks import Hooks, mfu_of, watch_hosts
-from dsft.run.job import Config, Job, Say
+from dsft.run.job import Config, Job, Log
 from dsft.run.loop import Progress, Schedule, fit
-from dsft.run.memory_probe import rehearse, told_when_full
+from dsft.run.memory_probe import explain_out_of_memory, probe_memory
 from dsft.run.resolve import resolve
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock
@@ -41,34 +41,34 @@ def train(
     world: World,
     start: CheckpointReader | None,
     progress: Progress,
-    say: Say,
+    log: Log,
     lock: FolderLock,
 ) -> Path | None:
     """Read the data, build the engine, load `start` into it, and train to the last step. Return the
     checkpoint that the last step wrote, or None where no step is left. Raises what `lock.check` does where
     another job may write into the run's folder."""
     spec, folder = job.spec, job.folder
-    inputs, compared = read(job, world, start, say)
+    inputs, compared = read(job, world, start, log)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
     if progress.step >= last_step:
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
 
-    resolved = resolve(job, config, inputs, world, say)
+    resolved = resolve(job, config, inputs, world, log)
     for line in world.first(lambda: describe(job, resolved.config, inputs, start)):
-        say(line)
+        log(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
     memory = open_memory(job, resolved.counted, largest[0].input_ids.numel(), world)
-    begin = RunStart(folder, start, say)
+    begin = RunStart(folder, start, log)
     stored = stored_values(job, inputs, world, begin, memory)
-    with told_when_full(memory.meter):
+    with explain_out_of_memory(memory.meter):
         built = build(job, resolved, inputs, world, begin, stored)
     engine, reference = built.engine, built.reference
-    rehearse(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
+    probe_memory(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
     memory.enter("load")
-    say(bring_to(built.engine, start, progress, world, folder))
+    log(bring_to(built.engine, start, progress, world, folder))
     for line in prove(job, inputs, world, built, fresh=start is None):
-        say(line)
+        log(line)
 
     report = open_report(job, resolved.config, inputs.loaded, world, last_step, progress.step)
     hooks = Hooks(
@@ -94,7 +94,7 @@ def train(
     try:
         complete = reference.ahead if reference else as_it_is
         prefetcher = Prefetcher(steps.step, last_step, world.device, complete)
-        with told_when_full(memory.meter), prefetcher:
+        with explain_out_of_memory(memory.meter), prefetcher:
             end = fit(
                 engine, built.objective, prefetcher, schedule(spec, last_step, job.batch), hooks, progress
             )
@@ -104,11 +104,11 @@ def train(
 
 
 def read(
-    job: Job, world: World, start: CheckpointReader | None, say: Say
+    job: Job, world: World, start: CheckpointReader | None, log: Log
 ) -> tuple[Inputs, Mapping[str, Identity]]:
     """Read the inputs, and check that they are the same on every rank and as they were when `start` was
     saved. Return them, and the identities that a later start will compare. A collective."""
-    inputs = world.each(lambda: read_inputs(job.spec, say, first=world.rank == 0))
+    inputs = world.each(lambda: read_inputs(job.spec, log, first=world.rank == 0))
     compared = {
         "built_from": build_identity(inputs),
         "software": software_identity() | {"device": world.device.type},
@@ -116,7 +116,7 @@ def read(
     world.check_same(world.each(lambda: input_identity(job.spec, inputs, compared["built_from"])))
     if start is not None:
         for line in compare_with(start, job, inputs, compared):
-            say(line)
+            log(line)
     return inputs, compared
 
 

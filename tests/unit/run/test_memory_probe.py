@@ -16,7 +16,7 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
-from dsft.run.memory_probe import Taken, advice, first_part, tokens_that_fit, told_when_full
+from dsft.run.memory_probe import PeakMemory, advice, explain_out_of_memory, first_part, tokens_that_fit
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
@@ -38,16 +38,16 @@ def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "limit", "fit"),
+    ("measured", "limit", "fit"),
     [
-        ([Taken(100, 1000), Taken(200, 1400)], 2000, 350),  # 4 bytes a token above 600
-        ([Taken(100, 1000), Taken(200, 1000)], 2000, 200),  # the update was the fullest moment
-        ([Taken(100, 1000)], 2000, 100),
+        ([PeakMemory(100, 1000), PeakMemory(200, 1400)], 2000, 350),  # 4 bytes a token above 600
+        ([PeakMemory(100, 1000), PeakMemory(200, 1000)], 2000, 200),  # the update was the fullest moment
+        ([PeakMemory(100, 1000)], 2000, 100),
         ([], 2000, None),
     ],
 )
-def test_what_fits_by_a_straight_line(taken: list[Taken], limit: int, fit: int | None) -> None:
-    assert tokens_that_fit(taken, limit) == fit
+def test_what_fits_by_a_straight_line(measured: list[PeakMemory], limit: int, fit: int | None) -> None:
+    assert tokens_that_fit(measured, limit) == fit
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_what_fits_by_a_straight_line(taken: list[Taken], limit: int, fit: int |
     ],
 )
 def test_the_way_out_is_a_size_of_the_spec(batch: MicroBatch, fit: int, way_out: str) -> None:
-    taken = [Taken(50, GIB), Taken(60, GIB + 10 * 2**20)]
-    text = advice(batch, taken, GIB + (fit - 50) * 2**20, "CUDA out of memory.\nTried")
+    measured = [PeakMemory(50, GIB), PeakMemory(60, GIB + 10 * 2**20)]
+    text = advice(batch, measured, GIB + (fit - 50) * 2**20, "CUDA out of memory.\nTried")
     assert way_out in text and "CUDA out of memory. Tried" in text and "60 tokens took 1.01 GiB" in text
 
 
@@ -101,14 +101,14 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
 def test_after_the_rehearsal_a_full_memory_ends_the_run_with_advice(phase: Phase, said: str) -> None:
     meter = MemoryMeter(torch.device("cpu"))
     meter.enter(phase)
-    with pytest.raises(OutOfMemoryError) as told, told_when_full(meter):
+    with pytest.raises(OutOfMemoryError) as told, explain_out_of_memory(meter):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.01 GiB")
     assert str(told.value).startswith(said) and "model.gradient_checkpointing" in str(told.value)
     assert told.value.exit_code == 71
 
 
 def test_other_faults_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), told_when_full(MemoryMeter(torch.device("cpu"))):
+    with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory(MemoryMeter(torch.device("cpu"))):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
@@ -117,13 +117,13 @@ import resource, sys
 import torch
 from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.errors import OutOfMemoryError
-from dsft.run.memory_probe import rehearse
+from dsft.run.memory_probe import probe_memory
 from dsft.report.memory import MemoryMeter
 
 BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
 
 class Engine:
-    def rehearse(self, micro_batch):
+    def probe_memory(self, micro_batch):
         torch.ones(micro_batch.input_ids.numel() * BYTES_PER_TOKEN // 4)
     def evaluate(self, micro_batches):
         torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)
@@ -133,7 +133,7 @@ resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, -1))
 tokens = torch.zeros(4, int(sys.argv[1]), dtype=torch.int64)
 batch = MicroBatch(tokens, tokens, tokens)
 try:
-    rehearse(Engine(), batch, batch if len(sys.argv) > 2 else None, MemoryMeter(torch.device('cpu')))
+    probe_memory(Engine(), batch, batch if len(sys.argv) > 2 else None, MemoryMeter(torch.device('cpu')))
 except OutOfMemoryError as error:
     print(error)
 """
