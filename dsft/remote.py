@@ -136,7 +136,7 @@ def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
         further = shlex.split(environ.get(name) or "")
     except ValueError as error:
         raise WorldError(
-            f"{name}={environ[name]!r} is no list of options ({error}); mend its quotes."
+            f"{name}={environ[name]!r} is not a list of options ({error}); correct its quotes."
         ) from None
     options = ("BatchMode=yes", f"ConnectTimeout={CONNECT}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), *further]

@@ -120,13 +120,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const=0,
         metavar="STEP",
-        help="write one step's trace into the run's logs; by default the third of this start",
+        help="write a trace of one step into the run's logs; by default of the third step of this start",
     )
     parser.add_argument(
         "--reference_only",
         "--reference-only",
         action="store_true",
-        help="train nothing: score the pairs of a preference run by its reference, and end",
+        help="score the pairs of a preference run with its reference, then exit without training",
     )
     parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
     # passed by `dsft reference`, whose ranks are not those that cluster.hosts promises
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _step(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no step, of which 1 is the first; SPEC stands before it"
+            f"{text!r} is not a step (the first is 1); give SPEC before --profile"
         )
     return int(text)
 
@@ -164,7 +164,10 @@ def train(
     if launched.rank == 0:
         print(launched.line(), flush=True)
         for line in outside({name: version_of(name) for name in RANGES}):
-            print(f"warning: versions: {line}; something may fail or differ: install one that is", flush=True)
+            print(
+                f"warning: versions: {line}; something may fail or differ: install a supported one",
+                flush=True,
+            )
     check_port(launched, os.environ)
     if options.reference_only:
         score_only(options, spec, launched, stopping, heartbeat)

@@ -188,7 +188,7 @@ class Attempt:
         try:
             message = await asyncio.wait_for(channel.receive(), limit)
         except TimeoutError:
-            what = f"has given no sign of life for {SILENCE:.0f} seconds"
+            what = f"has sent no message for {SILENCE:.0f} seconds"
             late = f"has not answered within {ANSWER:.0f} seconds"
             raise NoAnswer(late if host.hello is None else what, None, "") from None
         if message is not None:
@@ -303,7 +303,7 @@ class Attempt:
                 self.state = "stopping"
                 step = "the next step" if waits else "this step, if one has begun"
                 self.tell(
-                    f"{name}: saving at the end of {step}, then ending; once more (Ctrl-C) ends at once"
+                    f"{name}: saving at the end of {step}, then ending; a second signal (Ctrl-C) ends at once"
                 )
                 self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
             else:
@@ -327,7 +327,7 @@ class Attempt:
                     if each.silent > SILENT_FOR and each.rank not in warned:
                         warned.add(each.rank)
                         self.tell(
-                            f"warning: rank {each.rank} on {each.host} has given no sign of life for "
+                            f"warning: rank {each.rank} on {each.host} has sent no heartbeat for "
                             f"{SILENT_FOR:.0f} seconds; cluster.hang_timeout would end the run"
                         )
             elif found:

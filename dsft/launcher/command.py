@@ -128,7 +128,7 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
     """
     others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
     if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
-        what = f"{options.num_gpus} would go unheard, since {others} says how many processes there are"
+        what = f"{options.num_gpus} has no effect, since {others} gives the number of processes"
         raise SpecError("The command line cannot be used.", [Problem("--num_gpus", f"{what}; leave it out")])
     if options.hostfile is not None:
         try:
@@ -192,7 +192,7 @@ def examine(settings: LaunchSettings) -> None:
     failed = failures(found)
     if failed:
         text = "\n".join(f"  {finding}" for finding in failed)
-        raise WorldError(f"The run cannot start (--no-doctor goes on all the same):\n{text}")
+        raise WorldError(f"The run cannot start (--no-doctor starts it all the same):\n{text}")
 
 
 def dry_run(settings: LaunchSettings) -> Iterator[str]:
@@ -316,8 +316,8 @@ async def sweep(plan: LaunchPlan, hosts: Iterable[str]) -> list[str]:
     names = list(hosts)
     left = await asyncio.gather(*(_left(plan.agent(host), plan.job_of(host)) for host in names))
     unknown = (
-        "cannot be asked whether processes are left; they end themselves "
-        f"{SILENCE:.0f} seconds after they heard of us last"
+        "does not answer, so processes may be left there; they end by themselves "
+        f"{SILENCE:.0f} seconds after the last message from here"
     )
     return [
         f"{host}: {unknown if count is None else f'{count} process(es) could not be killed'}"

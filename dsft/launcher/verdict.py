@@ -34,7 +34,7 @@ CONSEQUENCES = (
     r"[Ss]ocket [Tt]imeout",
     r"Application timeout caused pair closure",
     r"TCPStore",
-    r"has ended before its time",  # dsft/run/main.py
+    r"has ended too early",  # dsft/run/main.py
     r"which started this run, is gone",  # dsft/rank/ancestors.py
 )
 """Messages of a rank whose peer or host is gone: from gloo, NCCL, torch's store, and dsft itself."""
@@ -125,7 +125,7 @@ def shell_code(code: int) -> int:
 
 def ended_with(code: int | None) -> str:
     if code is None:
-        return "ended, with an exit code that nobody saw"
+        return "ended with an unknown exit code"
     return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
 
 
@@ -189,9 +189,9 @@ def _missing(limit: float) -> float:
 def sentence(found: list[RankActivity], limit: float) -> str:
     first = found[0]
     if first.silent > _missing(limit):
-        what = f"has given no sign of life for {first.silent:.0f} seconds"
+        what = f"has sent no heartbeat for {first.silent:.0f} seconds"
     else:
         what = f"has made no progress for {first.idle:.0f} seconds"
-    others = "" if len(found) == 1 else f", nor rank(s) {', '.join(str(each.rank) for each in found[1:])}"
-    late = ", and others no progress for longer" if _missing(limit) < first.silent <= limit else ""
-    return f"{what}{others}{late} (cluster.hang_timeout {limit:g}); it was at {first.phase}"
+    others = "" if len(found) == 1 else f", like rank(s) {', '.join(str(each.rank) for each in found[1:])}"
+    late = ", and others have made no progress for longer" if _missing(limit) < first.silent <= limit else ""
+    return f"{what}{others}{late} (cluster.hang_timeout {limit:g}); its phase was {first.phase}"

@@ -42,7 +42,7 @@ def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocati
     nodes = environ.get(NODES)
     if not nodes:
         raise WorldError(
-            f"{NODES} is not set, so this is no Slurm job; run this inside of one (salloc, sbatch), or give "
+            f"{NODES} is not set, so this is not a Slurm job; run this inside one (salloc, sbatch), or give "
             "the hosts as node[01-16]:8."
         )
     try:
@@ -65,8 +65,8 @@ def _of_tasks(names: list[str], environ: Mapping[str, str]) -> Allocation:
     name = next((name for name in (_TASKS, _EACH) if environ.get(name)), None)
     if name is None:
         raise WorldError(
-            f"Slurm tells neither GPUs ({_GPUS[1]}) nor tasks ({_TASKS}) of a node; give --slots N, the "
-            "processes of each host."
+            f"Slurm sets neither the GPUs ({_GPUS[1]}) nor the tasks ({_TASKS}) of a node; give --slots N, "
+            "the number of processes on each host."
         )
     counts = _counts(name, environ[name])
     if name == _EACH and len(counts) == 1:
@@ -85,7 +85,7 @@ def _gpus(name: str, value: str) -> int:
     for part in value.split(",") if value else ():
         number = part.rpartition(":")[2]
         if not re.fullmatch(r"[0-9]{1,6}", number):
-            raise _wrong(name, f"{quote(value)} is no number of GPUs; give --slots N")
+            raise _wrong(name, f"{quote(value)} is not a number of GPUs; give --slots N")
         total += int(number)
     return total
 
@@ -96,7 +96,9 @@ def _counts(name: str, value: str) -> list[int]:
     for part in value.split(","):
         match = _TIMES.fullmatch(part)
         if match is None or int(match[1]) == 0 or int(match[2] or 1) > 10_000:
-            raise _wrong(name, f"{quote(value)} is not like 2(x3),1, tasks of each host; give --slots N")
+            raise _wrong(
+                name, f"{quote(value)} is not a list of tasks per host such as 2(x3),1; give --slots N"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -38,15 +38,15 @@ class Share:
     def bind(self) -> str:
         """Bind all threads of this process to its cores. Returns a log line that says so, or that the host
         forbids it."""
-        each = f"each of the {self.ranks} ranks of a host steps its offloaded states with"
+        each = f"each of the {self.ranks} ranks of a host updates its offloaded optimizer states with"
         count = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         try:
             for thread in os.listdir("/proc/self/task"):
                 with suppress(ProcessLookupError):  # it has just ended
                     os.sched_setaffinity(int(thread), self.cpus)
         except OSError as error:
-            return f"cores: {each} {count}; it cannot be kept to cores of its own ({error.strerror})"
-        return f"cores: {each} {count} on cores of its own"
+            return f"cores: {each} {count}, which cannot be bound to separate cores ({error.strerror})"
+        return f"cores: {each} {count} on cores that no other rank uses"
 
 
 def share_of(spec: Spec, launched: Launched, environ: Mapping[str, str]) -> Share | None:

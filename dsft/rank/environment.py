@@ -141,8 +141,8 @@ def _alone(environ: Mapping[str, str]) -> Launched:
     slurm.refuse_without_srun(environ)
     if environ.get("PMI_SIZE", "1") not in ("", "1"):
         raise WorldError(
-            f"PMI_SIZE={environ['PMI_SIZE']} says that mpiexec started so many processes, which this version "
-            "does not read; start with torchrun or deepspeed, or set "
+            f"PMI_SIZE={environ['PMI_SIZE']} says that mpiexec started this process, but dsft does not read "
+            "its variables; start with torchrun or deepspeed, or set "
             f"{', '.join(RENDEZVOUS)} for each process."
         )
     return Launched("python", 0, 1, 0, "127.0.0.1", free_port(), 1, 1, (1,))

@@ -61,7 +61,7 @@ def whole_number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise WorldError(
-            f"{name}={environ[name]!r} in the environment is not a whole number; launchers set it, unset it "
+            f"{name}={environ[name]!r} in the environment is not a whole number; launchers set it: unset it, "
             "or give a number."
         ) from None
 
@@ -76,7 +76,7 @@ def master_port(environ: Mapping[str, str]) -> int | None:
     """Return MASTER_PORT, or None if it is not set. Raises WorldError if it is not a port."""
     port = optional_number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
-        raise WorldError(f"MASTER_PORT={port} is no port; give one of 1 to 65535, or unset it.")
+        raise WorldError(f"MASTER_PORT={port} is not a port; give one from 1 to 65535, or unset it.")
     return port
 
 

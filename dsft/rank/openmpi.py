@@ -62,7 +62,7 @@ def _address(environ: Mapping[str, str], rank: int, hosts: int | None) -> str:
     found = re.search(r";tcp://([0-9.]+)", environ.get(MPIRUN, ""))
     if found is None:
         raise WorldError(
-            f"mpirun has not told where rank 0 is, as MASTER_ADDR and {MPIRUN} are not set; {WAY_OUT}."
+            f"mpirun gives no address of rank 0, as MASTER_ADDR and {MPIRUN} are not set; {WAY_OUT}."
         )
     if rank == 0 and environ.get(DAEMON) != environ[MPIRUN]:
         raise WorldError(

@@ -137,7 +137,7 @@ def devices_lines(places: Sequence[RankPlace], versions: str) -> list[str]:
     told = "; ".join(f"{text} on rank(s) {_ranges(of)}" for text, of in ranks.items())
     return [
         f"devices: {told}; {versions}",
-        "warning: the ranks have unlike devices, and every step takes as long as the slowest of them",
+        "warning: the ranks have different devices, and every step takes as long as the slowest of them",
     ]
 
 

@@ -133,7 +133,7 @@ def _cause(promise: Promise, launched: Launched) -> str:
         "srun": f"srun's --nodes and --ntasks-per-node say so; give --nodes={count} and "
         f"--ntasks-per-node{each}",
         "mpirun": "mpirun's -n and hostfile say so; give it the same hosts and slots",
-        "environment": "WORLD_SIZE says so; set it as the hosts have slots",
+        "environment": "WORLD_SIZE says so; set it to the sum of the slots of all hosts",
     }
     way = ways.get(launched.launcher, "give the launcher the same hosts and slots")
     return f"{way}, or change cluster.hosts"

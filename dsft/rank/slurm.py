@@ -85,8 +85,8 @@ def first_host(environ: Mapping[str, str]) -> str:
     name, text = _nodelist(environ)
     if not text:
         raise WorldError(
-            "srun's SLURM_STEP_NODELIST and SLURM_NODELIST are not set, so nobody tells where rank 0 "
-            "listens; set MASTER_ADDR to the first host's name."
+            "srun's SLURM_STEP_NODELIST and SLURM_NODELIST are not set, so the address of rank 0 is "
+            "unknown; set MASTER_ADDR to the first host's name."
         )
     # ClusterShell sorts hosts, Slurm has its own order: so expand only the first host of the text.
     first = re.split(r",(?![^\[]*\])", text)[0]
@@ -96,7 +96,7 @@ def first_host(environ: Mapping[str, str]) -> str:
     except (NodeSetException, IndexError):
         host = ""
     if not is_host(host):
-        raise WorldError(f"{name}={text!r} is no list of hosts; set MASTER_ADDR to the first host's name.")
+        raise WorldError(f"{name}={text!r} is not a list of hosts; set MASTER_ADDR to the first host's name.")
     return host
 
 

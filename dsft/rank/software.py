@@ -50,7 +50,7 @@ def outside(versions: Mapping[str, str | None]) -> list[str]:
     """Return a clause for each package of RANGES whose version is out of range; missing packages are
     skipped."""
     return [
-        f"{name} {version} is not in the range {RANGES[name]} that dsft is made for"
+        f"{name} {version} is outside of the supported range {RANGES[name]}"
         for name, version in versions.items()
         if version is not None and name in RANGES
         if not SpecifierSet(RANGES[name]).contains(version, prereleases=True)

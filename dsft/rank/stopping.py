@@ -135,7 +135,7 @@ class Stopping:
             self.now(StoppedError.exit_code, f"stopped by {asked.name} before its first step; {same}")
         self._first = time.monotonic()
         self.ask(asked.name)
-        self._say(f"{asked.name}: {_PROMISE[self.stage]}; a second one ends it at once")
+        self._say(f"{asked.name}: {_PROMISE[self.stage]}; a second signal ends it at once")
 
     def now(self, code: int, message: str, *, speaks: bool = False) -> NoReturn:
         """End this process at once, whatever its other threads do. speaks: print the message even if this

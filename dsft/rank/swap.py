@@ -56,7 +56,7 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
 
 
 def _not_made(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"{folder} cannot be made ({error.strerror}); name another nvme_path.")
+    return StorageError(f"{folder} cannot be created ({error.strerror}); name another nvme_path.")
 
 
 def clear_left_over(nvme_path: Path) -> Iterator[str]:

@@ -39,14 +39,14 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     group = parser.add_argument_group(
         "one command on each host", "This process becomes torchrun for its host. NPROC_PER_NODE, NNODES, "
-        "NODE_RANK, ADDR and PORT in the environment say the same.",
+        "NODE_RANK, ADDR and PORT in the environment have the same effect.",
     )  # fmt: skip
     for name, kind, text in (
-        ("num_nodes", int, "how many hosts there are"),
-        ("node_rank", int, "which of them this is, from 0"),
-        ("master_addr", str, "host 0, by a name or address that all hosts know"),
+        ("num_nodes", int, "the number of hosts"),
+        ("node_rank", int, "the number of this host, from 0"),
+        ("master_addr", str, "the name or address by which all hosts reach host 0"),
         ("master_port", int, f"a free port of host 0; by default {PORT}, on one host any that is free"),
-        ("num_gpus", int, "processes of this host, one a GPU"),
+        ("num_gpus", int, "the number of processes on this host, one per GPU"),
     ):
         metavar = "N" if kind is int else "HOST"
         group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -70,7 +70,7 @@ def torchrun_argv(arguments: Sequence[str], environ: Mapping[str, str], script: 
     if started:
         if has_flags:
             raise WorldError(
-                f"{_first(by_flags)} stands behind dsft/train.py, but a launcher has started this process "
+                f"{_first(by_flags)} is given after dsft/train.py, but a launcher has started this process "
                 f"({', '.join(started)} are set); give the launcher's options before dsft/train.py."
             )
         return None
@@ -132,7 +132,7 @@ def _options(wish: _Wish) -> list[str]:
     count = wish.hosts or 1
     for name, value in ((processes, wish.processes), (hosts, wish.hosts)):
         if value is not None and value < 1:
-            raise WorldError(f"{name} is {value}, and there is at least 1; correct it.")
+            raise WorldError(f"{name} is {value}, but it must be at least 1.")
     if count > 1 and (wish.host_rank is None or wish.address is None):
         absent = [name for name, value in ((rank, wish.host_rank), (address, wish.address)) if value is None]
         raise WorldError(
@@ -141,14 +141,14 @@ def _options(wish: _Wish) -> list[str]:
         )
     if wish.host_rank is not None and not 0 <= wish.host_rank < count:
         raise WorldError(
-            f"{rank} is {wish.host_rank}, but {counted(count, 'host')} count from 0; correct it."
+            f"{rank} is {wish.host_rank}, but {counted(count, 'host')} are numbered from 0; correct it."
         )
     if wish.address is not None and not is_host(wish.address):
         raise WorldError(
-            f"{address} is {wish.address!r}, which is no host's name and no address; correct it."
+            f"{address} is {wish.address!r}, which is neither a host name nor an IP address; correct it."
         )
     if wish.port is not None and not 0 < wish.port < 2**16:
-        raise WorldError(f"{port} is {wish.port}, which is no port; give one of 1 to 65535.")
+        raise WorldError(f"{port} is {wish.port}, which is not a port; give one from 1 to 65535.")
     alone = count == 1
     return [
         SIGNALS, "--nnodes", str(count), "--nproc_per_node", str(wish.processes),

@@ -108,7 +108,10 @@ def build(
     policy = world.each(part)
     share_buffers(policy.causal_lm, world)
     if switched_off:
-        start.say(f"dropout: {' and '.join(switched_off)} set to 0, as a policy with dropout is no reference")
+        start.say(
+            f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
+            "without dropout"
+        )
     for line in sorted({line for said in world.gather(attention) for line in said}):
         start.say(line)
     files: dict[str, bytes] = {}

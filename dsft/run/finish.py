@@ -42,8 +42,8 @@ def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None
     reference = (state.get("origin") or {}).get("reference") or {}
     if reference.get("unchanged") is False:
         raise CheckpointError(
-            f"{checkpoint}: the reference had changed by the end of this run, so the policy was held against "
-            "several models, and nothing is exported; train again under another name, or take it as it is: "
+            f"{checkpoint}: the reference changed during this run, so the policy was compared with more than "
+            "one model, and nothing is exported; train again under another name, or export it as it is: "
             f"dsft export {checkpoint} OUT."
         )
 

@@ -196,9 +196,9 @@ def skipped_rows(
     if any(found):
         rows = [f"{data.source(id)} (rank {rank})" for rank, ids in enumerate(found) for id in ids]
         return "the loss is not finite on", _listed(rows)
-    why = "the gradient is not finite while the loss is, its rows are"
+    why = "the gradient is not finite although the loss is; its rows are"
     if not math.isfinite(loss):
-        why = "the loss is not finite, but is when scored again without dropout, its rows are"
+        why = "the loss is not finite, but it is when computed again without dropout; its rows are"
     return why, _listed([data.source(id) for id in batch.example_ids])
 
 

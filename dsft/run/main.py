@@ -73,8 +73,8 @@ def run(job: Job) -> None:
             assert start is not None, "a run has at least one step"
             saved = start.path
             log(
-                f"{spec.name} is finished at step {progress.step}; train.max_steps or train.num_train_epochs "
-                "gives it more."
+                f"{spec.name} is finished at step {progress.step}; raise train.max_steps or "
+                "train.num_train_epochs to train further."
             )
         ranks.leave()
         world.close()
@@ -114,7 +114,7 @@ def lock_run_folder(folder: Path, held: ExitStack) -> FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"output_dir: {folder} cannot be made ({error.strerror}); set another output_dir."
+            f"output_dir: {folder} cannot be created ({error.strerror}); set another output_dir."
         ) from None
     return held.enter_context(hold(folder))
 
@@ -179,7 +179,7 @@ def together(stopping: Stopping, world: World) -> Iterator[Ring]:
     lost, over = _Lost(), False
 
     def end() -> None:
-        message = f"rank {world.rank}: rank {lost.rank} has ended before its time, and so does this one"
+        message = f"rank {world.rank}: rank {lost.rank} has ended too early, so this one ends too"
         stopping.now(WorldError.exit_code, message, speaks=lost.noticed)
 
     def gone(rank: int, noticed: bool) -> None:

@@ -77,8 +77,8 @@ def full(phase: Phase, error: str) -> str:
         return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."
     where = {"evaluation": "in an evaluation", "save": "in a save"}.get(phase, "in a step")
     return (
-        f"The memory is full {where} ({reason}), though the longest micro-batch of the run fitted before "
-        "step 1: look whether another process uses this device; a smaller micro-batch leaves more room "
+        f"The memory is full {where} ({reason}), although the longest micro-batch of the run fitted before "
+        "step 1: check whether another process uses this device; a smaller micro-batch leaves more room "
         f"(lower data.max_tokens_per_micro_batch or train.micro_batch_size), and so do {LESS}."
     )
 
@@ -110,7 +110,7 @@ def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: s
     smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in measured)
     fit = tokens_that_fit(measured, limit)
     if fit is None:
-        return f"{said}, and not even a quarter of it; use {LESS}, or a smaller model."
+        return f"{said}; not even a quarter of it fits. Use {LESS}, or a smaller model."
     fit = min(fit, rows * length - 1)  # the whole did not fit
     if longest.lengths is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"

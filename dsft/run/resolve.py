@@ -79,8 +79,8 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
         key = "model.lora.modules_to_save" if model.lora else "model.trainable"
         named = modules if model.lora else [p.name for p in frozen]
         yield (
-            f"warning: the new rows of {' and '.join(p.name for p in frozen)} stay the mean, since these are "
-            f"not trained; {key}: [{', '.join(named)}] trains them"
+            f"warning: the new rows of {' and '.join(p.name for p in frozen)} keep the mean of the others, "
+            f"since these weights are not trained; {key}: [{', '.join(named)}] trains them"
         )
 
 

@@ -39,8 +39,8 @@ def check_disk(folder: Path, key: str) -> None:
     except OSError as error:  # a parent folder cannot be entered
         raise StorageError(f"{here} cannot be reached ({error.strerror}); name another folder.") from None
     if not is_folder:
-        what = "is no folder" if exists else "is not there"
-        raise StorageError(f"{here} {what}; make it on every host, or name a folder that each has.")
+        what = "is not a folder" if exists else "does not exist"
+        raise StorageError(f"{here} {what}; create it on every host, or name a folder that all have.")
     kind = file_system(folder)
     if kind in IN_MEMORY:
         raise StorageError(
@@ -64,7 +64,7 @@ def check_space(folder: Path, needed: int, key: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{key}: {folder} on {socket.gethostname()} has {free / GIB:.2f} GiB free where this run swaps "
+            f"{key}: {folder} on {socket.gethostname()} has {free / GIB:.2f} GiB free, but this run swaps "
             f"up to {needed / GIB:.2f} GiB; free space, name another disk, or "
             "spread the model over more hosts."
         )
@@ -77,7 +77,7 @@ def check_locked(needed: int) -> None:
     if limit == resource.RLIM_INFINITY or needed <= limit or may_lock_all():
         return
     raise StorageError(
-        f"Swap buffers of {needed / GIB:.2f} GiB a process are locked in memory, and {socket.gethostname()} "
+        f"Each process locks swap buffers of {needed / GIB:.2f} GiB in memory, but {socket.gethostname()} "
         f"allows {limit / GIB:.2f} GiB (ulimit -l); raise it: ulimit -l unlimited, memlock in "
         "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
     )

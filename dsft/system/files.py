@@ -80,7 +80,7 @@ def where_gone(path: Path) -> str | None:
         return None
     return (
         f"{path.parent} is gone: it was removed or moved while this run used it; put it back, and the same "
-        "command goes on."
+        "command continues."
     )
 
 

@@ -44,15 +44,15 @@ class FolderLock:
                 raise StorageError(gone) from None
             raise self._lost("") from None
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be looked at ({error.strerror}).") from None
+            raise StorageError(f"{self.path} cannot be read ({error.strerror}).") from None
         if (found.st_dev, found.st_ino) != (self.device, self.inode):
-            raise self._lost(f" and is now that of {holder(self.path.parent, self.path.name)}")
+            raise self._lost(f" and now belongs to {holder(self.path.parent, self.path.name)}")
 
     def _lost(self, to: str) -> LockedError:
         return LockedError(
-            f"{self.path.parent} is no longer held by this run: its lock {self.path.name} was removed or "
-            f"replaced while it trained{to}. Nothing more is written there; once no other job uses the "
-            "folder, the same command goes on from its newest checkpoint."
+            f"This run has lost the lock of {self.path.parent}: {self.path.name} was removed or replaced "
+            f"during training{to}. The run writes nothing more there; once no other job uses the folder, "
+            "the same command continues from its newest checkpoint."
         )
 
 
