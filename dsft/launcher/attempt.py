@@ -153,7 +153,7 @@ class Attempt:
         self._began = time.monotonic()
 
     async def run(self) -> Outcome:
-        """Raises WorldError where the command of an agent cannot be made."""
+        """Raises WorldError where the command of an agent cannot be built."""
         # All before the first agent starts, which would wait while a name service is asked for the others.
         commands = {name: self._agent_command(name) for name in self._hosts}
         works: list[Coroutine[None, None, None]] = [self._greet(), self._ping(), self._obey(), self._look()]

@@ -51,7 +51,7 @@ def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocati
         raise _wrong(NODES, str(error)) from None
     again = next(duplicates(names), None)
     if again is not None:
-        raise _wrong(NODES, f"{again} stands in {quote(nodes)} a second time; set it to each host once")
+        raise _wrong(NODES, f"{again} is in {quote(nodes)} more than once; name each host once")
     if slots is not None:
         return Allocation(dict.fromkeys(names, slots), f"--slots {slots}")
     for name in _GPUS:

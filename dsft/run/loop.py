@@ -290,7 +290,7 @@ def _fit(
         if stop := pause(planned, stop, run, progress):
             raise StoppedError(
                 f"stopped at step {progress.step} of {schedule.total_steps} by {stop}, and saved; the same "
-                "command goes on from there."
+                "command continues from there."
             )
         window.began += time.perf_counter() - paused  # evaluation and save are no part of the step time
     return progress

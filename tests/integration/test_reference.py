@@ -113,7 +113,7 @@ def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
     ranks = stalled(folder, spec, "--reference_only")
     ranks[1].kill()
     said, _ = said_by(ranks)
-    assert "rank 0: rank 1 has ended before its time, and so does this one" in said
+    assert "rank 0: rank 1 has ended too early, so this one ends too" in said
     assert [rank.returncode for rank in ranks] == [69, -signal.SIGKILL]
     there = PAIRS + HELD_OUT - held(spec).num_missing
     assert 0 < there < PAIRS + HELD_OUT

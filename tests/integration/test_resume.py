@@ -151,7 +151,7 @@ def test_a_run_whose_folder_is_changed_meanwhile(stopped: Path, tmp_path: Path) 
     result = alone(MEDDLING, [str(run), str(copy_stopped_at_4(stopped, tmp_path)), "parallel.zero_stage=0"])
     assert result.returncode == 73 and not shows_traceback(result.stderr)
     said = " ".join(result.stderr.split())
-    assert f"{run} is no longer held by this run: its lock .lock was removed" in said
+    assert f"This run has lost the lock of {run}: .lock was removed" in said
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-4", "step-8"]
     template = (run / "checkpoints" / "step-4" / "model" / "chat_template.jinja").read_text()
     assert (run / "model" / "chat_template.jinja").read_text() != template

@@ -144,7 +144,7 @@ def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tm
         run.command.send_signal(signal.SIGTERM)
         code, said = run.ended(time.monotonic(), 5)
     assert code == 75
-    assert "node2: has given no sign of life for 15 seconds" in said
+    assert "node2: has sent no message for 15 seconds" in said
     assert "starting again from the last checkpoint, on node1 (restart 1 of 1)" in said
 
 
@@ -153,7 +153,7 @@ def test_a_stopped_rank_is_named_and_its_stack_kept(stepping: Run) -> None:
     stepping.signal_rank(1, signal.SIGSTOP)
     code, said = stepping.ended(began, 15)
     assert code == 124
-    silent = re.search(r"rank 1 on node2, step \d+: has given no sign of life for (\d+) seconds", said)
+    silent = re.search(r"rank 1 on node2, step \d+: has sent no heartbeat for (\d+) seconds", said)
     assert silent is not None and int(silent[1]) >= 4, said
     assert "fake_rank.py" in (stepping.logs / "rank-1.stack").read_text()
 
@@ -206,7 +206,7 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(lab: Lab, tmp_path
         code, said = run.ended(began, 30)
     assert code == 75, said
     assert re.search(r"rank 1 on node2, step \d+: was killed by signal 9", said)
-    assert re.search(r"rank 0 on node1, step \d+: has given no sign of life for", said)
+    assert re.search(r"rank 0 on node1, step \d+: has sent no heartbeat for", said)
     assert "slow.py" in (run.logs / "rank-0.stack").read_text()
 
     saved = 0  # the step of the last checkpoint at each moment; a kill may come between a commit and its line

@@ -88,7 +88,7 @@ def test_what_is_no_host_name_is_refused(host: str) -> None:
 
 def test_options_that_no_shell_could_read_are_refused_by_their_variable() -> None:
     for name in ("DSFT_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
-        with pytest.raises(WorldError, match=f"{name}=.* is no list of options"):
+        with pytest.raises(WorldError, match=f"{name}=.* is not a list of options"):
             module_command("192.0.2.1", "dsft.cli", environ={name: "-o 'x"})
 
 

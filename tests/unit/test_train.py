@@ -64,7 +64,7 @@ def test_a_step_to_trace_that_is_none(step: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as end:
         parse([f"--profile={step}"])
     assert end.value.code == 2
-    assert f"'{step}' is no step, of which 1 is the first; SPEC stands before it" in capsys.readouterr().err
+    assert f"'{step}' is not a step (the first is 1); give SPEC before --profile" in capsys.readouterr().err
 
 
 def test_one_process_of_many_tells_a_mistake(

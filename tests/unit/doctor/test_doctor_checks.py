@@ -169,7 +169,7 @@ def test_versions_that_dsft_is_not_made_for(facts: Facts) -> None:
     for host in facts.values():
         host["software"]["versions"]["transformers"] = "4.57.0"
     assert [line for line in told(seen(facts)) if "transformers" in line] == [
-        "warning versions None: transformers 4.57.0 is not in the range >=5.17,<6 that dsft is made for"
+        "warning versions None: transformers 4.57.0 is outside of the supported range >=5.17,<6"
     ]
 
 

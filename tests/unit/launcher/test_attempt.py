@@ -113,7 +113,7 @@ def test_an_agent_to_which_nobody_says_a_word_ends() -> None:
 def test_what_is_wrong_with_the_command_of_an_agent_is_raised_before_one_starts(tmp_path: Path) -> None:
     def command(host: str) -> list[str]:
         if host == "two":
-            raise WorldError("DSFT_SSH_ARGS is no list of options")
+            raise WorldError("DSFT_SSH_ARGS is not a list of options")
         return ["touch", str(tmp_path / "started")]
 
     plan = LaunchPlan("dsft", {"one": 1, "two": 1}, (), str(tmp_path), str(tmp_path), "none")

@@ -23,8 +23,8 @@ KILLED = Failure("rank", "two", 137, None, 1, 7)
 RAISED = Failure("rank", "two", 65, "rows.jsonl:7: no such column", 1)
 LAUNCHER = Failure("launcher", "one", 1, "ChildFailedError")
 UNSEEN = Failure("launcher", "one", 137)
-LOST = Failure("host", "two", None, "has given no sign of life for 15 seconds")
-HUNG = Failure("hang", "two", None, "has given no sign of life for 60 seconds", 1, 7)
+LOST = Failure("host", "two", None, "has sent no heartbeat for 15 seconds")
+HUNG = Failure("hang", "two", None, "has sent no heartbeat for 60 seconds", 1, 7)
 ENDED = Failure("rank", "one", 143, None, 0)
 
 
@@ -111,10 +111,8 @@ def test_a_rank_that_misses_heartbeats_is_named_before_one_that_waits_for_it() -
         RankActivity(0, "one", 1, 24, "step", 4.4, 4.9),
     )
     assert hung([waiting, stopped], 5) == [stopped]
-    said = (
-        "has given no sign of life for 4 seconds, and others no progress for longer (cluster.hang_timeout 5)"
-    )
-    assert sentence([stopped], 5) == f"{said}; it was at step"
+    expected = "has sent no heartbeat for 4 seconds, and others have made no progress for longer"
+    assert sentence([stopped], 5) == f"{expected} (cluster.hang_timeout 5); its phase was step"
     assert hung([stopped], 5) == []
     assert (
         hung(

@@ -41,15 +41,27 @@ def test_slots_are_what_slurm_says_of_a_node(
 @pytest.mark.parametrize(
     ("environ", "kind", "words"),
     [
-        ({}, WorldError, "SLURM_JOB_NODELIST is not set, so this is no Slurm job"),
+        ({}, WorldError, "SLURM_JOB_NODELIST is not set, so this is not a Slurm job"),
         (NODES, WorldError, "give --slots N"),
         (NODES | {"SLURM_TASKS_PER_NODE": "2(x3)"}, SpecError, "is for 3 hosts, SLURM_JOB_NODELIST has 4"),
-        (NODES | {"SLURM_TASKS_PER_NODE": "2(x3),0"}, SpecError, "is not like 2(x3),1"),
-        (NODES | {"SLURM_TASKS_PER_NODE": "2(x3),1; id"}, SpecError, "is not like 2(x3),1"),
-        (NODES | {"SLURM_TASKS_PER_NODE": "2(x999999)"}, SpecError, "is not like 2(x3),1"),
-        (NODES | {"SLURM_GPUS_ON_NODE": "many"}, SpecError, "'many' is no number of GPUs"),
+        (
+            NODES | {"SLURM_TASKS_PER_NODE": "2(x3),0"},
+            SpecError,
+            "such as 2(x3),1",
+        ),
+        (
+            NODES | {"SLURM_TASKS_PER_NODE": "2(x3),1; id"},
+            SpecError,
+            "such as 2(x3),1",
+        ),
+        (
+            NODES | {"SLURM_TASKS_PER_NODE": "2(x999999)"},
+            SpecError,
+            "such as 2(x3),1",
+        ),
+        (NODES | {"SLURM_GPUS_ON_NODE": "many"}, SpecError, "'many' is not a number of GPUs"),
         ({"SLURM_JOB_NODELIST": "-oProxyCommand=id"}, SpecError, "is neither a host name"),
-        ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 stands in"),
+        ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 is in"),
         ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is no list of hosts"),
     ],
 )

@@ -150,7 +150,7 @@ def test_all_threads_of_the_process_are_bound() -> None:
     cpu = THIS_HOST[0]
     command = [sys.executable, "-c", BIND, str(cpu)]
     told, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert told.endswith("2 ranks of a host steps its offloaded states with 1 thread on cores of its own")
+    assert told.endswith("offloaded optimizer states with 1 thread on cores that no other rank uses")
     assert found == f"{[[cpu], [cpu]]}"
 
 
@@ -159,4 +159,4 @@ def test_a_host_that_forbids_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(cores.os, "sched_setaffinity", refuse)
-    assert "cannot be kept to cores of its own (Operation not permitted)" in Share(HOST, 3, 2).bind()
+    assert "cannot be bound to separate cores (Operation not permitted)" in Share(HOST, 3, 2).bind()

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_marked_is_not_left_behind(tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as a full disk: nothing can be written
     try:
-        with pytest.raises(StorageError, match="cannot be made"), hold_swap_folder(tmp_path, "a", RUN):
+        with pytest.raises(StorageError, match="cannot be created"), hold_swap_folder(tmp_path, "a", RUN):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -83,12 +83,12 @@ def test_nothing_is_asked_for(environ: dict[str, str]) -> None:
         ([], {"NPROC_PER_NODE": "2", "NODE_RANK": "1"}, "NPROC_PER_NODE is given but not NNODES"),
         ([], VARIABLES | {"ADDR": ""}, "NNODES is 2 but ADDR is missing"),
         ([], VARIABLES | {"MASTER_ADDR": "node9"}, "ADDR=node1 and MASTER_ADDR=node9 contradict"),
-        ([], VARIABLES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but 2 hosts count from 0"),
-        ([], VARIABLES | {"NNODES": "0"}, "NNODES is 0, and there is at least 1"),
+        ([], VARIABLES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but 2 hosts are numbered from 0"),
+        ([], VARIABLES | {"NNODES": "0"}, "NNODES is 0, but it must be at least 1"),
         ([], VARIABLES | {"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE='all' in the environment is not a whole"),
-        ([], VARIABLES | {"PORT": "99999"}, "PORT is 99999, which is no port"),
+        ([], VARIABLES | {"PORT": "99999"}, "PORT is 99999, which is not a port"),
         (FLAGS, VARIABLES | {"NNODES": "4"}, "--num_nodes 2 and NNODES=4 contradict"),
-        (FLAGS, {"RANK": "0", "WORLD_SIZE": "2"}, "--num_gpus stands behind dsft/train.py, but a launcher"),
+        (FLAGS, {"RANK": "0", "WORLD_SIZE": "2"}, "--num_gpus is given after dsft/train.py, but a launcher"),
         ([], VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, "NNODES says 2 and SLURM_NTASKS=16"),
         (FLAGS, {"OMPI_COMM_WORLD_RANK": "0"}, "--node_rank says 1 and OMPI_COMM_WORLD_RANK=0"),
     ],
@@ -145,7 +145,7 @@ def test_torchrun_passes_sigusr1_on_with_the_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["-x", "--no-python", "$(id)", "a b", "node1;id"])
 def test_an_address_that_is_no_host_is_refused(address: str) -> None:
-    with pytest.raises(WorldError, match="ADDR is .* no host's name"):
+    with pytest.raises(WorldError, match="ADDR is .* neither a host name nor"):
         torchrun_argv(BEHIND, VARIABLES | {"ADDR": address}, "train.py")
-    with pytest.raises(WorldError, match="--master_addr is .* no host's name"):
+    with pytest.raises(WorldError, match="--master_addr is .* neither a host name nor"):
         torchrun_argv([f"--master_addr={address}", *FLAGS[:4], *FLAGS[6:], *BEHIND], {}, "train.py")

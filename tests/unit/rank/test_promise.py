@@ -135,7 +135,7 @@ def test_the_devices() -> None:
         "devices: NVIDIA H200 (140.0 GiB, sm_90) on rank(s) 0-1, 3; "
         "NVIDIA A100 (80.0 GiB, sm_80, driver 550.1) on rank(s) 2; v"
     )
-    assert warning.startswith("warning: the ranks have unlike devices")
+    assert warning.startswith("warning: the ranks have different devices")
 
 
 @pytest.mark.parametrize(

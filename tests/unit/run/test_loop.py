@@ -425,7 +425,7 @@ def test_a_stop_saves_at_the_end_of_its_step_and_the_run_goes_on_as_if_there_was
     whole, log = Log(), Log()
     end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), whole.run(), Progress())
     said = stopped(log, (None, "SIGTERM"), eval_every=2)
-    assert said.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command goes on")
+    assert said.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command continues")
     assert [(progress.step, progress.owes_evaluation) for progress in log.saved] == [(2, True)]
     assert log.losses == [None], "it is saved before the evaluation, for which there may be no time"
     assert fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), log.run(), log.saved[-1]) == end

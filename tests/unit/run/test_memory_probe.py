@@ -123,7 +123,7 @@ from dsft.report.memory import MemoryMeter
 BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
 
 class Engine:
-    def probe_memory(self, micro_batch):
+    def rehearse(self, micro_batch):
         torch.ones(micro_batch.input_ids.numel() * BYTES_PER_TOKEN // 4)
     def evaluate(self, micro_batches):
         torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)

@@ -94,14 +94,14 @@ def test_a_finite_loss_is_not_computed_again() -> None:
     scorer = Scorer(*range(COUNT))
     why, named = skipped(scorer, World(), PADDED, 2.0)
     assert scorer.passes == 0
-    assert why == "the gradient is not finite while the loss is, its rows are"
+    assert why == "the gradient is not finite although the loss is; its rows are"
     assert named.startswith("a.jsonl:")
     assert named.endswith(" and 4 more") and "rank" not in named
 
 
 def test_where_no_row_is_at_fault_without_dropout_all_are_given() -> None:
     why, named = skipped(Scorer(), World(), PADDED, math.nan)
-    assert why.endswith("but is when scored again without dropout, its rows are")
+    assert why.endswith("but it is when computed again without dropout; its rows are")
     assert named.startswith("a.jsonl:")
 
 

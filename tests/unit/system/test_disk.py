@@ -62,7 +62,7 @@ def test_a_folder_that_is_not_there_or_none_or_not_writable(
 ) -> None:
     monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
     (tmp_path / "file").touch()
-    for name, words in (("nothing", "is not there"), ("file", "is no folder")):
+    for name, words in (("nothing", "does not exist"), ("file", "is not a folder")):
         with pytest.raises(StorageError, match=words):
             disk.check_disk(tmp_path / name, "nvme_path")
     disk.check_disk(tmp_path, "nvme_path")
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_reached(tmp_path: Path) -> None:
 
 def test_space_is_held_against_what_all_ranks_swap(tmp_path: Path) -> None:
     disk.check_space(tmp_path, 1, "nvme_path")
-    with pytest.raises(StorageError, match=r"free where this run swaps up to 1048576\.00 GiB"):
+    with pytest.raises(StorageError, match=r"free, but this run swaps up to 1048576\.00 GiB"):
         disk.check_space(tmp_path, 2**50, "nvme_path")
 
 

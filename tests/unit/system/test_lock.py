@@ -96,7 +96,7 @@ def test_who_holds_it_notices_that_the_lock_is_no_longer_on_the_disk(tmp_path: P
         if by == "replaced":
             (run / ".lock").write_text("process 1 on elsewhere")
         with hold(run) if by == "taken over" else nullcontext() as other:
-            with pytest.raises(LockedError, match="is no longer held by this run") as error:
+            with pytest.raises(LockedError, match="This run has lost the lock of") as error:
                 lock.check()
             if other is not None:
                 other.check()
