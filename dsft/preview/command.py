@@ -11,10 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from dsft.plan.promised import load
-from dsft.preview.collect import collect
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
-from dsft.preview.view import ViewOptions, as_mapping, view
+from dsft.preview.view import as_mapping, collect, view
 from dsft.report.console import task_progress
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
@@ -47,8 +46,14 @@ def preview(  # noqa: PLR0913  an argument is an option
     if rows is None:
         rows = JSON_ROWS if as_json else PAGE_ROWS if is_page else ROWS
         rows = 0 if named and not is_page else rows
-    listed = PROBLEMS if problems else PAGE_PROBLEMS if is_page else 0
-    found = view(data, ViewOptions(rows, row, worst or is_page, is_page or not named, listed))
+    found = view(
+        data,
+        rows=rows,
+        row=row,
+        worst=worst or is_page,
+        micro_batch=is_page or not named,
+        problems=PROBLEMS if problems else PAGE_PROBLEMS if is_page else 0,
+    )
     if html is not None:
         write_page(found, html)
     if as_json:

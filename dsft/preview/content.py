@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dsft.preview.figures import LengthStats, StepStats
-from dsft.preview.problems import KINDS, Problems
+from dsft.preview.figures import LengthStats
+from dsft.preview.problems import KINDS
 from dsft.preview.tokens import LINE_BREAK, SPACE, TAB, Token
 from dsft.preview.view import BatchView, RowView, View
 
@@ -40,23 +40,21 @@ class Block:
 
 def sections(view: View) -> dict[str, list[Block]]:
     """Return the sections of a preview by name; a section without blocks is not shown."""
-    problems = view.problems.counts or view.refusal is None
     return {
-        "Data": [Block("line", line) for line in view.messages],
+        "Data": [Block("line", line) for line in view.data.messages],
         "Lengths": list(_lengths(view.lengths, view.trained_share)) if view.lengths else [],
-        "Steps": [Block("line", line) for line in (view.batch, *_steps(view.steps))] if view.steps else [],
+        "Steps": [Block("line", line) for line in _steps(view)],
         "Micro-batch": list(_micro_batch(view.micro_batch)) if view.micro_batch else [],
         "Rows": [block for row in view.rows for block in row_blocks(row)],
-        "Worst rows": [
-            block
-            for kind in view.worst
-            for block in (
-                Block("title", f"{kind.title}:"),
-                *(Block("folded", title_of(row), blocks=tuple(_pieces(row))) for row in kind.rows),
-            )
-        ],
-        "Problems": list(_problems(view.problems, view.unit_of_data)) if problems else [],
+        "Worst rows": list(_worst(view)),
+        "Problems": list(_problems(view)),
     }
+
+
+def _worst(view: View) -> Iterator[Block]:
+    for title, rows in view.worst.items():
+        yield Block("title", f"{title}:")
+        yield from (Block("folded", title_of(row), blocks=tuple(_pieces(row))) for row in rows)
 
 
 def row_blocks(row: RowView) -> Iterator[Block]:
@@ -133,7 +131,11 @@ def _lengths(lengths: LengthStats, share: float) -> Iterator[Block]:
     yield Block("line", f"{share:.1%} of the tokens are trained on")
 
 
-def _steps(steps: StepStats) -> Iterator[str]:
+def _steps(view: View) -> Iterator[str]:
+    steps = view.steps
+    if steps is None:
+        return
+    yield view.data.batch.equation()
     yield (
         f"{counted(steps.per_epoch, 'step')} per epoch, {steps.total:,} in total; "
         f"{steps.mean_tokens:,.0f} tokens per step on average, at most {steps.most_tokens:,}"
@@ -147,11 +149,12 @@ def _steps(steps: StepStats) -> Iterator[str]:
         yield f"tokens and padding are computed from the first {steps.of_steps:,} steps"
 
 
-def _problems(problems: Problems, unit: str) -> Iterator[Block]:
-    if not problems.counts:
+def _problems(view: View) -> Iterator[Block]:
+    problems = view.problems
+    if not problems.counts and view.data.loaded.refusal is None:
         yield Block("title", "no problems")
     for kind, count in problems.counts.items():
-        yield Block("line", f"{counted(count, unit)} {KINDS[kind]}")
+        yield Block("line", f"{counted(count, view.unit)} {KINDS[kind]}")
         rows = [row for row in problems.rows if row.kind == kind]
         yield from (Block("item", f"{row.source}: {row.reason}") for row in rows)
         if rows and count > len(rows):

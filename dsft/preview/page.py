@@ -93,10 +93,10 @@ def page(view: View) -> str:
     parts |= {name: [_html(block) for block in blocks] for name, blocks in found.items() if name not in parts}
     parts = {name: lines for name, lines in parts.items() if lines}
     anchors = {name: name.lower().replace(" ", "-") for name in parts}
-    body = [f"<h1>{_escaped(f'{view.name}: {view.task}, {view.examples:,} {view.unit}s')}</h1>"]
-    if view.refusal is not None:
-        title, problems = view.refusal
-        errors = [f"A run would stop with this error: {title}", *map(str, problems)]
+    body = [f"<h1>{_escaped(view.title)}</h1>"]
+    refusal = view.data.loaded.refusal
+    if refusal is not None:
+        errors = [f"A run would stop with this error: {refusal.title}", *map(str, refusal.problems)]
         body += [f'<p class="alarm">{_escaped(line)}</p>' for line in errors]
     links = " ".join(f'<a href="#{anchor}">{name}</a>' for name, anchor in anchors.items())
     body.append(f"<nav>{links}</nav>")
@@ -108,7 +108,7 @@ def page(view: View) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_escaped(view.name)}</title>",
+            f"<title>{_escaped(view.data.spec.name)}</title>",
             f"<style>{_STYLE}</style></head><body>",
             *body,
             "</body></html>\n",
@@ -162,7 +162,7 @@ def _tokens(tokens: Sequence[Token], start: int) -> str:
 
 def _ledgers(view: View) -> str:
     """Return the ledgers as an HTML table, a column for each source, without counts that are zero."""
-    ledgers = view.ledgers
+    ledgers = view.data.ledgers
     names = dict.fromkeys(
         name
         for ledger in ledgers.values()

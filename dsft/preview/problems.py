@@ -5,7 +5,7 @@ Tokens are read only to compute tokens per character.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,7 @@ def problems_of(sources: Sequence[SourceSelections], spec: Spec, limit: int) -> 
             if kind == "duplicate":
                 reasons = [f"repeats {place}" for place in _first_places(sources, content, says[rows])]
             else:
-                reasons = [_REASONS[kind](source, row, spec.data) for row in rows.tolist()]
+                reasons = [_reason(kind, source, row, spec.data) for row in rows.tolist()]
             found[kind] += [
                 RowProblem(at, kind, why) for at, why in zip(read.places(rows), reasons, strict=True)
             ]
@@ -143,10 +143,6 @@ def _first_places(
             row -= source[0].count
 
 
-def _too_long(source: SourceSelections, row: int, data: Data) -> str:
-    return f"{longest_rows(source[0].rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
-
-
 def _truncated(source: SourceSelections, row: int, data: Data) -> str:
     rows = source[0].rows
     length, targets = int(rows.lengths[row]), int(rows.trained[row])
@@ -162,46 +158,35 @@ def _truncated(source: SourceSelections, row: int, data: Data) -> str:
     return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
 
 
-def _tokens(source: SourceSelections, row: int) -> int:
-    return int(source[0].rows.lengths[row])
-
-
-_REASONS: Mapping[str, Callable[[SourceSelections, int, Data], str]] = {
-    "too_long": _too_long,
-    "dropped": _too_long,
-    "truncated": _truncated,
-    "empty": lambda source, row, data: f"{_tokens(source, row)} tokens, too few to train on",
-    "no_target": lambda source, row, data: f"none of its {_tokens(source, row):,} tokens is a target",
-    "no_end": lambda source, row, data: "its targets stop before the end of the turn or text",
-}
+def _reason(kind: str, source: SourceSelections, row: int, data: Data) -> str:
+    rows = source[0].rows
+    match kind:
+        case "truncated":
+            return _truncated(source, row, data)
+        case "empty":
+            return f"{int(rows.lengths[row])} tokens, too few to train on"
+        case "no_target":
+            return f"none of its {int(rows.lengths[row]):,} tokens is a target"
+        case "no_end":
+            return "its targets stop before the end of the turn or text"
+        case _:
+            return f"{longest_rows(rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 # --- the examples to look at first ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The worst examples of one kind. examples: (index in the dataset, why)."""
-
-    title: str
-    examples: tuple[tuple[int, str], ...]
-
-
-def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Worst]:
-    """Return the EACH worst examples of each kind that occurs."""
-    kinds = (
-        Worst("longest", tuple(_longest(data))),
-        Worst("smallest share of trained tokens", tuple(_least_trained(data))),
-        Worst("most tokens cut off", tuple(_most_cut(data))),
-        Worst(_efficiency_title(data), tuple(_least_efficient(data, tokenizer))),
-        Worst("repeated most often", tuple(_repeated(data))),
-    )
-    return [kind for kind in kinds if kind.examples]
-
-
-def _longest(data: Dataset) -> Iterator[tuple[int, str]]:
-    for index in _largest(data.lengths):
-        yield index, ""
+def worst_of(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[tuple[int, str]]]:
+    """Return the EACH worst examples of each kind that occurs: title -> (index in the dataset, why)."""
+    sampled = "" if len(data) <= DECODED else f", of {DECODED:,} examples over all of the data"
+    kinds = {
+        "longest": [(index, "") for index in _largest(data.lengths)],
+        "smallest share of trained tokens": list(_least_trained(data)),
+        "most tokens cut off": list(_most_cut(data)),
+        f"most tokens per character{sampled}": list(_least_efficient(data, tokenizer)),
+        "repeated most often": list(_repeated(data)),
+    }
+    return {title: examples for title, examples in kinds.items() if examples}
 
 
 def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
@@ -213,8 +198,8 @@ def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
 def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
     """Yield the truncated examples that lost the most tokens; none if rows are split or joined."""
     parts = parts_of(data.parts)
-    cut = _joined([lost_of(part) for part in parts])
-    rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
+    cut = np.concatenate([lost_of(part) for part in parts])
+    rows = np.concatenate([row_of(part) + offset for part, offset in _offsets(data)])
     once = np.bincount(rows)[rows] == 1
     is_window = all(isinstance(part, PairExamples) or part.at is None for part in parts)
     for index in _largest(np.where(once & is_window, cut, 0)):
@@ -232,14 +217,9 @@ def _least_efficient(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Itera
         yield index, f"{characters[at]:,} characters, {rates[at]:.2f} tokens per character"
 
 
-def _efficiency_title(data: Dataset) -> str:
-    of = "" if len(data) <= DECODED else f", of {DECODED:,} examples over all of the data"
-    return f"most tokens per character{of}"
-
-
 def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
-    content = _joined([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
-    rows = _joined([row_of(part) + offset for part, offset in _offsets(data)])
+    content = np.concatenate([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
+    rows = np.concatenate([row_of(part) + offset for part, offset in _offsets(data)])
     _, first_of_row = np.unique(rows, return_index=True)  # count a row that was split only once
     _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
     for at in _largest(times):
@@ -258,7 +238,3 @@ def _offsets(data: Dataset) -> Iterator[tuple[RowExamples | PairExamples, int]]:
 def _largest(values: NDArray[np.number]) -> list[int]:
     """Return the indices of the EACH largest values, the earlier of equals first."""
     return [int(index) for index in np.argsort(-values, kind="stable")[:EACH]]
-
-
-def _joined(arrays: list[NDArray[np.number]]) -> NDArray[np.number]:
-    return np.concatenate(arrays)

@@ -56,7 +56,7 @@ def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = Tr
 def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Text]:
     found = sections(view)
     if not whole:
-        yield Text(f"{view.name}: {view.task}, {view.examples:,} {view.unit}s", style="bold")
+        yield Text(view.title, style="bold")
         yield from _drawn(found["Data"], style)
     if view.rows or view.micro_batch or view.worst:
         yield _legend(style)

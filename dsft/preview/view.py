@@ -1,27 +1,30 @@
-"""Build the view: all that a preview shows, as one value for the terminal, the page and JSON.
-
-Only the rows that are shown are decoded.
+"""Load the data of a spec as a run would load it, and build the view: all that a preview shows, as one value
+for the terminal, the page and JSON. Only the rows that are shown are decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dsft.data.cache.store import Cache, TokenizeProgress, cache_folder
+from dsft.data.render.template import choose_template
 from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
 from dsft.data.sets.pairs import PairExamples
-from dsft.data.sets.pieces import RowExamples
 from dsft.data.sets.selection import PairRows
 from dsft.data.steps.pack import assign
+from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import Problem, SpecError
-from dsft.preview.collect import PreviewData
+from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.layout import layout
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
     Problems,
@@ -34,7 +37,10 @@ from dsft.preview.problems import (
     worst_of,
 )
 from dsft.preview.tokens import Token, tokens_of
-from dsft.spec.task import TASKS
+from dsft.spec.schema import Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -75,152 +81,107 @@ class BatchView:
 
 
 @dataclass(frozen=True)
-class WorstView:
-    title: str
-    rows: tuple[RowView, ...]
+class PreviewData:
+    """The data of a spec. messages: a run's messages about its tokenizer and data. Examples are given by
+    their index in `train`."""
 
-
-@dataclass(frozen=True)
-class View:
-    """All that a preview shows.
-
-    examples  number of examples of the run, of which `rows` are shown
-    messages  a run's messages about its data
-    ledgers   the ledger of each source, as in data.json
-    refusal   title and problems of the error with which a run would refuse the data; None: it would not
-    """
-
-    name: str
-    task: str
-    batch: str
-    examples: int
+    spec: Spec
+    tokenizer: PreTrainedTokenizerBase
+    batch: BatchSizes
+    loaded: RunData
     messages: tuple[str, ...]
-    ledgers: Mapping[str, Mapping[str, Any]]
-    lengths: LengthStats | None
-    trained_share: float
-    steps: StepStats | None
-    micro_batch: BatchView | None
-    rows: tuple[RowView, ...]
-    worst: tuple[WorstView, ...]
-    problems: Problems
-    refusal: tuple[str, tuple[Problem, ...]] | None
 
     @property
-    def unit(self) -> str:
-        return "pair" if self.unit_of_data == "pair" else "example"
+    def train(self) -> Dataset:
+        return self.loaded.train
 
     @property
-    def unit_of_data(self) -> str:
-        return TASKS[self.task].unit
+    def ledgers(self) -> Mapping[str, Mapping[str, Any]]:
+        """The ledger of each training source by name, as in data.json."""
+        sources: Mapping[str, Mapping[str, Any]] = self.loaded.account["train"]["sources"]
+        return sources
 
-
-@dataclass(frozen=True)
-class ViewOptions:
-    """What to show. rows: number of first examples; row: only that one, by its number or file:line; problems:
-    number of rows of each kind."""
-
-    rows: int = 0
-    row: str | None = None
-    worst: bool = False
-    micro_batch: bool = False
-    problems: int = 0
-
-
-def view(found: PreviewData, wanted: ViewOptions) -> View:
-    """Build the view. Raises SpecError if `wanted.row` does not exist."""
-    spec, show = found.spec, RowDecoder(found)
-    data, some = show.data, len(show.data) > 0
-    if wanted.row is not None:
-        rows = show.named(wanted.row)
-    else:
-        rows = [show.row(index) for index in range(min(wanted.rows, len(data)))]
-    refusal = found.loaded.refusal
-    return View(
-        name=spec.name,
-        task=spec.task,
-        batch=found.batch.equation(),
-        examples=len(data),
-        messages=found.messages,
-        ledgers=found.ledgers,
-        lengths=length_stats(data.lengths, spec.data.max_length) if some else None,
-        trained_share=float(data.target_counts.sum() / max(1, data.lengths.sum())),
-        steps=step_stats(data, spec, found.batch) if some else None,
-        micro_batch=show.micro_batch() if some and wanted.micro_batch else None,
-        rows=tuple(rows),
-        worst=show.worst() if some and wanted.worst else (),
-        problems=problems_of(found.sources, spec, wanted.problems),
-        refusal=None if refusal is None else (refusal.title, refusal.problems),
-    )
-
-
-@dataclass(frozen=True)
-class RowDecoder:
-    """Decodes examples, given by their index in the dataset, to rows that can be shown."""
-
-    found: PreviewData
-
-    @property
-    def data(self) -> Dataset:
-        return self.found.train
-
-    def row(self, index: int, why: str = "") -> RowView:
-        example = self.data[index]
-        tokens = self._tokens(example.input_ids, example.trained, example.segment_lengths)
-        prompt = int(np.argmax(example.trained)) if self.data.is_pairs else None
-        happened, shared = self._happened(index), example.starts is not None
-        return RowView(
-            index + 1, example.source, tokens, example.segment_lengths, happened, why, shared, prompt
+    @cached_property
+    def sources(self) -> tuple[SourceSelections, ...]:
+        """The sources of data.train, then of data.eval."""
+        every = self.loaded.selections
+        whole = [one for one in every if not one.is_split]
+        return tuple(
+            (read, *(one for one in every if one.is_split and one.rows is read.rows)) for read in whole
         )
 
-    def _tokens(
-        self, ids: NDArray[np.int32], trained: NDArray[np.bool_], segments: Sequence[int]
-    ) -> tuple[Token, ...]:
-        """Return the tokens of an example. The two segments of a pair are decoded separately, since no
-        character spans their border."""
-        borders = np.cumsum(segments[:-1] if self.data.is_pairs else ()).astype(np.int64)
-        parts = zip(np.split(ids, borders), np.split(trained, borders), strict=True)
-        return tuple(token for part in parts for token in tokens_of(*part, self.found.tokenizer))
+    def row(self, index: int, why: str = "") -> RowView:
+        example, is_pairs = self.train[index], self.train.is_pairs
+        # The two segments of a pair are decoded separately, since no character spans their border.
+        borders = np.cumsum(example.segment_lengths[:-1] if is_pairs else ()).astype(np.int64)
+        parts = zip(np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True)
+        return RowView(
+            index + 1,
+            example.source,
+            tuple(token for part in parts for token in tokens_of(*part, self.tokenizer)),
+            example.segment_lengths,
+            self._happened(index),
+            why,
+            shared=example.starts is not None,
+            prompt=int(np.argmax(example.trained)) if is_pairs else None,
+        )
+
+    def _happened(self, index: int) -> str:
+        """Return which part of its row an example has; "" if it has all of it."""
+        at = int(np.searchsorted(self.train.ends, index, side="right"))
+        own = index - (self.train.ends[at - 1] if at else 0)
+        for part in parts_of(self.train.parts[at : at + 1]):
+            if isinstance(part, PairExamples):
+                lost = int(lost_of(part)[own])
+                return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
+            begin, length = int(part.begin[own]), int(part.lengths[own])
+            whole = int(part.rows.lengths[part.row_of(own)])
+            if part.at is not None:
+                return f"begins at token {begin:,} of {part.source(own)}" if begin else ""
+            if length < whole and part.headed is not None and part.headed[own]:
+                return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
+            if length < whole:
+                return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
+        return ""
 
     def micro_batch(self) -> BatchView:
-        batch, data = self.found.batch, self.data
-        ids = Order(data, batch.global_batch_size, self.found.spec.train.seed).step(0).ids
+        batch, data = self.batch, self.train
+        ids = Order(data, batch.global_batch_size, self.spec.train.seed).step(0).ids
         packed = batch.tokens_per_micro_batch is not None
         lengths = data.lengths if packed else data.widths
         members = ids[assign(lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
         rows = tuple(self.row(int(index)) for index in members)
         return BatchView(packed, rows, int(lengths[members].sum() if packed else lengths[members].max()))
 
-    def worst(self) -> tuple[WorstView, ...]:
-        kinds = worst_of(self.data, self.found.tokenizer)
-        return tuple(WorstView(kind.title, tuple(self.row(*one) for one in kind.examples)) for kind in kinds)
-
     def named(self, name: str) -> list[RowView]:
         """Return the rows that `name` selects, a number from 1 or file:line. A row that is left out is shown
-        whole, with the reason."""
-        count = len(self.data)
+        whole, with the reason. Raises SpecError if there is none."""
+        data, count = self.train, len(self.train)
         if name.isdecimal():
             if not 1 <= int(name) <= count:
                 raise _no_row(name, f"there are {count:,}, numbered from 1")
             return [self.row(int(name) - 1)]
-        which = [i for i in range(count) if _is_named(self.data.source(i), name)]
+        which = [i for i in range(count) if _is_named(data.source(i), name)]
         rows = [self.row(i) for i in which] or list(self._left_out(name))
+        if not rows and count:
+            raise _no_row(name, f"the first is {data.source(0)}, the last {data.source(count - 1)}")
         if not rows:
-            ends = (
-                f"the first is {self.data.source(0)}, the last {self.data.source(count - 1)}" if count else ""
-            )
-            raise _no_row(name, ends or "no row is left to train on")
+            raise _no_row(name, "no row is left to train on")
         return rows
 
     def _left_out(self, name: str) -> Iterator[RowView]:
-        for source in self.found.sources:
+        for source in self.sources:
             read = source[0]
             for place, reason in read.account.bad:
                 if _is_named(place, name):
                     raise _no_row(name, f"it cannot be read: {reason}")
             for row in range(read.count):
                 if _is_named(read.rows.source(row), name):
-                    why = ", ".join([_fate(source, row), *kinds_of(source, row, self.found.spec)])
-                    yield self._whole(read.rows, row, why)
+                    if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
+                        fate = "held out"
+                    else:
+                        fate = "left out" if read.rows.desirable[row] else "labeled undesirable, left out"
+                    yield self._whole(read.rows, row, ", ".join([fate, *kinds_of(source, row, self.spec)]))
 
     def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> RowView:
         """Return a left-out row, or both rows of a left-out pair, untruncated."""
@@ -228,37 +189,10 @@ class RowDecoder:
             read = [rows.answers.read(2 * row), rows.answers.read(2 * row + 1)]
         else:
             read = [rows.read(row)]
-        tokens = [tokens_of(one.input_ids, one.trained, self.found.tokenizer) for one in read]
+        tokens = [tokens_of(one.input_ids, one.trained, self.tokenizer) for one in read]
         prompt = int(np.argmax(read[0].trained)) if len(read) > 1 else None
         segments = tuple(map(len, tokens))
         return RowView(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
-
-    def _happened(self, index: int) -> str:
-        """Return which part of its row an example has; "" if it has all of it."""
-        at = int(np.searchsorted(self.data.ends, index, side="right"))
-        part = self.data.parts[at]
-        mine = index - (self.data.ends[at - 1] if at else 0)
-        if isinstance(part, PairExamples):
-            lost = int(lost_of(part)[mine])
-            return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
-        if not isinstance(part, RowExamples):
-            return ""
-        row = part.row_of(mine)
-        begin, length, whole = int(part.begin[mine]), int(part.lengths[mine]), int(part.rows.lengths[row])
-        if part.at is not None:
-            return f"begins at token {begin:,} of {part.rows.source(row)}" if begin else ""
-        if length == whole:
-            return ""
-        if part.headed is not None and part.headed[mine]:
-            return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
-        return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
-
-
-def _fate(source: SourceSelections, row: int) -> str:
-    """Return why a row is in no training example."""
-    if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
-        return "held out"
-    return "left out" if source[0].rows.desirable[row] else "labeled undesirable, left out"
 
 
 def _is_named(source: str, row: str) -> bool:
@@ -266,8 +200,83 @@ def _is_named(source: str, row: str) -> bool:
 
 
 def _no_row(row: str, rule: str) -> SpecError:
-    message = f"{row!r} is not one of the rows that are used; {rule}"
-    return SpecError("no such row:", [Problem("--row", message)])
+    return SpecError(
+        "no such row:", [Problem("--row", f"{row!r} is not one of the rows that are used; {rule}")]
+    )
+
+
+def collect(
+    spec: Spec,
+    log: Callable[[str], None] = lambda text: None,
+    progress: Callable[[TokenizeProgress], None] = lambda progress: None,
+) -> PreviewData:
+    """Load the data of a spec, with the batch sizes of its cluster or, without one, of the fewest processes
+    that they fit. log, progress: callbacks, as in Cache. Raises MissingInputError for a missing file or
+    tokenizer, SpecError if the batch sizes do not fit the ranks."""
+    train = spec.train
+    total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
+    processes = (total // (micro * steps) if total and micro and steps else 1) * spec.parallel.pipeline_stages
+    if spec.cluster:
+        processes = sum(spec.cluster.hosts.values())
+    batch = batch_sizes(train, layout(spec.parallel, processes).data_parallel, spec.data, spec.task)
+    tokenizer, added = open_tokenizer(spec.model)
+    new_tokens = notes(tokenizer, added)
+    choose_template(tokenizer, spec.data.chat_template)
+    cache = Cache(cache_folder(spec), spec.data.num_workers, log, progress)  # the cache that the run will use
+    loaded = load_data(spec, tokenizer, cache, refuse=False)
+    return PreviewData(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))
+
+
+@dataclass(frozen=True)
+class View:
+    """All that a preview shows.
+
+    rows     of the run's examples, those that are shown
+    worst    title -> the worst examples of a kind
+    """
+
+    data: PreviewData
+    lengths: LengthStats | None
+    trained_share: float
+    steps: StepStats | None
+    micro_batch: BatchView | None
+    rows: Sequence[RowView]
+    worst: Mapping[str, Sequence[RowView]]
+    problems: Problems
+
+    @property
+    def title(self) -> str:
+        spec, examples = self.data.spec, "pair" if self.unit == "pair" else "example"
+        return f"{spec.name}: {spec.task}, {len(self.data.train):,} {examples}s"
+
+    @property
+    def unit(self) -> str:
+        return self.data.spec.task_kind.unit
+
+
+def view(
+    data: PreviewData,
+    *,
+    rows: int = 0,
+    row: str | None = None,
+    worst: bool = False,
+    micro_batch: bool = False,
+    problems: int = 0,
+) -> View:
+    """Build the view. rows: number of first examples; row: only that one, by its number or file:line;
+    problems: number of rows of each kind. Raises SpecError if `row` does not exist."""
+    train, spec, some = data.train, data.spec, len(data.train) > 0
+    kinds = worst_of(train, data.tokenizer) if some and worst else {}
+    return View(
+        data,
+        lengths=length_stats(train.lengths, spec.data.max_length) if some else None,
+        trained_share=float(train.target_counts.sum() / max(1, train.lengths.sum())),
+        steps=step_stats(train, spec, data.batch) if some else None,
+        micro_batch=data.micro_batch() if some and micro_batch else None,
+        rows=data.named(row) if row is not None else [data.row(i) for i in range(min(rows, len(train)))],
+        worst={title: [data.row(*one) for one in examples] for title, examples in kinds.items()},
+        problems=problems_of(data.sources, spec, problems),
+    )
 
 
 # --- for programs -----------------------------------------------------------------------------------------
@@ -280,29 +289,25 @@ def as_mapping(view: View) -> dict[str, Any]:
     segments  for a pair, the lengths of both answers, each with its `prompt`, or if that is `shared`, the
               second with the prompt's last token only
     """
-    batch = view.micro_batch
+    batch, data, problems, refusal = view.micro_batch, view.data, view.problems, view.data.loaded.refusal
     return {
-        "name": view.name,
-        "task": view.task,
-        "examples": view.examples,
+        "name": data.spec.name,
+        "task": data.spec.task,
+        "examples": len(data.train),
         "rows": [_row_mapping(row) for row in view.rows],
-        "micro_batch": None
-        if batch is None
-        else {"packed": batch.packed, "width": batch.width, "rows": [_placed(row) for row in batch.rows]},
-        "worst": {kind.title: [_placed(row) | {"why": row.why} for row in kind.rows] for kind in view.worst},
-        "ledger": dict(view.ledgers),
-        "told": list(view.messages),
-        "lengths": None if view.lengths is None else asdict(view.lengths),
-        "trained_share": view.trained_share,
-        "batch": view.batch,
-        "steps": None if view.steps is None else asdict(view.steps),
-        "problems": {
-            "counts": dict(view.problems.counts),
-            "rows": [asdict(row) for row in view.problems.rows],
+        "micro_batch": batch
+        and {"packed": batch.packed, "width": batch.width, "rows": [_placed(row) for row in batch.rows]},
+        "worst": {
+            title: [_placed(row) | {"why": row.why} for row in rows] for title, rows in view.worst.items()
         },
-        "refusal": None
-        if view.refusal is None
-        else {"title": view.refusal[0], "problems": [str(problem) for problem in view.refusal[1]]},
+        "ledger": dict(data.ledgers),
+        "told": list(data.messages),
+        "lengths": view.lengths and asdict(view.lengths),
+        "trained_share": view.trained_share,
+        "batch": data.batch.equation(),
+        "steps": view.steps and asdict(view.steps),
+        "problems": {"counts": dict(problems.counts), "rows": [asdict(row) for row in problems.rows]},
+        "refusal": refusal and {"title": refusal.title, "problems": list(map(str, refusal.problems))},
     }
 
 

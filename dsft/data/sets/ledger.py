@@ -74,72 +74,69 @@ class Ledger:
         """Return all counts by name."""
         return asdict(self) | {"masked_tokens": self.masked_tokens, "lost_tokens": self.lost_tokens}
 
-    def text(self, what: str = "row") -> str:
-        """Return the ledger as one paragraph, without counts that are zero. what: "row" or "pair"."""
-        rows, examples = _counted(self.rows, what), _counted(self.examples, "example")
-        said = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
-        said.append(f"{self.trained_tokens:,} of them trained on.")
-        happened = (
+    def text(self, unit: str = "row") -> str:
+        """Return the ledger as one paragraph, without counts that are zero. unit: "row" or "pair"."""
+        rows, examples = _counted(self.rows, unit), _counted(self.examples, "example")
+        sentences = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
+        sentences.append(f"{self.trained_tokens:,} of them trained on.")
+        sentences += self.fates(unit)
+        if self.duplicate:
+            verb = "repeats" if self.duplicate == 1 else "repeat"
+            sentences.append(f"{_counted(self.duplicate, unit)} {verb} an earlier {unit}.")
+        if self.lost_tokens:
+            sentences.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
+        if self.blank_lines:
+            sentences.append(f"{_were(self.blank_lines, 'blank line')} skipped.")
+        return " ".join(sentences)
+
+    def fates(self, unit: str) -> list[str]:
+        """Return a sentence for each thing that happened to rows."""
+        fates = (
             (self.held_out, "held out"),
             (self.bad, "bad and dropped"),
             (self.empty, "empty and left out"),
             (self.undesirable, "labeled undesirable and left out"),
-            (self.dropped, "too long and dropped"),
+            (self.dropped, "longer than data.max_length and dropped"),
             (self.truncated, "truncated"),
             (self.split, "split"),
             (self.without_target, "left out, without a target"),
             (self.identical, "left out, with both answers truncated to the same tokens"),
             (self.without_end, "without an end of turn"),
         )
-        said += [f"{_were(count, what)} {became}." for count, became in happened if count]
-        if self.duplicate:
-            verb = "repeats" if self.duplicate == 1 else "repeat"
-            said.append(f"{_counted(self.duplicate, what)} {verb} an earlier {what}.")
-        if self.lost_tokens:
-            said.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
-        if self.blank_lines:
-            lines = "line was" if self.blank_lines == 1 else "lines were"
-            said.append(f"{self.blank_lines:,} blank {lines} skipped.")
-        return " ".join(said)
+        return [f"{_were(count, unit)} {fate}." for count, fate in fates if count]
 
 
 def total(ledgers: Sequence[Ledger]) -> Ledger:
     return Ledger(*(sum(getattr(one, field.name) for one in ledgers) for field in fields(Ledger)))
 
 
-def table(ledgers: Mapping[str, Ledger], what: str = "row") -> list[str]:
-    """Return the lines of a table with a row per source and one for all; columns of zeros are left out. what:
+def table(ledgers: Mapping[str, Ledger], unit: str = "row") -> list[str]:
+    """Return the lines of a table with a row per source and one for all; columns of zeros are left out. unit:
     "row" or "pair"."""
     sums = total(list(ledgers.values()))
-    rows = {**ledgers, "all": sums}
-    shown = [(name, title) for name, title in _COLUMNS if name in _ALWAYS or getattr(sums, name)]
-    cells = [["", *(f"{what}s" if name == "rows" else title for name, title in shown)]]
-    cells += [[name, *(f"{getattr(one, key):,}" for key, _ in shown)] for name, one in rows.items()]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    laid = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells)
-    return ["  ".join(line).rstrip() for line in laid]
+    names = [name for name in _COLUMNS if name in _COLUMNS[:4] or getattr(sums, name)]
+    titles = {**_TITLES, "rows": f"{unit}s"}
+    cells = [["", *(titles.get(name, name.replace("_", " ")) for name in names)]]
+    for source, ledger in {**ledgers, "all": sums}.items():
+        cells.append([source, *(f"{getattr(ledger, name):,}" for name in names)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells)
+    return ["  ".join(row).rstrip() for row in rows]
 
 
 _COLUMNS = (
-    ("rows", "rows"),
-    ("examples", "examples"),
-    ("example_tokens", "tokens"),
-    ("trained_tokens", "trained on"),
-    ("held_out", "held out"),
-    ("bad", "bad"),
-    ("empty", "empty"),
-    ("undesirable", "undesirable"),
-    ("dropped", "dropped"),
-    ("truncated", "truncated"),
-    ("split", "split"),
-    ("without_target", "no target"),
-    ("identical", "same answers"),
-    ("without_end", "no end of turn"),
-    ("duplicate", "duplicate"),
-    ("lost_tokens", "tokens lost"),
-    ("blank_lines", "blank lines"),
-)
-_ALWAYS = ("rows", "examples", "example_tokens", "trained_tokens")
+    "rows", "examples", "example_tokens", "trained_tokens",  # always shown
+    "held_out", "bad", "empty", "undesirable", "dropped", "truncated", "split", "without_target", "identical",
+    "without_end", "duplicate", "lost_tokens", "blank_lines",
+)  # fmt: skip
+_TITLES = {
+    "example_tokens": "tokens",
+    "trained_tokens": "trained on",
+    "without_target": "no target",
+    "identical": "same answers",
+    "without_end": "no end of turn",
+    "lost_tokens": "tokens lost",
+}
 
 
 def _counted(count: int, what: str) -> str:

@@ -20,7 +20,7 @@ from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
 from dsft.data.sets.pairs import cut_pairs
-from dsft.data.sets.pieces import cut
+from dsft.data.sets.pieces import cut_rows
 from dsft.data.sets.selection import (
     FEW,
     TRAIN,
@@ -95,7 +95,7 @@ def load_data(
     share_prompts = shares_prompts(spec)
     data = spec.data
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
-    cutting = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
+    options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
 
     def rows_of(source: Source) -> TokenRows | PairRows:
         is_pairs = TASKS[spec.task].unit == "pair"
@@ -105,7 +105,7 @@ def load_data(
 
     divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
     sets = [
-        [(cut_pairs if isinstance(one.rows, PairRows) else cut)(one, cutting) for one in some]
+        [(cut_pairs if isinstance(one.rows, PairRows) else cut_rows)(one, options) for one in some]
         for some in divided
     ]
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
@@ -121,8 +121,8 @@ def load_data(
         "train": accounts[0],
         "held_out": {name or "eval": mine for name, mine in zip(names, accounts[1:], strict=True)},
         "settings": {
-            "on_too_long": cutting.how,
-            "max_length": cutting.max_length,
+            "on_too_long": options.how,
+            "max_length": options.max_length,
             "share_prompts": share_prompts,
         }
         | data.model_dump(mode="json", include=_SETTINGS),
@@ -139,7 +139,7 @@ def load_data(
         account,
         identity,
         selections=tuple(one for some in sets for one in some),
-        violations=tuple(_violations(data, sets, cutting)),
+        violations=tuple(_violations(data, sets, options)),
     )
     if refuse and run_data.refusal is not None:
         raise run_data.refusal
@@ -241,11 +241,11 @@ def _source_account(one: Selection) -> dict[str, Any]:
 # --- why a run refuses the data ---------------------------------------------------------------------------
 
 
-def _violations(data: Data, sets: Sequence[Sequence[Selection]], cutting: CutOptions) -> Iterator[DataError]:
+def _violations(data: Data, sets: Sequence[Sequence[Selection]], options: CutOptions) -> Iterator[DataError]:
     """Yield the violations: bad rows and rows that are too long; only if there are none, sets without
     examples and losses over the spec's limits, since such rows would count as losses."""
     read = [one for some in sets for one in some]
-    rows = [error for error in (_bad(data, read), _too_long(read, cutting)) if error is not None]
+    rows = [error for error in (_bad(data, read), _too_long(read, options)) if error is not None]
     yield from rows
     if rows:
         return
@@ -271,15 +271,15 @@ def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
     return data_error(problems, "mistake in the data", "mistakes in the data", count) if bad else None
 
 
-def _too_long(read: Sequence[Selection], cutting: CutOptions) -> DataError | None:
+def _too_long(read: Sequence[Selection], options: CutOptions) -> DataError | None:
     """Return the error for rows over max_length, of all sets."""
-    if cutting.how != "error":
+    if options.how != "error":
         return None
     problems: list[Problem] = []
     for one in read:
         lengths = longest_rows(one.rows)
         for row in one.of("dropped")[: MAX_SHOWN - len(problems)].tolist():
-            rule = f"data.max_length is {cutting.max_length}; raise it or set data.on_too_long"
+            rule = f"data.max_length is {options.max_length}; raise it or set data.on_too_long"
             problems.append(Problem(one.rows.source(row), f"{lengths[row]} tokens, {rule}"))
     count = sum(len(one.of("dropped")) for one in read)
     return data_error(problems, "row is too long", "rows are too long", count) if problems else None
@@ -288,34 +288,21 @@ def _too_long(read: Sequence[Selection], cutting: CutOptions) -> DataError | Non
 def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
     """Return the error for a set without examples. train: the ledger of data.train."""
     sums, first, unit = _total(some), some[0], _unit(some)
-    to_what = "train on" if first.what == TRAIN else "evaluate"
-    if not sums.rows and first.is_split:
-        key = "data.eval_fraction" if data.eval_fraction is not None else "data.eval_count"
-        share = data.eval_fraction if data.eval_fraction is not None else data.eval_count
+    use = "train on" if first.what == TRAIN else "evaluate"
+    if sums.rows:
+        read = f"1 {unit} was read" if sums.rows == 1 else f"{sums.rows:,} {unit}s were read"
+        rule = f"change the keys that leave them out, or check the {unit}s"
+        fate = f"{read}. {' '.join(sums.fates(unit))}"
+        bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
+        return DataError(f"no rows are left to {use}:", [Problem(first.what, f"{fate[:-1]}; {rule}"), *bad])
+    if first.is_split:
+        key, share = "data.eval_count", data.eval_count
+        if data.eval_fraction is not None:
+            key, share = "data.eval_fraction", data.eval_fraction
         rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or name a file in data.eval"
         return DataError("no rows to evaluate:", [Problem(key, rule)])
-    if not sums.rows:
-        names = ", ".join(one.source.path for one in some)
-        return DataError(f"no rows to {to_what}:", [Problem(names, "has no rows; name a file with rows")])
-    bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
-    return DataError(
-        f"no rows are left to {to_what}:", [Problem(first.what, _nothing_left(sums, data, unit)), *bad]
-    )
-
-
-def _nothing_left(ledger: Ledger, data: Data, what: str) -> str:
-    left_out = (
-        (ledger.held_out, "held out"),
-        (ledger.bad, "dropped as bad"),
-        (ledger.empty, "empty"),
-        (ledger.undesirable, "labeled undesirable"),
-        (ledger.dropped, f"dropped as longer than data.max_length ({data.max_length} tokens)"),
-        (ledger.identical, "left out with both answers truncated to the same tokens"),
-        (ledger.without_target, f"left out without a target ({ledger.truncated:,} truncated)"),
-    )
-    figures = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
-    read = f"1 {what} was read" if ledger.rows == 1 else f"{ledger.rows:,} {what}s were read"
-    return f"{read}: {figures}; change the keys that leave them out, or check the {what}s"
+    names = ", ".join(one.source.path for one in some)
+    return DataError(f"no rows to {use}:", [Problem(names, "has no rows; name a file with rows")])
 
 
 def _over_limits(data: Data, train: Sequence[Selection], sums: Ledger) -> Iterator[Problem]:

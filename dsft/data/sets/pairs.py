@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dsft.data.rows import Rendered
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.pieces import Stream
-from dsft.data.sets.selection import NONE, CutOptions, Ids, PairRows, Selection
+from dsft.data.sets.selection import NONE, CutOptions, Ids, PairRows, Selection, small
 
 CHOSEN, REJECTED = 0, 1
 QUARTER = 4  # 1/4 of max_length is reserved for the prompt (less if it is shorter), however long the answers
@@ -128,17 +128,17 @@ class PairExamples:
 _COLUMNS = ("pairs", "begin", "prompts", "headed", "answers", "targets")
 
 
-def cut_pairs(chosen: Selection, cutting: CutOptions) -> Selection:
+def cut_pairs(selection: Selection, options: CutOptions) -> Selection:
     """Return the selection with its pairs cut to examples of which neither row has more than `max_length`
     tokens. Both answers of each pair must have targets.
 
     A pair over `max_length` first loses the beginning of its prompt, until the longer answer fits or a
     QUARTER of max_length is left of the prompt; then both answers are cut to the same maximum length."""
-    rows, pairs, max_length = chosen.rows, chosen.chosen, cutting.max_length
+    rows, pairs, max_length = selection.rows, selection.row_ids, options.max_length
     assert isinstance(rows, PairRows)
     too_long = rows.longest[pairs] > max_length
     dropped = NONE
-    if cutting.how != "truncate":
+    if options.how != "truncate":
         dropped, pairs = pairs[too_long], pairs[~too_long]
         too_long = too_long[~too_long]
     stream = Stream(rows.answers, np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1))
@@ -149,21 +149,21 @@ def cut_pairs(chosen: Selection, cutting: CutOptions) -> Selection:
     limits = np.where(too_long, max_length - kept, np.iinfo(np.int32).max)
     short = np.minimum(answers, limits[:, None])
     headed = (kept < prompts) & (kept > 1)
-    headed[headed] = rows.answers.first_tokens(2 * pairs[headed]) == cutting.bos
+    headed[headed] = rows.answers.first_tokens(2 * pairs[headed]) == options.bos
     stops = (prompts[:, None] + short).reshape(-1)
     targets = stream.between(stream.firsts, stream.firsts + stops).reshape(-1, 2)
-    numbers = (_small(prompts - kept + headed), _small(kept), headed, _small(short), _small(targets))
-    part = PairExamples(chosen.name, rows, pairs, *numbers, cutting.share_prompts)
+    numbers = (small(prompts - kept + headed), small(kept), headed, small(short), small(targets))
+    part = PairExamples(selection.name, rows, pairs, *numbers, options.share_prompts)
     shorter: NDArray[np.bool_] = short < answers
     is_cut = shorter[:, CHOSEN] | shorter[:, REJECTED]
     equal = _become_equal(part, is_cut)
     unended = is_cut | ~rows.ended[pairs]
     lost = rows.lengths[pairs] - 2 * kept - short.sum(axis=1)
     return replace(
-        chosen,
+        selection,
         part=part.take(~equal),
-        left_out={**chosen.left_out, "dropped": dropped, "identical": pairs[equal]},
-        noted={**chosen.noted, "truncated": pairs[too_long], "without_end": pairs[unended & ~equal]},
+        left_out={**selection.left_out, "dropped": dropped, "identical": pairs[equal]},
+        noted={**selection.noted, "truncated": pairs[too_long], "without_end": pairs[unended & ~equal]},
         truncated_tokens=int(lost.sum()),
     )
 
@@ -175,7 +175,3 @@ def _become_equal(part: PairExamples, is_cut: NDArray[np.bool_]) -> NDArray[np.b
         chosen, rejected = (part.read(index, answer).input_ids for answer in (CHOSEN, REJECTED))
         equal[index] = np.array_equal(chosen, rejected)
     return equal
-
-
-def _small(numbers: NDArray[np.int64]) -> Ids:
-    return numbers.astype(np.int32)

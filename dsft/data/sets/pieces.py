@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dsft.data.rows import Rendered, TokenRows
 from dsft.data.sets.dataset import Example
-from dsft.data.sets.selection import NONE, CutOptions, Ids, PairRows, Selection
+from dsft.data.sets.selection import CutOptions, Ids, PairRows, Selection, small
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,40 +111,38 @@ Places = NDArray[np.int64]
 _AT_ONCE = 100_000  # rows whose windows are computed together: about 50 MB
 
 
-def cut(chosen: Selection, cutting: CutOptions) -> Selection:
+def cut_rows(selection: Selection, options: CutOptions) -> Selection:
     """Return the selection with its rows cut to examples of at most `max_length` tokens. Each of the rows
     must have a target."""
-    source, rows, size = chosen.rows, chosen.chosen, cutting.max_length
+    source, rows, size = selection.rows, selection.row_ids, options.max_length
     assert not isinstance(source, PairRows)
     lengths = source.lengths[rows]
     too_long = lengths > size
-    if cutting.how == "fill":
-        return _filled(chosen, source, size)
-    if cutting.how == "split":
-        return _split(chosen, source, lengths, size)
-    if cutting.how == "truncate" and too_long.any():
-        return _truncated(chosen, source, too_long, cutting)
-    dropped = NONE
-    if cutting.how in ("drop", "error"):
-        dropped, rows = rows[too_long], rows[~too_long]
+    if options.how == "fill":
+        return _filled(selection, source, size)
+    if options.how == "split":
+        return _split(selection, source, lengths, size)
+    if options.how == "truncate" and too_long.any():
+        return _truncated(selection, source, too_long, options)
+    dropped, rows = rows[too_long], rows[~too_long]  # with `truncate` none is too long
     return replace(
-        chosen,
-        part=_whole(chosen.name, source, rows),
-        left_out={**chosen.left_out, "dropped": dropped},
-        noted={**chosen.noted, "without_end": rows[~source.ended[rows]]},
+        selection,
+        part=_whole(selection.name, source, rows),
+        left_out={**selection.left_out, "dropped": dropped},
+        noted={**selection.noted, "without_end": rows[~source.ended[rows]]},
     )
 
 
 def _whole(name: str, source: TokenRows, rows: Ids) -> RowExamples:
     begin = np.broadcast_to(np.int32(0), (len(rows),))  # takes no memory
-    return RowExamples(name, source, rows, begin, _small(source.lengths[rows]), _small(source.trained[rows]))
+    return RowExamples(name, source, rows, begin, small(source.lengths[rows]), small(source.trained[rows]))
 
 
 def _truncated(
-    chosen: Selection, source: TokenRows, too_long: NDArray[np.bool_], cutting: CutOptions
+    selection: Selection, source: TokenRows, too_long: NDArray[np.bool_], options: CutOptions
 ) -> Selection:
-    rows, size = chosen.chosen, cutting.max_length
-    whole = _whole(chosen.name, source, rows)
+    name, rows, size = selection.name, selection.row_ids, options.max_length
+    whole = _whole(name, source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
     lost = int(whole.lengths[too_long].sum(dtype=np.int64)) - size * int(np.count_nonzero(too_long))
     texts = too_long & (whole.target_counts == whole.lengths - 1)  # then the first window is a best one
@@ -152,63 +150,61 @@ def _truncated(
     ended[texts] = False
     others = np.flatnonzero(too_long & ~texts)
     for some in np.split(others, range(_AT_ONCE, len(others), _AT_ONCE)):
-        found = windows(source, rows[some], size, cutting.bos)
-        begin[some], headed[some], targets[some] = found.begin, found.headed, found.num_targets
-        ended[some] &= found.ended
+        found = _windows(source, rows[some], size, options.bos)
+        begin[some], headed[some], targets[some] = found[:3]
+        ended[some] &= found[3]
     lengths = np.minimum(whole.lengths, np.int32(size))
     kept = targets > 0
-    part = RowExamples(chosen.name, source, rows, begin, lengths, targets, headed if headed.any() else None)
-    without = np.concatenate([chosen.of("without_target"), rows[~kept]])
+    part = RowExamples(name, source, rows, begin, lengths, targets, headed if headed.any() else None)
+    without = np.concatenate([selection.of("without_target"), rows[~kept]])
     return replace(
-        chosen,
+        selection,
         part=_take(part, kept),
-        left_out={**chosen.left_out, "without_target": without},
-        noted={**chosen.noted, "truncated": rows[too_long], "without_end": rows[~ended & kept]},
+        left_out={**selection.left_out, "without_target": without},
+        noted={**selection.noted, "truncated": rows[too_long], "without_end": rows[~ended & kept]},
         truncated_tokens=lost,
     )
 
 
-def _split(chosen: Selection, source: TokenRows, lengths: NDArray[np.int64], size: int) -> Selection:
+def _split(selection: Selection, source: TokenRows, lengths: NDArray[np.int64], size: int) -> Selection:
     """Split rows into pieces that overlap by one token, so that every target of a row is one exactly once."""
-    rows = chosen.chosen
-    numbers = _small(np.maximum(1, -((1 - lengths) // (size - 1))))
+    rows = selection.row_ids
+    numbers = small(np.maximum(1, -((1 - lengths) // (size - 1))))
     of_row = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
-    number = _small(np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
+    number = small(np.arange(len(of_row)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
     begin = number * np.int32(size - 1)
-    pieces = np.minimum(size, _small(lengths)[of_row] - begin)
+    pieces = np.minimum(size, small(lengths)[of_row] - begin)
     targets = pieces - 1
     if (source.trained[rows] != lengths - 1).any():  # else every token but the first is a target
         stream = Stream(source, rows)
         starts = stream.firsts[of_row] + begin
-        targets = _small(stream.between(starts, starts + pieces))
-    part = RowExamples(chosen.name, source, rows[of_row], begin, pieces, targets)
-    return _with_targets(chosen, part, int(np.count_nonzero(numbers > 1)))
+        targets = small(stream.between(starts, starts + pieces))
+    part = RowExamples(selection.name, source, rows[of_row], begin, pieces, targets)
+    return _with_targets(selection, part, int(np.count_nonzero(numbers > 1)))
 
 
-def _filled(chosen: Selection, source: TokenRows, size: int) -> Selection:
+def _filled(selection: Selection, source: TokenRows, size: int) -> Selection:
     """Join all rows and cut them into examples of `size` tokens, the last one shorter. No tokens repeat."""
-    stream = Stream(source, chosen.chosen)
-    lengths, ends = stream.lengths, stream.firsts + stream.lengths
+    name, rows, stream = selection.name, selection.row_ids, Stream(source, selection.row_ids)
+    ends = stream.firsts + stream.lengths
     total = int(ends[-1]) if len(ends) else 0
     starts = np.arange(0, total, size)
     stops = np.minimum(starts + size, total)
     at = np.searchsorted(ends, starts, side="right")
-    begin = _small(starts - (ends - lengths)[at])
-    targets = _small(stream.between(starts, stops))
-    part = RowExamples(
-        chosen.name, source, chosen.chosen, begin, _small(stops - starts), targets, at=_small(at)
-    )
-    return _with_targets(chosen, part, int(np.count_nonzero((ends - lengths) // size != (ends - 1) // size)))
+    begin, lengths = small(starts - stream.firsts[at]), small(stops - starts)
+    targets = small(stream.between(starts, stops))
+    part = RowExamples(name, source, rows, begin, lengths, targets, at=small(at))
+    return _with_targets(selection, part, int(np.count_nonzero(stream.firsts // size != (ends - 1) // size)))
 
 
-def _with_targets(chosen: Selection, part: RowExamples, num_split: int) -> Selection:
+def _with_targets(selection: Selection, part: RowExamples, num_split: int) -> Selection:
     """Leave out the pieces without a target."""
     kept = part.target_counts > 0
-    rows = chosen.chosen
+    rows = selection.row_ids
     return replace(
-        chosen,
+        selection,
         part=_take(part, kept),
-        noted={**chosen.noted, "without_end": rows[~part.rows.ended[rows]]},
+        noted={**selection.noted, "without_end": rows[~part.rows.ended[rows]]},
         split=num_split,
         truncated_tokens=int(part.lengths[~kept].sum(dtype=np.int64)),
     )
@@ -227,10 +223,6 @@ def _take(part: RowExamples, kept: NDArray[np.bool_]) -> RowExamples:
         headed=None if part.headed is None else part.headed[kept],
         at=None if part.at is None else part.at[kept],
     )
-
-
-def _small(numbers: NDArray[np.int64]) -> Ids:
-    return numbers.astype(np.int32)
 
 
 # --- targets counted over many rows at once, and the windows of long rows that keep the most of them ------
@@ -304,20 +296,13 @@ class Stream:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """One window of each of the rows (k,): the tokens from `begin` on, after the row's first token if
-    `headed`. ended: the window does not end within a run of targets."""
-
-    begin: Places
-    headed: NDArray[np.bool_]
-    num_targets: Places
-    ended: NDArray[np.bool_]
-
-
-def windows(source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | None) -> Windows:
-    """Return the best window of `size` tokens of each of the rows, which are longer than that. If a row
-    begins with `bos`, a window that begins later keeps it in front and has `size` - 1 more tokens.
+def _windows(
+    source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | None
+) -> tuple[Places, NDArray[np.bool_], Places, NDArray[np.bool_]]:
+    """Return the best window of `size` tokens of each of the rows (k,), which are longer than that: the token
+    at which it begins; whether the row's first token is put in front; its number of targets; and whether it
+    does not end within a run of targets. If a row begins with `bos`, a window that begins later keeps it in
+    front and has `size` - 1 more tokens.
 
     A window begins at the start of the row, or before a run of targets, with the context between that run and
     the previous one, or with as much of it as fills a quarter of the window, so that no answer is without its
@@ -334,8 +319,7 @@ def windows(source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | No
         headed[late] = targets[late] > at_start
         stay = late[~headed[late]]
         begin[stay], targets[stay] = 0, at_start[~headed[late]]
-    ended = ~stream.is_inside(stream.firsts + begin + size - headed)
-    return Windows(begin, headed, targets, ended)
+    return begin, headed, targets, ~stream.is_inside(stream.firsts + begin + size - headed)
 
 
 def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:

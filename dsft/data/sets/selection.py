@@ -118,7 +118,7 @@ class Selection:
     source      the source's entry in the spec
     rows        all rows of the source
     count       number of rows that belong to the set, including those that are left out
-    chosen      (k,) rows that examples are cut from
+    row_ids     (k,) rows that examples are cut from
     left_out    reason, a field of Ledger -> rows left out for it
     noted       "truncated", "without_end", "duplicate" -> rows that this applies to
     is_split    whether the set is held out of data.train
@@ -134,7 +134,7 @@ class Selection:
     source: Source
     rows: TokenRows | PairRows
     count: int = 0
-    chosen: Ids = field(default_factory=lambda: NONE)
+    row_ids: Ids = field(default_factory=lambda: NONE)
     left_out: Mapping[str, Ids] = field(default_factory=dict)
     noted: Mapping[str, Ids] = field(default_factory=dict)
     is_split: bool = False
@@ -162,8 +162,8 @@ class Selection:
 
     @property
     def content(self) -> Hashes:
-        """(k,) a hash of each chosen row's content."""
-        return self.rows.content[self.chosen]
+        """(k,) a hash of each of these rows' content."""
+        return self.rows.content[self.row_ids]
 
     def places(self, rows: Ids) -> tuple[str, ...]:
         """Return the places of rows, "file:line"."""
@@ -176,7 +176,7 @@ class Selection:
     @cached_property
     def ledger(self) -> Ledger:
         lengths, part = self.rows.lengths, self.examples
-        tokens = lengths[self.chosen] if self.is_split else lengths[: self.count]
+        tokens = lengths[self.row_ids] if self.is_split else lengths[: self.count]
         counts = {name: len(rows) for name, rows in {**self.left_out, **self.noted}.items()}
         return Ledger(
             rows=self.count + self.account.bad_rows,
@@ -214,7 +214,7 @@ def divide(
     for name, source, rows in zip(set_names(data), data.eval, evaluated, strict=True):
         what = f"data.eval {name}" if name else "data.eval"
         (one,) = _select([Selection(what, name, name or "eval", source, rows)])
-        found = one.chosen[also_in(one.content, [trained.content for trained in kept])]
+        found = one.row_ids[also_in(one.content, [trained.content for trained in kept])]
         sets.append([replace(one, also_in_train=found)])
     split = [
         [replace(held[i], what=f"held out {name}" if name else "held out", set_name=name) for i in members]
@@ -238,20 +238,24 @@ def _selected(one: Selection, count: int, duplicate: NDArray[np.bool_]) -> Selec
     undesirable = ~rows.desirable[:count] & ~empty
     without = (rows.trained[:count] == 0) & ~empty & ~undesirable
     left_out = {"empty": _ids(empty), "undesirable": _ids(undesirable), "without_target": _ids(without)}
-    chosen = _ids(~(empty | undesirable | without))
-    return replace(one, count=count, chosen=chosen, left_out=left_out, noted={"duplicate": _ids(duplicate)})
+    row_ids = _ids(~(empty | undesirable | without))
+    return replace(one, count=count, row_ids=row_ids, left_out=left_out, noted={"duplicate": _ids(duplicate)})
 
 
 def _divided(one: Selection, border: int) -> tuple[Selection, Selection]:
     """Return the selections of the rows that are trained on and of those that are held out."""
     is_held = is_below(one.content, border)
-    held = one.chosen[is_held]
-    kept = replace(one, chosen=one.chosen[~is_held], left_out={**one.left_out, "held_out": held})
-    return kept, replace(one, chosen=held, count=len(held), left_out={}, noted={}, is_split=True)
+    held = one.row_ids[is_held]
+    kept = replace(one, row_ids=one.row_ids[~is_held], left_out={**one.left_out, "held_out": held})
+    return kept, replace(one, row_ids=held, count=len(held), left_out={}, noted={}, is_split=True)
 
 
 def _ids(mask: NDArray[np.bool_]) -> Ids:
-    return np.flatnonzero(mask).astype(np.int32)
+    return small(np.flatnonzero(mask))
+
+
+def small(numbers: NDArray[np.int64]) -> Ids:
+    return numbers.astype(np.int32)
 
 
 # --- by content: a row's set depends only on its own hash, so that duplicates are never on both sides and

@@ -6,10 +6,8 @@ A step is a pure function of (data, seed, step), so that any step can be built a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
@@ -139,8 +137,6 @@ def longest_micro_batch(
 
     Packed: the largest pack of all steps; in a run of more than SEARCH_LIMIT examples, an upper bound, made
     of the longest ones.
-
-    The reference log-probabilities of pairs are set to 0.
     """
     budget, size = batch.tokens_per_micro_batch, batch.global_batch_size
     if budget is not None:
@@ -149,17 +145,9 @@ def longest_micro_batch(
         order = Order(dataset, size, seed)
         packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
-        return _with_reference(_read(dataset, largest, pad_id))
+        return _read(dataset, largest, pad_id)
     widest = np.full(min(batch.micro_batch_size, len(dataset)), np.argmax(dataset.widths))
-    return _with_reference(_read(dataset, widest, pad_id, packed=False))
-
-
-def _with_reference(micro_batch: MicroBatch) -> MicroBatch:
-    pairs = micro_batch.pairs
-    if pairs is None:
-        return micro_batch
-    reference = torch.zeros(pairs.num_tokens.shape, dtype=torch.float64)
-    return replace(micro_batch, pairs=replace(pairs, reference=reference))
+    return _read(dataset, widest, pad_id, packed=False)
 
 
 def _largest_pack(
@@ -181,4 +169,4 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    return first_part(_with_reference(_read(dataset, taken, pad_id)), tokens)
+    return first_part(_read(dataset, taken, pad_id), tokens)

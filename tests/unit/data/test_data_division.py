@@ -22,7 +22,7 @@ from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
-from dsft.data.sets.pieces import cut
+from dsft.data.sets.pieces import cut_rows
 from dsft.data.sets.selection import (
     CutOptions,
     OnTooLong,
@@ -100,7 +100,7 @@ def a_source(draw: st.DrawFn) -> FakeRows:
 def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnTooLong) -> None:
     sources = tuple(Source(path=f"{i}.jsonl", max_rows=10) for i in range(len(given)))
     data = Data(train=sources, eval_fraction=0.3)
-    sets = [[cut(one, CutOptions(8, how, None)) for one in some] for some in divide(data, given, [])]
+    sets = [[cut_rows(one, CutOptions(8, how, None)) for one in some] for some in divide(data, given, [])]
     for some in sets:
         for one in some:
             ledger = one.ledger
@@ -125,12 +125,12 @@ def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnToo
 def check_tokens(one: Selection, how: OnTooLong) -> None:
     """All tokens that were read stand in examples, or were lost, or are of rows that were left out whole."""
     ledger, lengths = one.ledger, one.rows.lengths
-    whole = int(lengths[one.chosen].sum())
-    by_cutting = np.intersect1d(one.of("without_target"), one.chosen)
+    whole = int(lengths[one.row_ids].sum())
+    by_cutting = np.intersect1d(one.of("without_target"), one.row_ids)
     unused = int(np.minimum(lengths[by_cutting], 8).sum())
     overlap = 0
     if how == "split":
-        pieces = [max(1, -((1 - int(n)) // 7)) for n in lengths[one.chosen]]
+        pieces = [max(1, -((1 - int(n)) // 7)) for n in lengths[one.row_ids]]
         overlap = sum(pieces) - len(pieces)
     assert whole + overlap == ledger.example_tokens + ledger.lost_tokens + unused
     assert ledger.trained_tokens + ledger.masked_tokens == ledger.example_tokens
@@ -374,20 +374,21 @@ def test_all_limits_are_told_at_once() -> None:
             {"a.jsonl": text("", "x" * 70)},
             (),
             {"on_too_long": "drop"},
-            "data.train: 2 rows were read: 1 empty, 1 dropped as longer than data.max_length (64 tokens);",
+            "data.train: 2 rows were read. 1 row was empty and left out. 1 row was longer than "
+            "data.max_length and dropped; change",
         ),
         (
             {"a.jsonl": answered("x", "")[:-1].replace("assistant", "user") + "\n"},
             (),
             {"on_bad_row": "drop"},
-            "data.train: 1 row was read: 1 dropped as bad; change the keys that leave them out, "
+            "data.train: 1 row was read. 1 row was bad and dropped; change the keys that leave them out, "
             "or check the rows\n  a.jsonl:1: ",
         ),
         (
             {"a.jsonl": text("x", "y")},
             (),
             {"eval_count": 2},
-            "data.train: 2 rows were read: 2 held out;",
+            "data.train: 2 rows were read. 2 rows were held out;",
         ),
         (
             {"a.jsonl": text("x", "y")},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.order import Order, quotas, shares_text
-from dsft.data.sets.pieces import cut
+from dsft.data.sets.pieces import cut_rows
 from dsft.data.sets.selection import CutOptions
 from dsft.data.steps.batch import GlobalStep
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
@@ -178,7 +178,7 @@ def test_shares_are_said_in_rows_and_epochs() -> None:
 
 def rows_of(count: int) -> tuple[FakeRows, Dataset]:
     source = FakeRows([([i + 1] * (3 + i % 5), [True] * (3 + i % 5)) for i in range(count)])
-    return source, Dataset((cut(all_of(source), CutOptions(8, "error", None)).examples,))
+    return source, Dataset((cut_rows(all_of(source), CutOptions(8, "error", None)).examples,))
 
 
 @pytest.mark.parametrize("budget", [None, 64])

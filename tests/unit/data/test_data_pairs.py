@@ -442,7 +442,8 @@ def test_what_is_left_out_counts_against_the_limit(tmp_path: Path) -> None:
     ):
         load(tmp_path, *rows, max_dropped_fraction=0.1, **short)
     with pytest.raises(
-        DataError, match="1 pair was read: 1 left out with both answers truncated to the same tokens"
+        DataError,
+        match="1 pair was truncated. 1 pair was left out, with both answers truncated to the same",
     ):
         load(tmp_path, rows[1], **short)
 
@@ -584,10 +585,7 @@ def test_the_longest_micro_batch(way: str) -> None:
     shapes = [one.input_ids.shape for step in steps for one in step.micro_batches]
     assert longest.input_ids.shape == ((4, 18) if way == "padded" else (1, max(n for _, n in shapes)))
     assert all(rows * length <= longest.input_ids.numel() for rows, length in shapes)
-    assert longest.pairs is not None and longest.pairs.reference is not None
-    assert (
-        longest.pairs.reference.shape == longest.pairs.num_tokens.shape and not longest.pairs.reference.any()
-    )
+    assert longest.pairs is not None and longest.pairs.ids.shape == longest.pairs.num_tokens.shape[:1]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -598,8 +596,8 @@ def test_the_longest_micro_batch_of_very_many_pairs(share: bool, monkeypatch: py
     monkeypatch.setattr("dsft.data.steps.steps.SEARCH_LIMIT", 0)
     at_most = longest_micro_batch(data, batch, 0, 0, 20)
     assert at_most.input_ids.numel() >= exact.input_ids.numel()
-    assert at_most.pairs is not None and at_most.pairs.reference is not None and at_most.lengths is not None
-    assert len(at_most.pairs.ids) == len(at_most.pairs.reference) == len(at_most.lengths) // 2
+    assert at_most.pairs is not None and at_most.lengths is not None
+    assert len(at_most.pairs.ids) == len(at_most.pairs.num_tokens) == len(at_most.lengths) // 2
 
 
 @pytest.mark.parametrize("length", range(1, 16))

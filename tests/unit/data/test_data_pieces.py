@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.pieces import RowExamples, cut
+from dsft.data.sets.pieces import RowExamples, cut_rows
 from dsft.data.sets.selection import CutOptions, OnTooLong, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
@@ -98,7 +98,7 @@ def naive_fill(given: list[Given], size: int) -> list[Piece]:
 
 
 def cut_of(source: FakeRows, size: int, how: OnTooLong, name: str = "a") -> Selection:
-    return cut(all_of(source, name), CutOptions(size, how, BOS))
+    return cut_rows(all_of(source, name), CutOptions(size, how, BOS))
 
 
 @pytest.mark.parametrize("how", NAIVE)

@@ -213,7 +213,9 @@ def test_what_is_left_out_of_a_set_without_rows_is_told(preview: Preview) -> Non
         code == 65
         and "3 rows gave 0 examples of 0 tokens, 0 of them trained on. 3 rows were held out." in out
     )
-    assert err.startswith("error: no rows are left to train on:\n  data.train: 3 rows were read: 3 held out;")
+    assert err.startswith(
+        "error: no rows are left to train on:\n  data.train: 3 rows were read. 3 rows were held out;"
+    )
 
 
 def test_worst_rows(preview: Preview) -> None:

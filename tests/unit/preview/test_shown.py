@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from hypothesis import strategies as st
 
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.preview.collect import PreviewData, collect
 from dsft.preview.page import page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
-from dsft.preview.view import View, ViewOptions, as_mapping, view
+from dsft.preview.view import PreviewData, View, as_mapping, collect, view
 from dsft.spec.schema import Spec
 from tests.unit.preview.conftest import Preview, talk
 
@@ -30,7 +30,7 @@ HOSTILE = (
     "a\u202eb\u2066c\u200b\u0085\x00\x1b[2J\x1b]52;c;eA==\x07\x9b31m\r\u2028\ufeff\U000e0041",
     f"{TRAINED}{END_TRAINED}{BORDER}{LINE_BREAK}⟨U+0000⟩ [red]x[/red] &amp; &#60;b&#62;",
 )
-SEEN = ViewOptions(rows=99, worst=True, micro_batch=True, problems=99)
+SEEN: dict[str, Any] = {"rows": 99, "worst": True, "micro_batch": True, "problems": 99}
 
 
 def collected(
@@ -57,7 +57,7 @@ def collected(
 def shown_texts(seen: View) -> list[str]:
     """Of each row that is shown somewhere."""
     batch = seen.micro_batch.rows if seen.micro_batch else ()
-    rows = [*batch, *seen.rows, *(row for kind in seen.worst for row in kind.rows)]
+    rows = [*batch, *seen.rows, *chain(*seen.worst.values())]
     return ["".join(visible(token.text) for token in row.tokens) for row in rows]
 
 
@@ -101,7 +101,7 @@ def read(text: str) -> Reader:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """The page of rows of which none is hostile."""
     rows = [talk("q", "x" * 90), talk("a", "b\n"), talk("a", "b\n"), "bad"]
-    return read(page(view(collected(tmp_path_factory.mktemp("plain"), rows), SEEN)))
+    return read(page(view(collected(tmp_path_factory.mktemp("plain"), rows), **SEEN)))
 
 
 # --- any rows ---------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_any_rows_are_shown_as_they_are_trained_on(
 ) -> None:
     found = collected(tmp_path_factory.mktemp("rows"), [talk(*row) for row in rows])
     data = load_data(found.spec, TOKENIZER).train
-    seen = view(found, SEEN)
+    seen = view(found, **SEEN)
     given = as_mapping(seen)["rows"]
     for index, row in enumerate(given):
         example = data[index]
@@ -146,7 +146,7 @@ def test_any_texts_are_shown_in_the_pieces_that_are_trained_on(
     settings_of = {"on_too_long": "error", "max_length": max_length, **how}
     rows = [{"text": text} for text in texts]
     found = collected(tmp_path_factory.mktemp("texts"), rows, task="pretrain", **settings_of)
-    seen = view(found, SEEN)
+    seen = view(found, **SEEN)
     assert len(seen.rows) == len(found.train)
     for row, example in zip(seen.rows, (found.train[i] for i in range(len(found.train))), strict=True):
         assert [token.id for token in row.tokens] == example.input_ids.tolist()
@@ -191,7 +191,7 @@ def test_the_texts_of_any_bytes_are_what_they_decode_to(ids: list[int]) -> None:
 def test_nothing_of_a_row_is_an_element_or_an_attribute(tmp_path: Path, plain: Reader, text: str) -> None:
     rows = [talk(text, f"{text}{text}"), talk(text, text), talk(text, text), {"messages": text}, {text: 1}]
     seen = view(
-        collected(tmp_path, rows, name=f"{text[:9].replace('/', '')}<b a=c>.jsonl".replace("\0", "")), SEEN
+        collected(tmp_path, rows, name=f"{text[:9].replace('/', '')}<b a=c>.jsonl".replace("\0", "")), **SEEN
     )
     html = page(seen)
     found = read(html)
@@ -206,7 +206,7 @@ def test_nothing_of_a_row_is_an_element_or_an_attribute(tmp_path: Path, plain: R
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> None:
     rows = [talk(text, text), {"messages": text}]
-    seen = view(collected(tmp_path, rows, max_length=512), SEEN)  # whole
+    seen = view(collected(tmp_path, rows, max_length=512), **SEEN)  # whole
     sent = as_text(seen, Style(width=80)) + as_text(seen, Style(width=80), whole=True)
     assert "\x1b[" in sent
     rest = re.sub(r"\x1b\[[0-9;]*m", "", sent)
@@ -217,7 +217,7 @@ def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> No
 
 @pytest.mark.parametrize("system", ["standard", "256"])
 def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system: Any) -> None:
-    seen = view(collected(tmp_path, [talk("q", "abc")]), ViewOptions(rows=1))
+    seen = view(collected(tmp_path, [talk("q", "abc")]), rows=1)
     sent = as_text(seen, Style(80, system))
     codes = {text: code for code, text in re.findall(r"\x1b\[([0-9;]*)m([abcq])\x1b", sent)}
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
