@@ -296,9 +296,8 @@ def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
         bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
         return DataError(f"no rows are left to {use}:", [Problem(first.what, f"{fate[:-1]}; {rule}"), *bad])
     if first.is_split:
-        key, share = "data.eval_count", data.eval_count
-        if data.eval_fraction is not None:
-            key, share = "data.eval_fraction", data.eval_fraction
+        key = "data.eval_count" if data.eval_fraction is None else "data.eval_fraction"
+        share = data.eval_count if data.eval_fraction is None else data.eval_fraction
         rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or name a file in data.eval"
         return DataError("no rows to evaluate:", [Problem(key, rule)])
     names = ", ".join(one.source.path for one in some)
