@@ -112,8 +112,8 @@ def _validate(document: Document, check_files: bool, more: Check) -> Spec | None
         told = [
             e for e in errors if not (e["type"] == "missing" and _stands_for(e, document.data, meant_keys))
         ]
-        found = sentences(told, document.data, descriptions())
-        document.problems += [document.problem(path, message) for path, message in found]
+        typed = sentences(told, document.data, descriptions())
+        document.problems += [document.problem(path, message) for path, message in typed]
         refused_keys = {key_of(path_in(document.data, e)) for e in errors if e["type"] != "extra_forbidden"}
         spec, broken = None, refused_keys | meant_keys
         stand_in = _stand_in(document.data)
