@@ -24,7 +24,7 @@ from dsft.plan.memory.reference import with_reference
 from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, bubble, traffic
-from dsft.spec.document import Finding
+from dsft.spec.findings import Finding
 from dsft.spec.load import refusals
 from dsft.spec.rules import value_at, warnings
 from dsft.spec.schema import Dpo, Parallel, Spec

@@ -21,7 +21,6 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.ds_values import wrong_values
-from dsft.spec.aliases import descriptions
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
 from dsft.spec.messages import sentences
@@ -221,7 +220,7 @@ def validated(values: Mapping[str, Any]) -> Spec:
         spec = Spec.model_validate(values)
         findings = [(f.path, f.message) for f in (*combinations(spec), *rule_findings(spec))]
     except ValidationError as error:
-        findings = sentences(error.errors(include_url=False), values, descriptions())
+        findings = sentences(error.errors(include_url=False), values)
     if findings:
         problems = [Problem(dotted(where), message) for where, message in findings]
         raise SpecError("What the DeepSpeed configuration decides does not go with the spec.", problems)

@@ -12,7 +12,7 @@ from pathlib import Path
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import Layout, layout, worlds
-from dsft.spec.document import Finding
+from dsft.spec.findings import Finding
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 

@@ -21,7 +21,8 @@ from dsft.plan.cost import assumed
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
-from dsft.spec.document import Finding, dotted
+from dsft.spec.document import dotted
+from dsft.spec.findings import Finding
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
 

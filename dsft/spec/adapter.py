@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.document import Finding, quote
+from dsft.spec.document import quote
+from dsft.spec.findings import Finding
 from dsft.spec.schema import Lora, Spec
 
 FILE = "adapter_config.json"
 PATH = ("model", "lora", "path")
 
-THEIRS = {
+PEFT_KEYS = {
     "rank": "r",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
@@ -28,7 +29,7 @@ THEIRS = {
 }
 """Key of model.lora -> peft's key. dropout may differ, since it only affects training."""
 
-PLAIN: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "rank_pattern": ({}, None),
@@ -58,8 +59,8 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
     except (FileNotFoundError, NotADirectoryError):
         return spec, []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        message = f"{quote(str(file))} is no config of a saved adapter ({quote(str(error))})"
-        return spec, [Finding(PATH, f"{message}; name another folder")]
+        message = f"{quote(str(file))} is not the config of a saved adapter ({quote(str(error))})"
+        return spec, [Finding(PATH, f"{message}; give another folder")]
     findings = [Finding(PATH, message) for message in _foreign(config)]
     findings += [
         Finding(("model", "lora", key), _differs(key, getattr(lora, key), value), (f"model.lora.{key}",))
@@ -73,13 +74,13 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the adapter's settings by the keys of model.lora, validated by the schema."""
-    told = {ours: config[theirs] for ours, theirs in THEIRS.items() if config.get(theirs) is not None}
-    if isinstance(told.get("target_modules"), list):
-        told["target_modules"] = sorted(told["target_modules"])
-    if "alpha" in told:
-        told["alpha"] = float(told["alpha"])
-    lora = Lora.model_validate(told)
-    return {key: getattr(lora, key) for key in THEIRS}
+    given = {ours: config[theirs] for ours, theirs in PEFT_KEYS.items() if config.get(theirs) is not None}
+    if isinstance(given.get("target_modules"), list):
+        given["target_modules"] = sorted(given["target_modules"])
+    if "alpha" in given:
+        given["alpha"] = float(given["alpha"])
+    lora = Lora.model_validate(given)
+    return {key: getattr(lora, key) for key in PEFT_KEYS}
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -91,8 +92,8 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def _differs(key: str, ours: Any, theirs: Any) -> str:
-    what = f"{_written(ours)} is not the saved adapter's {_written(theirs)}"
-    return f"{what} ({THEIRS[key]} in its {FILE}); leave the key out to take it from there"
+    what = f"{_written(ours)} differs from the saved adapter's {_written(theirs)}"
+    return f"{what} ({PEFT_KEYS[key]} in its {FILE}); leave the key out to use the adapter's value"
 
 
 def _written(value: Any) -> str:
@@ -101,7 +102,7 @@ def _written(value: Any) -> str:
 
 def _foreign(config: Mapping[str, Any]) -> list[str]:
     return [
-        f"{FILE} has {key} {quote(config[key])}, and dsft continues plain LoRA only; name another adapter"
-        for key, plain in PLAIN.items()
+        f"{FILE} has {key} {quote(config[key])}, but dsft can only continue plain LoRA; give another adapter"
+        for key, plain in SUPPORTED.items()
         if key in config and config[key] not in plain
     ]

@@ -7,6 +7,7 @@ DeepSpeed.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from functools import cache
 from typing import get_args
 
@@ -15,178 +16,97 @@ from pydantic import BaseModel
 from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
 from dsft.spec.schema import Spec
 
-# name in another tool -> key of the spec, in any section
-ALIASES: dict[str, str] = {
-    "model_name_or_path": "model.name_or_path",
-    "model_name": "model.name_or_path",
-    "base_model": "model.name_or_path",
-    "checkpoint_dir": "model.name_or_path",
-    "tokenizer_name": "model.tokenizer",
-    "tokenizer_name_or_path": "model.tokenizer",
-    "attn_implementation": "model.attention",
-    "attn_impl": "model.attention",
-    "flash_attn": "model.attention",
-    "flash_attention": "model.attention",
-    "enable_activation_checkpointing": "model.gradient_checkpointing",
-    "activation_checkpointing": "model.gradient_checkpointing",
-    "recompute": "model.gradient_checkpointing",
-    "lora_r": "model.lora.rank",
-    "lora_rank": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "lora_dropout": "model.lora.dropout",
-    "lora_target": "model.lora.target_modules",
-    "lora_target_modules": "model.lora.target_modules",
-    "additional_target": "model.lora.modules_to_save",
-    "freeze_trainable_modules": "model.trainable",
-    "freeze_trainable_layers": "model.trainable",
-    "unfrozen_parameters": "model.trainable",
-    "torch_compile": "model.compile",
-    "use_liger_kernel": "model.kernels: liger",
-    "use_liger": "model.kernels: liger",
-    "enable_liger_kernel": "model.kernels: liger",
-    "liger_kernel": "model.kernels: liger",
-    "liger_rope": "model.kernels: liger",
-    "liger_rms_norm": "model.kernels: liger",
-    "liger_glu_activation": "model.kernels: liger",
-    "tf32": "train.tf32",
-    "special_tokens": "model.add_tokens",
-    "adapter": "model.lora",
-    "finetuning_type": "model.lora (full training without it)",
-    "dataset": "data.train",
-    "datasets": "data.train",
-    "dataset_path": "data.train",
-    "train_file": "data.train",
-    "train_data": "data.train",
-    "eval_dataset": "data.eval",
-    "eval_data": "data.eval",
-    "validation_file": "data.eval",
-    "test_datasets": "data.eval",
-    "val_size": "data.eval_fraction",
-    "val_set_size": "data.eval_fraction",
-    "cutoff_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "seq_length": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "model_max_length": "data.max_length",
-    "block_size": "data.max_length",
-    "sample_packing": "data.packing",
-    "packed": "data.packing",
-    "neat_packing": "data.packing",
-    "mask_history": "data.train_on: last",
-    "train_on_prompt": "data.train_on: all",
-    "train_on_inputs": "data.train_on: all",
-    "assistant_only_loss": "data.train_on: assistant",
-    "completion_only_loss": "data.train_on: assistant",
-    "max_samples": "max_rows of a source in data.train",
-    "interleave_probs": "weight of each source in data.train",
-    "mix_strategy": "weight of each source in data.train",
-    "preprocessing_num_workers": "data.num_workers",
-    "dataset_num_proc": "data.num_workers",
-    "dataset_prepared_path": "data.cache_dir",
-    "template": "data.chat_template",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "per_device_eval_batch_size": "train.micro_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "micro_batch": "train.micro_batch_size",
-    "batch_size": "train.micro_batch_size (per rank) or train.global_batch_size (over all ranks)",
-    "train_batch_size": "train.global_batch_size",
-    "gradient_accumulation_steps": "train.accumulation_steps",
-    "gradient_accumulation_iters": "train.accumulation_steps",
-    "grad_accum": "train.accumulation_steps",
-    "num_epochs": "train.num_train_epochs",
-    "epochs": "train.num_train_epochs",
-    "max_iters": "train.max_steps",
-    "num_train_steps": "train.max_steps",
-    "eval_steps": "train.eval_every",
-    "eval_interval": "train.eval_every",
-    "eval_strategy": "train.eval_every (in optimizer steps)",
-    "evals_per_epoch": "train.eval_every (in optimizer steps)",
-    "logging_steps": "train.log_every",
-    "log_interval": "train.log_every",
-    "bf16": "train.precision: bf16",
-    "pure_bf16": "train.precision: bf16",
-    "dtype": "train.precision",
-    "torch_dtype": "train.precision",
-    "mixed_precision": "train.precision",
-    "fp16": "train.precision: fp16",
-    "gradient_clipping": "train.max_grad_norm",
-    "clip_grad_norm": "train.max_grad_norm",
-    "max_norm": "train.max_grad_norm",
-    "communication_data_type": "train.reduce_dtype",
-    "neftune_noise_alpha": "train.neftune_alpha",
-    "label_smoothing_factor": "train.label_smoothing",
-    "lr": "optim.learning_rate",
-    "optimizer": "optim.name",
-    "scheduler": "optim.lr_scheduler_type",
-    "lr_scheduler": "optim.lr_scheduler_type",
-    "schedule": "optim.lr_scheduler_type",
-    "warmup": "optim.warmup_steps or optim.warmup_ratio",
-    "num_warmup_steps": "optim.warmup_steps",
-    "adam_beta1": "optim.betas",
-    "adam_beta2": "optim.betas",
-    "adam_epsilon": "optim.eps",
-    "min_lr": "optim.min_lr_ratio (a fraction of learning_rate)",
-    "cosine_min_lr_ratio": "optim.min_lr_ratio",
-    "min_lr_rate": "optim.min_lr_ratio",
-    "num_decay_steps": "optim.decay_steps",
-    "save_steps": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "save_every": "checkpoint.every",
-    "save_strategy": "checkpoint.every (in optimizer steps)",
-    "saves_per_epoch": "checkpoint.every (in optimizer steps)",
-    "save_total_limit": "checkpoint.keep_last",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "load_best_model_at_end": "checkpoint.keep_best",
-    "metric_for_best_model": "checkpoint.keep_best (by eval/loss)",
-    "overwrite_output_dir": "checkpoint.resume",
-    "stage": "task",
-    "rl": "task: dpo",
-    "training_type": "task",
-    "pref_beta": "dpo.beta",
-    "rl_beta": "dpo.beta",
-    "dpo_beta": "dpo.beta",
-    "orpo_alpha": "dpo.beta",
-    "cpo_alpha": "dpo.sft_weight",
-    "pref_loss": "dpo.loss_type",
-    "pref_ftx": "dpo.sft_weight",
-    "rpo_alpha": "dpo.sft_weight",
-    "gamma": "dpo.simpo_gamma",
-    "gamma_beta_ratio": "dpo.simpo_gamma (a margin of rewards: the ratio × beta)",
-    "dpo_label_smoothing": "dpo.label_smoothing",
-    "reference_free": "dpo.loss_type: simpo or orpo",
-    "ref_model": "dpo.reference_model",
-    "ref_model_path": "dpo.reference_model",
-    "ref_model_name_or_path": "dpo.reference_model",
-    "reference_model_name_or_path": "dpo.reference_model",
-    "precompute_ref_log_probs": "dpo.reference: precomputed",
-    "cache_logprobs": "dpo.reference: precomputed",
-    "max_prompt_length": "data.max_length (of the prompt and one answer)",
-    "max_completion_length": "data.max_length (of the prompt and one answer)",
-    "padding_free": "data.packing",
-    "zero": "parallel.zero_stage",
-    "zero_optimization": "parallel.zero_stage",
-    "pipeline": "parallel.pipeline_stages",
-    "pipeline_model_parallel_size": "parallel.pipeline_stages",
-    "pipeline_parallel_size": "parallel.pipeline_stages",
-    "pp": "parallel.pipeline_stages",
-    "pp_size": "parallel.pipeline_stages",
-    "offload_param": "parallel.offload_parameters",
-    "offload_param_device": "parallel.offload_parameters: {device: …}",
-    "offload_optimizer_device": "parallel.offload_optimizer: {device: …}",
-    "cpu_offload": "parallel.offload_optimizer: {device: cpu}",
-    "hostfile": "cluster.hosts",
-    "nodes": "cluster.hosts",
-    "num_gpus": "cluster.hosts",
-    "report_to": "wandb.mode",
-    "wandb_project": "wandb.project",
-    "wandb_entity": "wandb.entity",
-    "wandb_mode": "wandb.mode",
-    "run_name": "name",
-    "experiment_name": "name",
-    "output_path": "output_dir",
-    "out_dir": "output_dir",
+# key of the spec -> its names in other tools, in any section
+_OTHER_NAMES = {
+    "model.name_or_path": "model_name_or_path model_name base_model checkpoint_dir",
+    "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
+    "model.attention": "attn_implementation attn_impl flash_attn flash_attention",
+    "model.gradient_checkpointing": "enable_activation_checkpointing activation_checkpointing recompute",
+    "model.lora.rank": "lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.target_modules": "lora_target lora_target_modules",
+    "model.lora.modules_to_save": "additional_target",
+    "model.trainable": "freeze_trainable_modules freeze_trainable_layers unfrozen_parameters",
+    "model.compile": "torch_compile",
+    "model.kernels: liger": "use_liger_kernel use_liger enable_liger_kernel liger_kernel "
+    "liger_rope liger_rms_norm liger_glu_activation",
+    "model.add_tokens": "special_tokens",
+    "model.lora": "adapter",
+    "model.lora (full training without it)": "finetuning_type",
+    "data.train": "dataset datasets dataset_path train_file train_data",
+    "data.eval": "eval_dataset eval_data validation_file test_datasets",
+    "data.eval_fraction": "val_size val_set_size",
+    "data.max_length": "cutoff_len sequence_len seq_length "
+    "max_seq_length max_seq_len model_max_length block_size",
+    "data.packing": "sample_packing packed neat_packing padding_free",
+    "data.train_on: last": "mask_history",
+    "data.train_on: all": "train_on_prompt train_on_inputs",
+    "data.train_on: assistant": "assistant_only_loss completion_only_loss",
+    "max_rows of a source in data.train": "max_samples",
+    "weight of each source in data.train": "interleave_probs mix_strategy",
+    "data.num_workers": "preprocessing_num_workers dataset_num_proc",
+    "data.cache_dir": "dataset_prepared_path",
+    "data.chat_template": "template",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size "
+    "train_micro_batch_size_per_gpu micro_batch",
+    "train.micro_batch_size (per rank) or train.global_batch_size (over all ranks)": "batch_size",
+    "train.global_batch_size": "train_batch_size",
+    "train.accumulation_steps": "gradient_accumulation_steps gradient_accumulation_iters grad_accum",
+    "train.num_train_epochs": "num_epochs epochs",
+    "train.max_steps": "max_iters num_train_steps",
+    "train.eval_every": "eval_steps eval_interval",
+    "train.eval_every (in optimizer steps)": "eval_strategy evals_per_epoch",
+    "train.log_every": "logging_steps log_interval",
+    "train.precision: bf16": "bf16 pure_bf16",
+    "train.precision": "dtype torch_dtype mixed_precision",
+    "train.precision: fp16": "fp16",
+    "train.max_grad_norm": "gradient_clipping clip_grad_norm max_norm",
+    "train.reduce_dtype": "communication_data_type",
+    "train.neftune_alpha": "neftune_noise_alpha",
+    "train.label_smoothing": "label_smoothing_factor",
+    "optim.learning_rate": "lr",
+    "optim.name": "optimizer",
+    "optim.lr_scheduler_type": "scheduler lr_scheduler schedule",
+    "optim.warmup_steps or optim.warmup_ratio": "warmup",
+    "optim.warmup_steps": "num_warmup_steps",
+    "optim.betas": "adam_beta1 adam_beta2",
+    "optim.eps": "adam_epsilon",
+    "optim.min_lr_ratio (a fraction of learning_rate)": "min_lr",
+    "optim.min_lr_ratio": "cosine_min_lr_ratio min_lr_rate",
+    "optim.decay_steps": "num_decay_steps",
+    "checkpoint.every": "save_steps save_interval save_every",
+    "checkpoint.every (in optimizer steps)": "save_strategy saves_per_epoch",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint overwrite_output_dir",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "checkpoint.keep_best (by eval/loss)": "metric_for_best_model",
+    "task": "stage training_type",
+    "task: dpo": "rl",
+    "dpo.beta": "pref_beta rl_beta dpo_beta orpo_alpha",
+    "dpo.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
+    "dpo.loss_type": "pref_loss",
+    "dpo.simpo_gamma": "gamma",
+    "dpo.simpo_gamma (a margin of rewards: the ratio × beta)": "gamma_beta_ratio",
+    "dpo.label_smoothing": "dpo_label_smoothing",
+    "dpo.loss_type: simpo or orpo": "reference_free",
+    "dpo.reference_model": "ref_model ref_model_path ref_model_name_or_path reference_model_name_or_path",
+    "dpo.reference: precomputed": "precompute_ref_log_probs cache_logprobs",
+    "data.max_length (of the prompt and one answer)": "max_prompt_length max_completion_length",
+    "parallel.zero_stage": "zero zero_optimization",
+    "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",
+    "parallel.offload_parameters": "offload_param",
+    "parallel.offload_parameters: {device: …}": "offload_param_device",
+    "parallel.offload_optimizer: {device: …}": "offload_optimizer_device",
+    "parallel.offload_optimizer: {device: cpu}": "cpu_offload",
+    "cluster.hosts": "hostfile nodes num_gpus",
+    "wandb.mode": "report_to wandb_mode",
+    "wandb.project": "wandb_project",
+    "wandb.entity": "wandb_entity",
+    "name": "run_name experiment_name",
+    "output_dir": "output_path out_dir",
 }
+ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 # Names with another meaning in one section: dotted name -> key of the spec.
 LOCAL_ALIASES: dict[str, str] = {
@@ -224,22 +144,26 @@ VALUES: dict[str, dict[str, str]] = {
     "dpo.reference": {"precompute": "precomputed", "model": "live", "lora": "adapter"},
 }
 
-_DEEPSPEED = "the JSON is made from the spec; leave it out, or give train.py a file with --deepspeed_config"
+_DEEPSPEED = "leave it out: the JSON is generated from the spec, unless train.py gets --deepspeed_config FILE"
+_HUB = "leave it out: a run exports a folder with a model card; upload it with the hub's own command"
 
 NO_KEY_FOR_IT: dict[str, str] = {
     "deepspeed": _DEEPSPEED,
     "deepspeed_config": _DEEPSPEED,
     "do_train": "leave it out: a run always trains",
-    "do_eval": "leave it out: data.eval is evaluated where it is given",
+    "do_eval": "leave it out: data.eval is evaluated if it is given",
     "zero3_init_flag": "leave it out: under ZeRO 3 no rank ever holds the whole model",
     "zero3_save_16bit_model": "leave it out: every run exports the whole model",
     "streaming": "leave it out: files are always read as streams",
-    "push_to_hub": "leave it out: the export is a folder with a model card; send it with the hub's command",
-    "hub_model_id": "leave it out: the export is a folder with a model card; send it with the hub's command",
-    "early_stopping_patience": "leave it out: checkpoint.keep_best keeps the one of the lowest eval/loss",
-    "group_by_length": "leave it out: rows follow train.seed; data.packing leaves no padding",
-    "use_unsloth": "leave it out: the output layer goes in chunks, model.compile compiles layers",
-    "<<": "merge keys are not read; write the keys out, or change single ones with key=value",
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "early_stopping_patience": "leave it out: checkpoint.keep_best keeps "
+    "the checkpoints with the lowest eval/loss",
+    "group_by_length": "leave it out: train.seed alone decides "
+    "the order of rows; data.packing avoids padding",
+    "use_unsloth": "leave it out: the output layer is "
+    "computed in chunks, and model.compile compiles the layers",
+    "<<": "merge keys are not supported; write the keys out, or replace single ones with key=value",
 }
 
 
@@ -254,8 +178,8 @@ def suggestion(section: str, key: str, value: object = None) -> str:
     target = likely_key(section, name)
     if target is not None:
         return f"did you mean {target}?"
-    siblings = ", ".join(sorted(k.rpartition(".")[2] for k in keys() if k.rpartition(".")[0] == section))
-    return f"its keys are {siblings} (docs/spec.md; docs/limits.md has what is not offered)"
+    siblings = ", ".join(sorted(k.rpartition(".")[2] for k in _siblings(section)))
+    return f"the keys here are {siblings} (see docs/spec.md, and docs/limits.md for what is not offered)"
 
 
 def likely_key(section: str, name: str) -> str | None:
@@ -270,32 +194,34 @@ def likely_key(section: str, name: str) -> str | None:
     if elsewhere:
         depth = min(key.count(".") for key in elsewhere)
         return " or ".join(key for key in elsewhere if key.count(".") == depth)
-    siblings = [key for key in keys() if key.rpartition(".")[0] == section]
-    close = difflib.get_close_matches(here + name, siblings, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(here + name, _siblings(section), n=1, cutoff=0.7)
     if close and difflib.SequenceMatcher(None, close[0].rpartition(".")[2], name).ratio() >= 0.7:
         return close[0]
-    return _close_anywhere(name)
+    anywhere = {**{key.rpartition(".")[2]: key for key in keys()}, **ALIASES}
+    close = difflib.get_close_matches(name, anywhere, n=1, cutoff=0.8)
+    return anywhere[close[0]] if close else None
 
 
-def _close_anywhere(name: str) -> str | None:
-    targets = {**{key.rpartition(".")[2]: key for key in keys()}, **ALIASES}
-    close = difflib.get_close_matches(name, targets, n=1, cutoff=0.8)
-    return targets[close[0]] if close else None
+def keys() -> tuple[str, ...]:
+    """Return every key of the schema, dotted, without list numbers; a section comes before its keys."""
+    return tuple(descriptions())
+
+
+def _siblings(section: str) -> list[str]:
+    return [key for key in keys() if key.rpartition(".")[0] == section]
 
 
 @cache
-def keys() -> tuple[str, ...]:
-    """Return every key of the schema, dotted, without list numbers; a section comes before its keys."""
-    return tuple(_keys(Spec, ""))
+def descriptions() -> dict[str, str]:
+    """Return dotted key, without list numbers -> its description in the schema, in one line."""
+    return dict(_descriptions(Spec, ""))
 
 
-def _keys(section: type[BaseModel], prefix: str) -> list[str]:
-    found = []
+def _descriptions(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in section.model_fields.items():
-        found.append(prefix + name)
+        yield prefix + name, " ".join((field.description or "").split())
         for inner in sections_in(field.annotation):
-            found += _keys(inner, f"{prefix}{name}.")
-    return found
+            yield from _descriptions(inner, f"{prefix}{name}.")
 
 
 def sections_in(annotation: object) -> list[type[BaseModel]]:
@@ -304,18 +230,3 @@ def sections_in(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [inner for part in get_args(annotation) for inner in sections_in(part)]
-
-
-@cache
-def descriptions() -> dict[str, str]:
-    """Return dotted key, without list numbers -> its description in the schema."""
-    return dict(_descriptions(Spec, ""))
-
-
-def _descriptions(section: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
-    found = []
-    for name, field in section.model_fields.items():
-        found.append((prefix + name, field.description or ""))
-        for inner in sections_in(field.annotation):
-            found += _descriptions(inner, f"{prefix}{name}.")
-    return found

@@ -26,7 +26,7 @@ _BARE_PART = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a value: a line of the file, or the text of an override."""
+    """The place of a value: a line of the file, or the text of an override. Both are None if unknown."""
 
     line: int | None = None
     override: str | None = None
@@ -52,16 +52,6 @@ class Document:
             if path[:end] in self.locations:
                 return self.locations[path[:end]]
         return Location()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A mistake in a spec, before its line is known. path: key at which it is reported; reads: all keys that
-    it depends on, dotted, without list numbers."""
-
-    path: Path
-    message: str
-    reads: tuple[str, ...] = ()
 
 
 def dotted(path: Path) -> str:
@@ -152,8 +142,8 @@ def read_document(text: str) -> Document:
     return builder.document
 
 
-_TOO_MANY = f"more than {MAX_VALUES} values, aliases followed; a spec needs fewer"
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; a spec needs fewer"
+_TOO_MANY = f"there are more than {MAX_VALUES} values, counting those of aliases each time; write fewer"
+_TOO_DEEP = f"values are nested more than {MAX_DEPTH} levels deep; write fewer levels"
 
 
 class _TooLarge(Exception):
@@ -201,18 +191,20 @@ class _Builder:
         where = dotted(path) or "spec"
         if not isinstance(node, yaml.ScalarNode):
             self.document.problems.append(
-                Problem(where, "a list or mapping stands as a key; keys are texts", line)
+                Problem(where, "a list or a mapping is used as a key; keys must be strings", line)
             )
             return None
         if not isinstance(_scalar(node), str):
-            message = f"the key {node.value or 'of nothing'} is not a text; put it in quotes"
+            message = f"the key {node.value or '(empty)'} is not a string; put it in quotes"
             self.document.problems.append(Problem(where, message, line))
             return None
         return str(node.value)
 
     def _refuse_duplicate(self, path: Path, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
-        message = f"stands twice, first on line {self.document.locations[path].line}; keep one of the two"
+        message = (
+            f"this key is given twice, first on line {self.document.locations[path].line}; keep one of them"
+        )
         self.document.problems.append(Problem(dotted(path), message, line))
 
 
@@ -236,10 +228,10 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
     if isinstance(error, yaml.reader.ReaderError):
         code = error.character if isinstance(error.character, int) else ord(error.character)
         return Problem("YAML", f"the character U+{code:04X} is not allowed in YAML; remove it")
-    reason = getattr(error, "problem", None) or "it cannot be read"
+    reason = getattr(error, "problem", None) or "this cannot be read"
     if "'\\t'" in reason:
-        return Problem("YAML", "a tab stands where YAML allows only spaces; indent with spaces", line)
+        return Problem("YAML", "YAML does not allow this tab; indent with spaces", line)
     if "expected a single document" in (getattr(error, "context", None) or ""):
-        return Problem("YAML", "a second document begins here; a spec is one document", line)
-    way_out = "check indentation and quotes here (a text that holds ': ' or ' #' needs quotes)"
+        return Problem("YAML", "a second YAML document begins here; write everything into one document", line)
+    way_out = "check indentation and quotes here (a string that contains ': ' or ' #' needs quotes)"
     return Problem("YAML", f"{reason}; {way_out}", line)

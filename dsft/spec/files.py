@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from os.path import isdir, isfile
 from pathlib import Path as FilePath
 from typing import Any
 
-from dsft.spec.document import Finding, Path, quote
+from dsft.spec.document import Path, quote
+from dsft.spec.findings import Finding, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
@@ -33,11 +35,12 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
     for path, source in _sources(spec):
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
-            yield Finding(path, f"{quote(name)} is not among dsft's own rows; use {' or '.join(BUILTIN)}")
+            choices = f"{', '.join(BUILTIN[:-1])} or {BUILTIN[-1]}"
+            yield Finding(path, f"{quote(name)} is not one of dsft's builtin sources; use {choices}")
         elif name in BUILTIN and not spec.task_kind.answers:
-            yield Finding(path, f"{quote(name)} holds conversations, no texts; name a file of text rows")
+            yield Finding(path, f"{quote(name)} contains conversations, not texts; give a file of texts")
         elif name in BUILTIN and spec.task_kind.unit == "pair" and name not in BUILTIN_PAIRS:
-            yield Finding(path, f"{quote(name)} holds conversations, no pairs; use {BUILTIN_PAIRS[0]}")
+            yield Finding(path, f"{quote(name)} contains conversations, not pairs; use {BUILTIN_PAIRS[0]}")
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:
@@ -47,9 +50,8 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
             yield from _data(path, source.path)
     if spec.data.chat_template is not None:
         yield from _chat_template(spec.data.chat_template, spec)
-    if spec.data.cache_dir is not None and _is_file(FilePath(spec.data.cache_dir)):
-        message = f"{quote(spec.data.cache_dir)} is a file, a folder is needed; name another"
-        yield Finding(("data", "cache_dir"), message)
+    if spec.data.cache_dir is not None and isfile(spec.data.cache_dir):
+        yield value_finding(spec, "data.cache_dir", "is a file, but a folder is needed; give a folder")
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:
@@ -69,15 +71,17 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
     if not check_files or spec.model.name_or_path is None:
         return None, []
     file = FilePath(spec.model.name_or_path) / "config.json"
-    if not _is_file(file):
+    if not isfile(file):
         return None, []
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        message = f"{quote(str(file))} cannot be read as JSON ({quote(str(error))}); mend the model's folder"
+        message = (
+            f"{quote(str(file))} cannot be read as JSON ({quote(str(error))}); repair the model's folder"
+        )
         return None, [Finding(("model", "name_or_path"), message)]
     if not isinstance(config, dict):
-        message = f"{quote(str(file))} holds no mapping, a model's config is one; mend the model's folder"
+        message = f"{quote(str(file))} is not a JSON object; repair the model's folder"
         return None, [Finding(("model", "name_or_path"), message)]
     return config, []
 
@@ -102,20 +106,16 @@ def _data(path: Path, name: str) -> Iterator[Finding]:
 def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
     """Check the chat template: one of dsft's, a file, or one of several in the tokenizer's folder; those of a
     hub id are unknown here, so every name passes."""
-    folder = spec.model.tokenizer or spec.model.name_or_path
-    if name in CHAT_TEMPLATES or _is_file(FilePath(name)):
-        return
-    if _is_folder(FilePath(name)):
-        yield from _file(("data", "chat_template"), name, "the Jinja file")
-        return
+    tokenizer = spec.model.tokenizer or spec.model.name_or_path
     is_word = re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
-    if is_word and folder is not None and (not _is_folder(FilePath(folder)) or name in _templates_in(folder)):
+    if isdir(name):
+        message = "is a folder, but a file is needed; give the Jinja file in it"
+        yield value_finding(spec, "data.chat_template", message)
+    elif name in CHAT_TEMPLATES or isfile(name):
         return
-    yield Finding(
-        ("data", "chat_template"),
-        f"{quote(name)} does not exist{_searched(name)}; correct the path, or name one of "
-        f"{', '.join(CHAT_TEMPLATES)}",
-    )
+    elif not is_word or tokenizer is None or (isdir(tokenizer) and name not in _templates_in(tokenizer)):
+        message = f"does not exist{_searched(name)}; correct the path, or give the name of one: "
+        yield value_finding(spec, "data.chat_template", f"{message}{', '.join(CHAT_TEMPLATES)}")
 
 
 def _templates_in(folder: str) -> set[str]:
@@ -132,42 +132,21 @@ def _templates_in(folder: str) -> set[str]:
     return names
 
 
-def _file(path: Path, name: str, files: str) -> Iterator[Finding]:
-    if _is_folder(FilePath(name)):
-        yield Finding(path, f"{quote(name)} is a folder, a file is needed; name {files}")
-    elif not _is_file(FilePath(name)):
-        yield Finding(path, f"{quote(name)} does not exist{_searched(name)}; correct the path")
-
-
 def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
     folder = FilePath(name)
-    if _is_folder(folder):
-        if not any(_is_file(folder / file) for file in one_of):
-            needed, way_out = " or ".join(one_of), "name the folder that holds it"
-            if path == ("model", "name_or_path") and _is_file(folder / "adapter_config.json"):
-                way_out = "it is an adapter: name its base, and this folder in model.lora.path"
+    if isdir(folder):
+        if not any(isfile(folder / file) for file in one_of):
+            needed, way_out = " or ".join(one_of), "give the folder that contains it"
+            if path == ("model", "name_or_path") and isfile(folder / "adapter_config.json"):
+                way_out = "it has an adapter: give its base model here, and this folder in model.lora.path"
             yield Finding(path, f"{quote(name)} is a folder without {needed}; {way_out}")
-    elif _is_file(folder):
+    elif isfile(folder):
         if path != ("model", "tokenizer") or folder.suffix != ".model":  # sentencepiece's
-            yield Finding(path, f"{quote(name)} is a file, a folder is needed; name the folder that holds it")
+            yield Finding(path, f"{quote(name)} is a file, but a folder is needed; give its folder")
     elif not (hub and _HUB_ID.fullmatch(name)):
-        kind = "neither a folder nor a hub id (owner/name)" if hub else "not a folder"
+        kind = "neither a folder nor a hub id such as owner/name" if hub else "not a folder"
         yield Finding(path, f"{quote(name)} is {kind}{_searched(name)}; correct the path")
 
 
 def _searched(name: str) -> str:
-    return "" if FilePath(name).is_absolute() else " (looked for in the folder the command runs in)"
-
-
-def _is_file(path: FilePath) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long, a NUL character
-        return False
-
-
-def _is_folder(path: FilePath) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    return "" if FilePath(name).is_absolute() else " (relative to the current folder)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dsft.spec.document import Finding
+from dsft.spec.findings import Finding, value_finding
 from dsft.spec.schema import Spec
 
 NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -56,13 +56,11 @@ def format_findings(spec: Spec) -> Iterator[Finding]:
         for index, source in enumerate(sources):
             key = f"data.{part}"
             if source.format is not None and source.format not in taken:
-                message = (
-                    f"{source.format}, and task {spec.task} takes {', '.join(taken)}; change one of the two"
-                )
-                yield Finding(("data", part, index, "format"), message, (f"{key}.format", "task"))
+                message = f"does not fit task {spec.task}, which takes {', '.join(taken)}; change one of them"
+                yield value_finding(spec, f"{key}.{index}.format", message, "task")
             names = column_names(source.format)
             for ours in source.columns:
                 if ours not in names:
-                    message = f"no column of such a row; what can be renamed is {', '.join(names)}"
+                    message = f"rows of this format have no such column to rename, only {', '.join(names)}"
                     reads = (f"{key}.columns", f"{key}.format")
                     yield Finding(("data", part, index, "columns", ours), message, reads)

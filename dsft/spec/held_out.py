@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsft.spec.document import Finding, quote
+from dsft.spec.document import quote
+from dsft.spec.findings import Finding
 from dsft.spec.schema import Data, Source, Spec
 from dsft.spec.sources import short_name
 
@@ -49,14 +50,11 @@ def _divides(data: Data) -> bool:
 def name_findings(spec: Spec) -> Iterator[Finding]:
     """Yield a finding for each name that two sources or two sets share."""
     data = spec.data
-    yield from _twice("train", {}, train_names(data.train))
-    splits = {name: f"what is held out of data.train.{of[0]}" for name, of in split_sets(data)}
-    yield from _twice("eval", splits, set_names(data))
-
-
-def _twice(section: str, seen: dict[str | None, str], names: Sequence[str | None]) -> Iterator[Finding]:
-    for index, name in enumerate(names):
-        if name in seen:
-            message = f"{quote(name)} is the name of {seen[name]} too; give each a name of its own"
-            yield Finding(("data", section, index), message, (f"data.{section}.name", f"data.{section}.path"))
-        seen.setdefault(name, f"data.{section}.{index}")
+    splits = {name: f"of the rows held out of data.train.{of[0]}" for name, of in split_sets(data)}
+    for section, owners, names in (("train", {}, train_names(data.train)), ("eval", splits, set_names(data))):
+        for index, name in enumerate(names):
+            if name in owners:
+                message = f"the name {quote(name)} is also that {owners[name]}; give each its own name"
+                path, reads = ("data", section, index), (f"data.{section}.name", f"data.{section}.path")
+                yield Finding(path, message, reads)
+            owners.setdefault(name, f"of data.{section}.{index}")

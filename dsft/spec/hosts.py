@@ -1,8 +1,5 @@
 """Expand ranges of host names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm and ClusterShell write
 them), and check a cluster's hosts and environment. Names are not resolved.
-
-ClusterShell parses only the text between brackets: its full syntax has groups (`@all`, `*`), for which it
-would run commands from its own configuration.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from dsft.spec.document import Document, Finding, quote
+from dsft.spec.document import Document, quote
+from dsft.spec.findings import Finding
 from dsft.spec.schema import Spec
 
 MOST_HOSTS = 10_000
@@ -24,19 +22,19 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?)?")
 
 
 def expand(text: str) -> list[str]:
-    """Return the names that the text stands for; duplicates are not removed.
+    """Return the names to which the text expands; duplicates are not removed.
 
     Raise ValueError, with the reason and what to do, if it is not a list of names, a range runs backwards,
     there are over MOST_HOSTS names, or a name is invalid.
     """
     pieces = _PIECE.findall(text)
     if not pieces or ",".join(pieces) != text:
-        raise ValueError(f"{quote(text)} is no list of hosts; write it like node[01-16] or a,b[1-3]")
+        raise ValueError(f"{quote(text)} is not a list of hosts; write it like node[01-16] or a,b[1-3]")
     names: list[str] = []
     for piece in pieces:
         parts = [_numbers(match, piece) for match in _PART.finditer(piece)]
         if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
-            raise ValueError(f"{quote(text)} stands for over {MOST_HOSTS} hosts; correct the range")
+            raise ValueError(f"{quote(text)} expands to over {MOST_HOSTS} hosts; correct the range")
         names += ("".join(words) for words in itertools.product(*parts))
     for name in names:
         if not is_host(name):
@@ -51,26 +49,27 @@ def _numbers(match: re.Match[str], piece: str) -> Sequence[str]:
     """Return the texts of one part of a name: the part itself, or the numbers in its brackets."""
     if match[1] is None:
         return [match[2]]
-    from ClusterShell.RangeSet import RangeSet, RangeSetException
-
     numbers: list[str] = []
     for words in match[1].split(","):
         found = _RANGE.fullmatch(words)
         if found is None:
             brackets = quote(f"[{match[1]}]")
             raise ValueError(
-                f"{brackets} in {quote(piece)} is no range of numbers; write it like [01-16] or [1-3,7]"
+                f"{brackets} in {quote(piece)} is not a range of numbers; write it like [01-16] or [1-3,7]"
             )
-        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        ends = (found[1], found[2] or found[1])
+        first, last, step = int(ends[0]), int(ends[1]), int(found[3] or 1)
         if (last - first) // step >= MOST_HOSTS:  # checked before the range is expanded
-            raise ValueError(f"{quote(piece)} stands for over {MOST_HOSTS} hosts; correct the range")
-        try:
-            numbers += RangeSet(words)
-        except RangeSetException:
+            raise ValueError(f"{quote(piece)} expands to over {MOST_HOSTS} hosts; correct the range")
+        is_padded = any(len(end) > 1 and end[0] == "0" for end in ends)
+        if last < first or (is_padded and len(ends[0]) != len(ends[1])):
             raise ValueError(
                 f"[{words}] in {quote(piece)} runs backwards, or a number with a leading zero has more or "
-                "fewer digits than the others; write it like [01-16]"
-            ) from None
+                "fewer digits than the other; write it like [01-16]"
+            )
+        numbers += (
+            f"{number:0{len(ends[0]) if is_padded else 0}}" for number in range(first, last + 1, step)
+        )
     return numbers
 
 
@@ -95,7 +94,7 @@ def expand_hosts(document: Document) -> None:
         for name in names:
             other = written.setdefault(name.lower(), key)
             if name in expanded or other != key:
-                message = f"{quote(key)} has {name}, which {quote(other)} has too; name each host once"
+                message = f"{name} is in both {quote(other)} and {quote(key)}; name each host once"
                 document.problems.append(document.problem(path, message))
                 break
             expanded[name] = slots
@@ -159,12 +158,10 @@ def host_findings(spec: Spec) -> Iterator[Finding]:
     for host in spec.cluster.hosts if spec.cluster else ():
         path = ("cluster", "hosts", host)
         if not is_host(host):
-            message = (
-                f"{quote(host)} is no RFC 1123 name and no address; write one host a line, such as node1: 8"
-            )
-            yield Finding(path, message)
+            rule = "is neither a host name (RFC 1123) nor an IP address"
+            yield Finding(path, f"{quote(host)} {rule}; write one host per line, such as node1: 8")
         elif host.lower() in seen:
-            message = f"{quote(host)} is the same host as {quote(seen[host.lower()])}; keep one of the two"
+            message = f"{quote(host)} is the same host as {quote(seen[host.lower()])}; keep one of them"
             yield Finding(path, message)
         seen.setdefault(host.lower(), host)
 
@@ -173,18 +170,18 @@ def environment_findings(spec: Spec) -> Iterator[Finding]:
     for name, value in spec.cluster.env.items() if spec.cluster else ():
         path = ("cluster", "env", name)
         if not _VARIABLE.fullmatch(name):
-            message = f"{quote(name)} is no name of a variable; use letters, digits and '_'"
+            message = f"{quote(name)} is not a name of an environment variable; use letters, digits and '_'"
             yield Finding(path, message)
         elif _SECRET.search(name):
-            message = f"{name} is a secret, and the run's folder gets a copy of the spec; set it on the hosts"
-            yield Finding(path, message)
+            message = (
+                "is a secret, and every run's folder contains a copy of the spec; set it on the hosts instead"
+            )
+            yield Finding(path, f"{name} {message}")
         elif name in _LAUNCHERS:
             yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
         elif not value.isprintable():
-            message = (
-                f"{quote(value)} holds control characters, which no launch script carries; take them out"
-            )
-            yield Finding(path, message)
+            message = "contains control characters, which a launch script cannot pass on; remove them"
+            yield Finding(path, f"{quote(value)} {message}")
         elif set(value) & set(_CHANGED):
-            rule = f"holds one of {_CHANGED}, which DeepSpeed's launcher changes on the way to a host"
-            yield Finding(path, f"{quote(value)} {rule}; set it on the hosts")
+            rule = f"contains one of {_CHANGED}, which DeepSpeed's launcher would change on the way to a host"
+            yield Finding(path, f"{quote(value)} {rule}; set the variable on the hosts instead")

@@ -26,7 +26,9 @@ def local_files(name: str) -> tuple[list[Path], list[str]] | None:
         return None
     if os.path.isfile(name):
         if kind_of(name) is None:
-            raise NoDataFileError(f"{Path(name).suffix or 'no ending'} is not read; what is read is {READ}")
+            raise NoDataFileError(
+                f"{Path(name).suffix or 'a file without an ending'} is not supported; supported are {READ}"
+            )
         return [Path(name)], []
     if os.path.isdir(name):
         return _folder(name)
@@ -35,7 +37,7 @@ def local_files(name: str) -> tuple[list[Path], list[str]] | None:
     first = Path(name).parts[0]
     if hub_data(name) is not None and os.path.isdir(first):
         raise NoDataFileError(
-            f"does not exist, and is no hub id, as {first} is a folder here; correct the path"
+            f"does not exist, and is no hub id, since {first} is a folder here; correct the path"
         )
     return None
 
@@ -47,20 +49,20 @@ def _folder(name: str) -> tuple[list[Path], list[str]]:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json")) or ["train"]
         raise NoDataFileError(
-            f"a saved data set of splits ({', '.join(splits)}); name one, such as {folder / splits[0]}"
+            f"this saved data set has splits ({', '.join(splits)}); give one, such as {folder / splits[0]}"
         )
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved(folder), [f"{name}: a data set saved by datasets"]
-    return _data_files(name, _walk(folder), "a folder")
+    return _data_files(name, _walk(folder), "the folder")
 
 
 def _pattern(name: str) -> tuple[list[Path], list[str]]:
     """List the data files that a pattern (*, ?, [], **) matches, sorted by name."""
     found = [Path(path) for path in glob.glob(name, recursive=True)]
     if not found:
-        from_here = "" if os.path.isabs(name) else " (looked for in the folder the command runs in)"
-        raise NoDataFileError(f"the pattern matches nothing{from_here}; correct it")
-    return _data_files(name, (path for path in found if not path.is_dir()), "a pattern")
+        from_here = "" if os.path.isabs(name) else " (relative to the current folder)"
+        raise NoDataFileError(f"the pattern matches no file{from_here}; correct it")
+    return _data_files(name, (path for path in found if not path.is_dir()), "the pattern")
 
 
 def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path], list[str]]:
@@ -70,11 +72,11 @@ def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path]
         is_read = kind_of(path.name) is not None and path.name not in _SAVED and path.name[0] != "."
         (files if is_read else others).append(path)
     if not files:
-        has = f", it has {_shown(others)}" if others else ""
-        raise NoDataFileError(f"{what} without a data file{has}; what is read is {READ}")
-    notes = [f"{name}: {len(files)} {'file' if len(files) == 1 else 'files'}: {_shown(files)}"]
+        has = f", only {_names(others)}" if others else ""
+        raise NoDataFileError(f"{what} has no data files{has}; supported are {READ}")
+    notes = [f"{name}: {len(files)} {'file' if len(files) == 1 else 'files'}: {_names(files)}"]
     if others:
-        notes.append(f"{name}: not read, since they are no data files: {_shown(others)}")
+        notes.append(f"{name}: ignored, since these are not data files: {_names(others)}")
     return files, notes
 
 
@@ -83,7 +85,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     folder is visited once."""
 
     def refuse(error: OSError) -> None:
-        raise NoDataFileError(f"{error.filename} cannot be listed ({error.strerror}); check its rights")
+        raise NoDataFileError(f"{error.filename} cannot be listed ({error.strerror}); check its permissions")
 
     seen: set[str] = set()
     for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
@@ -102,14 +104,14 @@ def _saved(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise NoDataFileError("a saved data set whose state.json names no files; save it again") from None
+        raise NoDataFileError("its state.json has no list of the data files; save it again") from None
     missing = [file.name for file in files if kind_of(file.name) != "arrow" or not file.is_file()]
     if missing or not files:
         lacks = ", ".join(missing) or "all files"
-        raise NoDataFileError(f"a saved data set that lacks {lacks}; save it again")
+        raise NoDataFileError(f"the saved data set lacks {lacks}; save it again")
     return files
 
 
-def _shown(paths: list[Path]) -> str:
+def _names(paths: list[Path]) -> str:
     rest = len(paths) - _SHOWN
     return ", ".join(path.name for path in paths[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

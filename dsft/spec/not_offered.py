@@ -37,56 +37,56 @@ class NotOffered:
     in_json: str = ""
 
     def clause(self) -> str:
-        return f"{self.title} is not offered; {self.way_out}"
+        return f"dsft does not offer {self.title}; {self.way_out}"
 
 
 NOT_OFFERED: tuple[NotOffered, ...] = (
     NotOffered(
-        "QLoRA and other training on quantized weights",
+        "QLoRA or other training on quantized weights",
         "train model.lora on the unquantized model, with parallel.zero_stage: 3 or "
-        "parallel.offload_optimizer where memory is short",
+        "parallel.offload_optimizer if memory is short",
         "4bit 8bit bnb quantization quantize quant qlora gptq awq hqq",
         METHODS,
         "qlora",
         "weight_quantization",
     ),
     NotOffered(
-        "expert parallelism, as all training of mixtures of experts,",
+        "expert parallelism or other training of mixtures of experts",
         "train a dense model (docs/models.md)",
         "expert_parallel expert_model_parallel ep moe aux_loss_coef router_aux_loss router_logits",
         in_json="expert_parallel",
     ),
     NotOffered(
         "tensor parallelism",
-        "parallel.zero_stage: 3 shards every weight, parallel.pipeline_stages divides the layers",
+        "use parallel.zero_stage: 3 to shard every weight, or parallel.pipeline_stages to divide the layers",
         "tensor_parallel tensor_model_parallel model_parallel tp autotp",
         in_json="tensor_parallel",
     ),
     NotOffered(
-        "sequence and context parallelism (Ulysses, ALST, ring attention)",
-        "model.gradient_checkpointing, model.activation_offload and train.micro_batch_size: 1 make room for "
-        "longer rows",
+        "sequence or context parallelism (Ulysses, ALST, ring attention)",
+        "to make room for longer rows, use model.gradient_checkpointing, model.activation_offload and "
+        "train.micro_batch_size: 1",
         "sequence_parallel sp ulysses alst fpdt tiled_mlp context_parallel cp ring_attn ring_attention "
         "parallelism_config",
         in_json="sequence_parallel_size data_parallel_size",
     ),
     NotOffered(
-        "another parallel engine (FSDP, DDP, Megatron)",
-        "parallel.zero_stage: 3 shards as FSDP does, 0 is plain data parallelism",
+        "parallel engines other than DeepSpeed (FSDP, DDP, Megatron)",
+        "use parallel.zero_stage: 3, which shards as FSDP does, or 0, which is plain data parallelism",
         "fsdp fsdp2 ddp megatron distributed_type",
     ),
     NotOffered(
-        "arithmetic in fewer than 16 bits (fp8, int8), as 16-bit master weights and optimizer states,",
-        "train.precision: bf16 keeps both in fp32; shard them (parallel.zero_stage) or offload them "
-        "(parallel.offload_optimizer)",
+        "arithmetic in fewer than 16 bits (fp8, int8), or 16-bit master weights and optimizer states",
+        "use train.precision: bf16, which keeps both in fp32, and shard them (parallel.zero_stage) or "
+        "offload them (parallel.offload_optimizer)",
         "fp8 int8 mxfp8 nvfp4 transformer_engine optimizer_states master_weights optimizer_dtype",
         PRECISIONS,
         "fp8 float8 int8 int4 mxfp8 nvfp4 8 4",
         "bf16.bf16_optimizer_states bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads",
     ),
     NotOffered(
-        "an optimizer other than AdamW and SGD (Muon, LAMB, Lion, Adafactor, 8-bit, GaLore, …)",
-        "set optim.name: adamw; where its states take too much memory, shard them (parallel.zero_stage) or "
+        "optimizers other than AdamW and SGD (Muon, LAMB, Lion, Adafactor, 8-bit, GaLore, …)",
+        "set optim.name: adamw; if its states take too much memory, shard them (parallel.zero_stage) or "
         "offload them (parallel.offload_optimizer)",
         "muon galore badam apollo lomo loraplus onebit_adam schedule_free sophia optim_args "
         "optim_target_modules",
@@ -95,7 +95,7 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "onebitadam onebitlamb adagrad rmsprop ademamix",
     ),
     NotOffered(
-        "training by generation or rewards (PPO, GRPO, KTO, reward models, distillation)",
+        "training with generated answers or rewards (PPO, GRPO, KTO, reward models, distillation)",
         "the tasks are sft, pretrain and dpo",
         "reward reward_model reward_funcs grpo ppo kto num_generations vllm teacher_model kd hybrid_engine",
         TASKS,
@@ -103,7 +103,7 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "hybrid_engine",
     ),
     NotOffered(
-        "an adapter other than LoRA and DoRA (prompt and prefix tuning, IA³, OFT, PiSSA, …)",
+        "adapters other than LoRA and DoRA (prompt and prefix tuning, IA³, OFT, PiSSA, …)",
         "use model.lora, or model.trainable for a part of the model's own weights",
         "loftq pissa llama_pro virtual_tokens prompt_tuning prefix_tuning p_tuning ia3 adalora oft boft vera "
         "lisa init_lora_weights",
@@ -112,13 +112,13 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
     ),
     NotOffered(
         "training on images, video or sound",
-        "give data of texts to a model of texts",
+        "train a text model on text",
         "image video audio media vision vit mm_proj multimodal processor_type",
     ),
     NotOffered(
-        "another way to shard or offload (ZeRO++, MiCS, ZenFlow, SuperOffload, Twin-Flow, GPUDirect storage)",
-        "parallel.zero_stage, parallel.offload_optimizer: {device: cpu or nvme} and train.reduce_dtype: bf16 "
-        "are what there is",
+        "other ways to shard or offload (ZeRO++, MiCS, ZenFlow, SuperOffload, Twin-Flow, GPUDirect storage)",
+        "use parallel.zero_stage, parallel.offload_optimizer: {device: cpu or nvme} or "
+        "train.reduce_dtype: bf16",
         "zero++ zeropp zero_quantized_weights zero_quantized_gradients hpz mics zenflow super_offload "
         "superoffload twin_flow offload_ratio use_gds",
         in_json="zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients "
@@ -128,8 +128,8 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
     ),
     NotOffered(
         "DeepSpeed's autotuning, elasticity, DeepCompile, data efficiency or own checkpoint engine",
-        "leave it out; dsft plan SPEC --compare ranks layouts, cluster.min_hosts is for hosts that leave, "
-        "model.compile compiles layers, and any number of ranks reads a checkpoint",
+        "leave it out: dsft plan SPEC --compare ranks layouts, cluster.min_hosts lets a run continue on "
+        "fewer hosts, model.compile compiles the layers, and any number of ranks can read a checkpoint",
         "autotuning autotune auto_find_batch_size elastic elasticity deepcompile data_efficiency curriculum "
         "curriculum_learning random_ltd universal_checkpoint load_universal",
         in_json="autotuning compile data_efficiency datastates_ckpt",
@@ -138,7 +138,7 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 
 
 def feature_of_key(name: str) -> NotOffered | None:
-    """What an unknown key of a spec asks for, in any section."""
+    """Return the feature that an unknown key of a spec asks for, in any section; None if it is none."""
     name = _plain(name).removeprefix("pipeline_model_")  # Megatron's pipeline_model_parallel_size is ours
     return next((one for one in NOT_OFFERED if _fits(one.keys, name)), None)
 
@@ -146,8 +146,8 @@ def feature_of_key(name: str) -> NotOffered | None:
 def feature_of_value(name: str, value: object) -> NotOffered | None:
     """Return the feature that a value asks for; None if it is none. name: the key as written, or the spec's
     dotted key."""
-    asked = (one for one in NOT_OFFERED if _plain(name) in one.of)
-    return next((one for one in asked if _fits(one.values, str(value))), None)
+    features = (one for one in NOT_OFFERED if _plain(name) in one.of)
+    return next((one for one in features if _fits(one.values, str(value))), None)
 
 
 def _fits(names: str, text: str) -> bool:

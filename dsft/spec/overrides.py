@@ -92,16 +92,14 @@ def _make_room(container: Any, part: str | int, path: Path, following: str | int
     or why it cannot be set. following: the next part of the path, None at its end."""
     if isinstance(container, list):
         if not isinstance(part, int) or part > len(container):
-            return f"{dotted(path[:-1])} is a list of {len(container)}; address an item by its number, from 0"
+            return f"{dotted(path[:-1])} is a list of {len(container)}; give an item's number, counted from 0"
         if part == len(container):
             container.append(None)
         key: Any = part
     elif isinstance(container, dict):
         key = str(part)
     else:
-        return (
-            f"{dotted(path[:-1])} is {quote(container)}, not a mapping; it has no entry {quote(part)} to set"
-        )
+        return f"{dotted(path[:-1])} is {quote(container)}, not a mapping; it has no key {quote(part)} to set"
     if (
         following is not None
         and (container[key] if isinstance(container, list) else container.get(key)) is None

@@ -31,12 +31,12 @@ def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
     parameters."""
     patterns = [group.parameters for group in optim.groups]
     problems = list(unmatched("optim.groups.{}.parameters", patterns, names))
-    won = {group_of(name, optim) for name in names}
-    told = {problem.where for problem in problems}
+    groups_in_use = {group_of(name, optim) for name in names}
+    reported = {problem.where for problem in problems}
     for index, pattern in enumerate(patterns):
         where = f"optim.groups.{index}.parameters"
-        if index not in won and where not in told:
-            message = f"{pattern!r} fits parameters of earlier groups only; put it before them"
+        if index not in groups_in_use and where not in reported:
+            message = f"{pattern!r} matches only parameters of earlier groups; move this group before them"
             problems.append(Problem(where, message))
     return problems
 
@@ -54,4 +54,4 @@ def no_match(pattern: str, names: Collection[str]) -> str:
     literal = pattern.strip("*.")
     near = [name for name in sorted(names) if literal and literal in name]
     near = near or get_close_matches(pattern, sorted(names), n=SHOWN, cutoff=0.4) or sorted(names)
-    return f"{pattern!r} fits no name here; write one that does, such as {', '.join(near[:SHOWN])}"
+    return f"{pattern!r} matches no name here; write one that matches, such as {', '.join(near[:SHOWN])}"

@@ -4,9 +4,9 @@ prompt."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from dsft.spec.document import Finding, quote
+from dsft.spec.document import quote
+from dsft.spec.findings import Finding, finding, value_at, value_finding
 from dsft.spec.schema import Dpo, Spec
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -21,21 +21,21 @@ first."""
 
 def shares_prompts(spec: Spec) -> bool:
     """Return whether the prompt of a pair is computed once for both answers."""
-    asked = spec.dpo.share_prompts if spec.dpo is not None else None
-    can = spec.task_kind.rows == 2 and spec.data.packing and spec.model.attention in SHARING
-    return can and asked is not False
+    is_off = spec.dpo is not None and spec.dpo.share_prompts is False
+    is_possible = spec.task_kind.rows == 2 and spec.data.packing and spec.model.attention in SHARING
+    return is_possible and not is_off
 
 
 def preference_findings(spec: Spec) -> Iterator[Finding]:
     if not spec.task_kind.preference:
         if spec.dpo is not None:
-            message = f"the section has no effect on task {spec.task}; set task: dpo, or leave it out"
-            yield Finding(("dpo",), message, ("dpo", "task"))
+            message = f"the section has no effect with task {spec.task}; set task: dpo, or leave it out"
+            yield finding("dpo", message, "task")
         return
     dpo = spec.dpo or Dpo()
     if spec.data.train_on == "all":
-        message = "'all' trains on the prompt, which is the same for both answers; use assistant or last"
-        yield Finding(("data", "train_on"), message, ("data.train_on", "task"))
+        message = "would also train on the prompt, which is the same for both answers; use assistant or last"
+        yield value_finding(spec, "data.train_on", message, "task")
     yield from _policy_is_not_its_reference(spec)
     yield from _loss(dpo)
     if dpo.loss_type in REFERENCE_FREE:
@@ -45,24 +45,26 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
         yield from _adapter(spec, dpo)
     else:
         yield from _own_reference(spec, dpo)
-    yield from _share_prompts(spec, dpo)
+    if dpo.share_prompts:
+        for key, possible in (("data.packing", (True,)), ("model.attention", SHARING)):
+            value, needed = value_at(spec, key), " or ".join(str(one).lower() for one in possible)
+            if value not in possible:
+                message = f"true needs {key} {needed}, but it is {quote(value)}; change it, or leave this out"
+                yield finding("dpo.share_prompts", message, key)
 
 
 def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
     """Check for keys that make the policy differ from its reference before it has learned anything, and for
     smoothing of the next-token loss."""
-    reads = ("task",)
     if spec.train.neftune_alpha is not None:
-        message = (
-            f"{spec.train.neftune_alpha} adds noise to the policy and not to its reference; leave it out"
-        )
-        yield Finding(("train", "neftune_alpha"), message, (*reads, "train.neftune_alpha"))
+        message = "would add noise to the policy but not to its reference; leave it out"
+        yield value_finding(spec, "train.neftune_alpha", message, "task")
     if spec.model.lora is not None and spec.model.lora.dropout > 0:
-        message = f"{spec.model.lora.dropout} changes the policy and not its reference; set it to 0"
-        yield Finding(("model", "lora", "dropout"), message, (*reads, "model.lora.dropout"))
+        message = "would change the policy but not its reference; set it to 0"
+        yield value_finding(spec, "model.lora.dropout", message, "task")
     if spec.train.label_smoothing > 0:
-        message = f"{spec.train.label_smoothing} is of the next-token loss; use dpo.label_smoothing for pairs"
-        yield Finding(("train", "label_smoothing"), message, (*reads, "train.label_smoothing"))
+        message = "smooths the next-token loss, not the loss of pairs; use dpo.label_smoothing"
+        yield value_finding(spec, "train.label_smoothing", message, "task")
 
 
 def _loss(dpo: Dpo) -> Iterator[Finding]:
@@ -74,17 +76,15 @@ def _loss(dpo: Dpo) -> Iterator[Finding]:
         reason = f"has no effect with loss_type {dpo.loss_type}, only with simpo"
         yield from _unused(dpo, ("simpo_gamma",), "loss_type", reason)
     if dpo.loss_type == "orpo":
-        reason = "stands beside loss_type orpo, which has that term already, with weight 1"
+        reason = "cannot be combined with loss_type orpo, which already has this term with weight 1"
         yield from _unused(dpo, ("sft_weight",), "loss_type", reason)
 
 
 def _adapter(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
     if spec.model.lora is None:
-        message = (
-            "'adapter' needs model.lora: its reference is the policy with the adapter off; use precomputed"
-        )
-        yield Finding(("dpo", "reference"), message, ("dpo.reference", "model.lora"))
-    reason = "has no effect with reference adapter, whose reference is the policy with its adapter off"
+        message = "needs model.lora, since its reference is the policy without the adapter; use precomputed"
+        yield value_finding(spec, "dpo.reference", message, "model.lora")
+    reason = "has no effect with reference adapter, whose reference is the policy without its adapter"
     yield from _unused(dpo, (*_OF_REFERENCE[1:], *_OF_STORE), "reference", reason)
 
 
@@ -92,36 +92,21 @@ def _own_reference(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
     """Check the keys of a reference with its own engine, before training (precomputed) or during it
     (live)."""
     if dpo.reference == "live":
-        yield from _unused(
-            dpo, _OF_STORE, "reference", "has no effect with reference live, which has no store"
-        )
-    stage = dpo.reference_zero_stage
+        reason = "has no effect with reference live, which stores nothing"
+        yield from _unused(dpo, _OF_STORE, "reference", reason)
+    stage = spec.parallel.zero_stage if dpo.reference_zero_stage is None else dpo.reference_zero_stage
     if dpo.reference == "live" and spec.parallel.pipeline_stages > 1:
-        reason = "has no effect where a live reference stands in the policy's pipeline stages"
+        reason = "has no effect on a live reference in a pipeline, which is cut into the policy's stages"
         yield from _unused(dpo, ("reference_zero_stage", "reference_offload"), "reference", reason)
-    elif dpo.reference_offload == "cpu" and (spec.parallel.zero_stage if stage is None else stage) != 3:
-        message = "'cpu' needs a sharded reference; set reference_zero_stage: 3, or leave it out"
-        reads = ("dpo.reference_offload", "dpo.reference_zero_stage", "parallel.zero_stage")
-        yield Finding(("dpo", "reference_offload"), message, reads)
-
-
-def _share_prompts(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
-    if not dpo.share_prompts:
-        return
-    for key, value, possible in (
-        ("data.packing", spec.data.packing, (True,)),
-        ("model.attention", spec.model.attention, SHARING),
-    ):
-        if value not in possible:
-            needed = " or ".join(str(one).lower() for one in possible)
-            message = f"true needs {key} {needed}, and it is {quote(value)}; change it, or leave this out"
-            yield Finding(("dpo", "share_prompts"), message, ("dpo.share_prompts", key))
+    elif dpo.reference_offload == "cpu" and stage != 3:
+        message = "needs a sharded reference; set reference_zero_stage: 3, or leave it out"
+        reads = ("dpo.reference_zero_stage", "parallel.zero_stage")
+        yield value_finding(spec, "dpo.reference_offload", message, *reads)
 
 
 def _unused(dpo: Dpo, keys: tuple[str, ...], other: str, reason: str) -> Iterator[Finding]:
     """Yield a finding for each of these keys that does not have its default."""
     for key in keys:
-        value: Any = getattr(dpo, key)
+        value = getattr(dpo, key)
         if value != Dpo.model_fields[key].default:
-            message = f"{quote(value)} {reason}; leave it out"
-            yield Finding(("dpo", key), message, (f"dpo.{key}", f"dpo.{other}"))
+            yield finding(f"dpo.{key}", f"{quote(value)} {reason}; leave it out", f"dpo.{other}")

@@ -1,6 +1,6 @@
-"""Define the spec: one frozen model per section, each key with a description and its unit.
+"""Define the spec: one frozen model per section. A docstring below each key describes it, with its unit.
 
-A default written here is the value that the run uses, except where a description gives another one.
+A default written here is the value that the run uses, except where the docstring gives another one.
 `dsft.spec.load` reads a spec's file and checks it.
 """
 
@@ -16,367 +16,255 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 # Accepts a YAML list for a tuple; all other values must have the exact type (strict below).
 Listed = Strict(False)
+Strings = Annotated[tuple[str, ...], Listed]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, without unknown keys, type conversion, NaN or infinity."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 
 class Lora(Section):
     """Low-rank adapters in place of full weights."""
 
-    rank: int = Field(default=16, ge=1, description="Rank of each adapter's two factors.")
-    alpha: float = Field(
-        default=32.0, gt=0, description="Scale: the adapter's product is multiplied by alpha ÷ rank."
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout probability of an adapter's input, 0 to 1."
-    )
-    target_modules: str | Annotated[tuple[str, ...], Listed] = Field(
-        default="all-linear", description="Names of the linear modules that get an adapter, or all-linear."
-    )
-    use_rslora: bool = Field(default=False, description="Scale by alpha ÷ √rank instead of alpha ÷ rank.")
-    use_dora: bool = Field(default=False, description="DoRA: also learn a magnitude per output feature.")
-    modules_to_save: Annotated[tuple[str, ...], Listed] = Field(
-        default=(), description="Modules trained in full beside the adapters, such as lm_head."
-    )
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of a saved adapter to start from; keys that are left out are taken from it.",
-    )
+    rank: Count = 16
+    """Rank of an adapter's two factor matrices."""
+    alpha: Positive = 32.0
+    """Scale: the product of an adapter's factors is multiplied by alpha ÷ rank."""
+    dropout: Beta = 0.0
+    """Dropout probability of an adapter's input, 0 to 1."""
+    target_modules: str | Strings = "all-linear"
+    """Names of the linear modules that get an adapter, or all-linear."""
+    use_rslora: bool = False
+    """Scale by alpha ÷ √rank instead of alpha ÷ rank."""
+    use_dora: bool = False
+    """DoRA: also train a magnitude per output feature."""
+    modules_to_save: Strings = ()
+    """Modules that are trained in full beside the adapters, such as lm_head."""
+    path: Text | None = None
+    """Folder of a saved adapter to start from; keys that you leave out are taken from it."""
 
 
 class Model(Section):
-    """The model to train: pretrained, or with fresh weights from a config."""
+    """The model to train: pretrained, or newly initialized from a config."""
 
-    name_or_path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Hub id or folder of a pretrained causal language model; or give from_config.",
-    )
-    from_config: dict[str, Any] | None = Field(
-        default=None,
-        description="Keys of a transformers config, including model_type, for a model with fresh weights.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Hub id, folder or sentencepiece .model file of the tokenizer; by default the model's "
-        "own, or a byte-level one for from_config.",
-    )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
-        default="auto",
-        description="Attention: auto takes torch's, for packed rows the fastest that device, precision and "
-        "model allow; sdpa computes packed rows segment by segment; the others are those of transformers.",
-    )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="Recompute each layer's activations in the backward pass to save memory.",
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Not offered: code that comes with a model is never run."
-    )
-    add_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed] = Field(
-        default=(),
-        description="Special tokens to add to the tokenizer; new embeddings start as the mean of the others.",
-    )
-    lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
-    trainable: Annotated[tuple[str, ...], Listed] | None = Field(
-        default=None, description="Patterns of the names of the parameters to train; by default all."
-    )
-    compile: bool = Field(default=False, description="Compile the model's layers with torch.compile.")
-    kernels: Literal["torch", "liger"] = Field(
-        default="torch",
-        description="Implementation of norms, rotary embeddings and SwiGLU: torch (the model's own modules) "
-        "or Liger's fused kernels (GPUs only; install dsft[liger]).",
-    )
-    activation_offload: bool = Field(
-        default=False, description="Keep the activations of checkpointed layers in host memory."
-    )
+    name_or_path: Text | None = None
+    """Hub id or folder of a pretrained causal language model; alternatively give from_config."""
+    from_config: dict[str, Any] | None = None
+    """Keys of a transformers config, including model_type, for a newly initialized model."""
+    tokenizer: Text | None = None
+    """Hub id, folder or sentencepiece .model file of the tokenizer; by default the model's own, or a
+    byte-level tokenizer with from_config."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention implementation. auto takes torch's, and for packed rows the fastest one that device,
+    precision and model allow; sdpa computes packed rows segment by segment; the others are those of
+    transformers."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass to save memory."""
+    trust_remote_code: bool = False
+    """Not offered: code that comes with a model is never run."""
+    add_tokens: Annotated[tuple[Text, ...], Listed] = ()
+    """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
+    lora: Lora | None = None
+    """Train low-rank adapters instead of all weights."""
+    trainable: Strings | None = None
+    """Patterns for the names of the parameters to train; by default all are trained."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Implementation of norms, rotary embeddings and SwiGLU: torch (the model's own modules) or liger
+    (Liger's fused kernels, for GPUs only; install dsft[liger])."""
+    activation_offload: bool = False
+    """Keep the activations of checkpointed layers in host memory."""
 
 
 class Source(Section):
     """A source of rows: one file, or several of the same kind."""
 
-    path: str = Field(
-        min_length=1,
-        description="File, folder, pattern, hub data set (owner/name[:split]), or builtin:quickstart, "
-        "builtin:quickstart-heldout; for pairs builtin:quickstart-pairs, -pairs-heldout.",
-    )
+    path: Text
+    """File, folder, pattern or hub data set (owner/name[:split]); or builtin:quickstart,
+    builtin:quickstart-heldout, and for pairs builtin:quickstart-pairs, builtin:quickstart-pairs-heldout."""
     format: (
         Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto"] | None
-    ) = Field(default=None, description="Format of a row; detected from its keys and printed when not given.")
-    columns: dict[str, str] = Field(
-        default_factory=dict,
-        description="Renamed columns, as {name in dsft: name in the file}, such as {text: content}.",
-    )
-    name: str | None = Field(
-        default=None,
-        pattern=NAME_PATTERN,
-        description="Name in metrics (data/NAME/tokens, eval/NAME/loss): letters, digits, '.', '_', '-'; by "
-        "default derived from the path.",
-    )
-    weight: float | None = Field(
-        default=None,
-        gt=0,
-        description="Share of this source in training, relative to the others; all have one, or none.",
-    )
-    max_rows: int | None = Field(
-        default=None, ge=1, description="Number of rows to read from the start of the file; by default all."
-    )
+    ) = None
+    """Format of the rows; by default it is detected from their keys and printed."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns to rename, as {name in dsft: name in the file}, such as {text: content}."""
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """Name in metrics (data/NAME/tokens, eval/NAME/loss), of letters, digits, '.', '_' and '-'; by default
+    derived from the path."""
+    weight: Positive | None = None
+    """Share of this source in training, relative to the others; give one to all sources or to none."""
+    max_rows: Count | None = None
+    """Number of rows to read from the start of the file; by default all."""
 
 
 class Data(Section):
     """The rows: their sources and maximum length, and what to do with those that do not fit."""
 
-    train: Annotated[tuple[Source, ...], Listed] = Field(
-        min_length=1, description="Files of rows to train on."
-    )
-    eval: Annotated[tuple[Source, ...], Listed] = Field(default=(), description="Files of held-out rows.")
-    max_length: int = Field(default=2048, ge=2, description="Maximum tokens of a row.")
-    on_too_long: Literal["error", "drop", "truncate", "split"] = Field(
-        default="error",
-        description="What to do with a row over max_length; split divides it into several rows (pretraining "
-        "only; packing does so anyway).",
-    )
-    packing: bool = Field(
-        default=False,
-        description="Pack several examples into one row without padding; the loss stays the same. In "
-        "pretraining: rows of exactly max_length tokens.",
-    )
-    max_tokens_per_micro_batch: int | None = Field(
-        default=None,
-        ge=2,
-        description="Maximum tokens of a packed micro-batch; by default micro_batch_size × max_length, for "
-        "pairs twice that.",
-    )
-    eval_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Fraction of training rows held out for evaluation, 0 to 1, by a hash of their content.",
-    )
-    eval_count: int | None = Field(
-        default=None, ge=1, description="Number of training rows held out, by a hash of their content."
-    )
-    train_on: Literal["assistant", "last", "all"] = Field(
-        default="assistant",
-        description="Targets in a conversation: all assistant turns, only the last one, or everything.",
-    )
-    max_dropped_fraction: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Fraction of rows left out (too long, bad, empty, without a target) that stops the run.",
-    )
-    max_truncated_fraction: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Fraction of truncated rows, 0 to 1, above which the run does not start.",
-    )
-    max_duplicate_fraction: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Fraction of rows that repeat an earlier one, above which the run does not start.",
-    )
-    on_bad_row: Literal["error", "drop"] = Field(
-        default="error", description="What to do with a row that cannot be read."
-    )
-    chat_template: str | None = Field(
-        default=None,
-        min_length=1,
-        description="File of a Jinja chat template, or the name of one; by default the tokenizer's own.",
-    )
-    cache_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Cache of tokenized rows, shared by hosts and runs; by default OUTPUT_DIR/.cache/data.",
-    )
-    num_workers: int | None = Field(
-        default=None,
-        ge=0,
-        description="Processes that tokenize; 0: only the run's own; by default one per core.",
-    )
+    train: Annotated[tuple[Source, ...], Listed] = Field(min_length=1)
+    """Files of rows to train on."""
+    eval: Annotated[tuple[Source, ...], Listed] = ()
+    """Files of held-out rows."""
+    max_length: int = Field(default=2048, ge=2)
+    """Maximum length of a row, in tokens."""
+    on_too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """What to do with a row longer than max_length; split divides it into several rows (pretraining only;
+    packing does so anyway)."""
+    packing: bool = False
+    """Pack several examples into one row without padding; the loss stays the same. In pretraining, each row
+    has exactly max_length tokens."""
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=2)
+    """Maximum tokens of a packed micro-batch; by default micro_batch_size × max_length, twice that for
+    pairs."""
+    eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of training rows, 0 to 1, to hold out for evaluation, chosen by a hash of their content."""
+    eval_count: Count | None = None
+    """Number of training rows to hold out for evaluation, chosen by a hash of their content."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Targets of a conversation: the tokens of all assistant turns, of only the last one, or all tokens."""
+    max_dropped_fraction: Share | None = None
+    """Fraction of rows, 0 to 1, that may be left out (too long, bad, empty or without a target); with more,
+    the run does not start."""
+    max_truncated_fraction: Share | None = None
+    """Fraction of rows, 0 to 1, that may be truncated; with more, the run does not start."""
+    max_duplicate_fraction: Share | None = None
+    """Fraction of rows, 0 to 1, that may repeat an earlier row; with more, the run does not start."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What to do with a row that cannot be read."""
+    chat_template: Text | None = None
+    """File of a Jinja chat template, or the name of one; by default the tokenizer's own."""
+    cache_dir: Text | None = None
+    """Folder that caches tokenized rows, shared by hosts and runs; by default OUTPUT_DIR/.cache/data."""
+    num_workers: Natural | None = None
+    """Number of processes that tokenize; 0: only the run's own process; by default one per core."""
 
 
 class Dpo(Section):
     """Direct preference optimization."""
 
-    beta: float = Field(
-        default=0.1, gt=0, description="Strength of the pull towards the reference, without unit."
-    )
-    loss_type: Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"] = Field(
-        default="sigmoid", description="Preference loss to minimize."
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="Probability that the answers of a pair are swapped."
-    )
-    reference: Literal["precomputed", "live", "adapter"] = Field(
-        default="precomputed",
-        description="Source of the reference's log-probabilities: precomputed (disk), live (a second "
-        "engine), adapter (the policy with its adapter off).",
-    )
-    reference_model: str | None = Field(
-        default=None, min_length=1, description="Hub id or folder of the reference; by default the model."
-    )
-    reference_zero_stage: Literal[0, 3] | None = Field(
-        default=None,
-        description="0: the reference is whole on every GPU; 3: sharded. By default 3 if "
-        "parallel.zero_stage is 3, else 0; in a pipeline it is cut into the policy's stages.",
-    )
-    reference_offload: Literal["none", "cpu"] = Field(
-        default="none", description="Where the reference's parameters are stored between their uses (ZeRO 3)."
-    )
-    reference_store: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of precomputed log-probabilities; by default OUTPUT_DIR/.cache/reference.",
-    )
-    recheck_rows: int = Field(
-        default=4, ge=0, description="Number of random stored pairs scored again at the start; 0: none."
-    )
-    share_prompts: bool | None = Field(
-        default=None,
-        description="Compute a pair's prompt once for both answers; by default if rows are packed and "
-        "model.attention is auto or sdpa.",
-    )
-    sft_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the added next-token loss on chosen answers.",
-    )
-    simpo_gamma: float = Field(
-        default=0.5, ge=0, description="Target margin of simpo, in units of the reward."
-    )
+    beta: Positive = 0.1
+    """Strength of the pull towards the reference; it has no unit."""
+    loss_type: Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"] = "sigmoid"
+    """Preference loss to minimize."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed probability that the two answers of a pair are swapped."""
+    reference: Literal["precomputed", "live", "adapter"] = "precomputed"
+    """Where the reference's log-probabilities come from: precomputed (from disk), live (from a second engine)
+    or adapter (from the policy with its adapter switched off)."""
+    reference_model: Text | None = None
+    """Hub id or folder of the reference; by default the model that is trained, as it is at the start."""
+    reference_zero_stage: Literal[0, 3] | None = None
+    """0: every GPU holds the whole reference; 3: it is sharded. By default 3 if parallel.zero_stage is 3,
+    else 0; in a pipeline it is cut into the policy's stages."""
+    reference_offload: Literal["none", "cpu"] = "none"
+    """Where the reference's parameters are stored while they are not in use (ZeRO 3)."""
+    reference_store: Text | None = None
+    """Folder of precomputed log-probabilities; by default OUTPUT_DIR/.cache/reference."""
+    recheck_rows: Natural = 4
+    """Number of stored pairs, chosen at random, that are scored again at the start; 0: none."""
+    share_prompts: bool | None = None
+    """Compute a pair's prompt once for both answers; by default true if rows are packed and model.attention
+    is auto or sdpa."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight with which the next-token loss on chosen answers is added."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """Target margin of simpo, in units of the reward."""
 
 
 class Offload(Section):
     """Where a part of the training state is stored."""
 
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="Where it is stored: none (GPU memory), cpu (host memory) or nvme."
-    )
-    nvme_path: str | None = Field(
-        default=None, min_length=1, description="Folder on a local disk of each host, for device nvme."
-    )
-    pin_memory: bool | None = Field(
-        default=None,
-        description="Pin its host memory, for faster copies; by default if the hosts have enough memory.",
-    )
-
-
-Layers = Annotated[int, Field(ge=1)]
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where it is stored: none (GPU memory), cpu (host memory) or nvme."""
+    nvme_path: Text | None = None
+    """Folder on a local disk of each host; device nvme needs it."""
+    pin_memory: bool | None = None
+    """Pin its host memory, for faster copies; by default true if the hosts have enough memory."""
 
 
 class Parallel(Section):
     """How the training state and the layers are divided among the ranks."""
 
-    zero_stage: int = Field(
-        default=1,
-        ge=0,
-        le=3,
-        description="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. "
-        "By default 2 in bf16 without a pipeline, unless the accelerator is cpu; else 1.",
-    )
-    pipeline_stages: int = Field(
-        default=1, ge=1, description="Pipeline stages, each with consecutive layers; 1: no pipeline."
-    )
-    pipeline_cut: Literal["parameters"] | Annotated[tuple[Layers, ...], Listed] = Field(
-        default="parameters",
-        description="Layers per stage: a list, or parameters, which balances the stages' parameters.",
-    )
-    offload_optimizer: Offload = Field(
-        default=Offload(), description="Where optimizer states and fp32 weights are stored and updated."
-    )
-    offload_parameters: Offload = Field(
-        default=Offload(), description="Where parameters are stored between their uses (ZeRO 3)."
-    )
-    allow_torch_adam: bool = Field(
-        default=False,
-        description="Use torch's Adam if DeepSpeed's CPU Adam cannot be compiled, instead of stopping.",
-    )
+    zero_stage: int = Field(default=1, ge=0, le=3)
+    """What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. By default 2 in
+    bf16 without a pipeline, unless the accelerator is cpu; else 1."""
+    pipeline_stages: Count = 1
+    """Number of pipeline stages, each with consecutive layers; 1: no pipeline."""
+    pipeline_cut: Literal["parameters"] | Annotated[tuple[Count, ...], Listed] = "parameters"
+    """Layers per stage: a list of numbers, or parameters, which balances the stages' parameters."""
+    offload_optimizer: Offload = Offload()
+    """Where optimizer states and fp32 master weights are stored and updated."""
+    offload_parameters: Offload = Offload()
+    """Where parameters are stored while they are not in use (ZeRO 3)."""
+    allow_torch_adam: bool = False
+    """Use torch's Adam if DeepSpeed's CPU Adam cannot be compiled, instead of stopping."""
 
 
 class Train(Section):
-    """Batch sizes, length of the run, precision. Two of the three batch keys are given, the third follows."""
+    """Batch sizes, length of the run, precision. Give two of the three batch keys; the third follows."""
 
-    global_batch_size: int | None = Field(
-        default=None, ge=1, description="Examples per optimizer step, over all ranks."
-    )
-    micro_batch_size: int | None = Field(
-        default=None, ge=1, description="Examples per forward pass of one data-parallel rank."
-    )
-    accumulation_steps: int | None = Field(
-        default=None, ge=1, description="Micro-batches per optimizer step of one data-parallel rank."
-    )
-    num_train_epochs: float = Field(
-        default=1.0, gt=0, description="Passes over the training rows; a fraction is allowed."
-    )
-    max_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps; overrides num_train_epochs when given."
-    )
-    eval_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Optimizer steps between evaluations of data.eval; by default only at the end.",
-    )
-    eval_on_start: bool = Field(default=False, description="Evaluate data.eval before the first step, too.")
-    log_every: int = Field(default=1, ge=1, description="Optimizer steps between lines of metrics.")
-    precision: Literal["bf16", "fp32", "fp16"] = Field(
-        default="bf16",
-        description="Data type of weights in forward and backward; master weights and moments are fp32.",
-    )
-    tf32: bool = Field(
-        default=False,
-        description="Let GPUs multiply fp32 matrices as TF32, with 10 bits of mantissa; for precision fp32.",
-    )
-    reduce_dtype: Literal["fp32", "bf16"] | None = Field(
-        default=None, description="Data type of the gradient reduction over ranks; by default fp32."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="2-norm to which the gradient is clipped; 0 switches clipping off."
-    )
-    seed: int = Field(
-        default=42, ge=0, le=2**32 - 1, description="Seed of fresh weights, the order of rows and dropout."
-    )
-    max_consecutive_nonfinite: int = Field(
-        default=3,
-        ge=1,
-        description="Steps in a row with an infinite or NaN gradient (never applied) that stop the run.",
-    )
-    compare_ranks_every: int | None = Field(
-        default=100,
-        ge=1,
-        description="Steps between bitwise comparisons of replicated weights; null: only before checkpoints.",
-    )
-    neftune_alpha: float | None = Field(
-        default=None,
-        gt=0,
-        description="NEFTune: in training, noise in ±α ÷ √(tokens × hidden size) on embeddings, such as 5.",
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Probability mass taken from the target and spread evenly over all tokens.",
-    )
+    global_batch_size: Count | None = None
+    """Examples per optimizer step, over all ranks."""
+    micro_batch_size: Count | None = None
+    """Examples per forward pass of one data-parallel rank."""
+    accumulation_steps: Count | None = None
+    """Micro-batches per optimizer step of one data-parallel rank."""
+    num_train_epochs: Positive = 1.0
+    """Passes over the training rows; a fraction is allowed."""
+    max_steps: Count | None = None
+    """Number of optimizer steps; overrides num_train_epochs."""
+    eval_every: Count | None = None
+    """Optimizer steps between evaluations of data.eval; by default there is only one, at the end."""
+    eval_on_start: bool = False
+    """Also evaluate data.eval before the first step."""
+    log_every: Count = 1
+    """Optimizer steps between lines of metrics."""
+    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Data type of the weights in forward and backward; master weights and moments are fp32."""
+    tf32: bool = False
+    """Let GPUs multiply fp32 matrices as TF32, with 10 bits of mantissa; for precision fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Data type in which gradients are reduced over the ranks; by default fp32."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """2-norm to which the gradient is clipped; 0 switches clipping off."""
+    seed: int = Field(default=42, ge=0, le=2**32 - 1)
+    """Seed of newly initialized weights, of the order of rows and of dropout."""
+    max_consecutive_nonfinite: Count = 3
+    """Number of consecutive steps with an infinite or NaN gradient at which the run stops; such a gradient is
+    never applied."""
+    compare_ranks_every: Count | None = 100
+    """Steps between bitwise comparisons of replicated weights; null: only before checkpoints."""
+    neftune_alpha: Positive | None = None
+    """NEFTune: α of the noise within ±α ÷ √(tokens × hidden size) added to embeddings in training, such as
+    5."""
+    label_smoothing: Beta = 0.0
+    """Probability mass that is taken from the target and spread evenly over all tokens."""
 
 
 class OptimGroup(Section):
     """A group of parameters with its own learning rate or weight decay."""
 
-    parameters: str = Field(min_length=1, description="Pattern of the parameter names in this group.")
-    learning_rate: float | None = Field(
-        default=None, ge=0, description="Peak learning rate of this group; by default optim.learning_rate."
-    )
-    weight_decay: float | None = Field(default=None, ge=0, description="Weight decay of this group.")
+    parameters: Text
+    """Pattern for the names of the parameters in this group."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """Peak learning rate of this group; by default optim.learning_rate."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of all parameters of this group; by default as without a group."""
 
 
 Schedule = Literal[
@@ -385,196 +273,153 @@ Schedule = Literal[
 DecayType = Literal["cosine", "linear", "1-sqrt"]
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
 class Optim(Section):
     """The optimizer and its learning rate, a function of the step alone."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="The optimizer.")
-    learning_rate: float = Field(gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight decay of matrices and embeddings; biases, norms and other vectors have none.",
-    )
-    lr_scheduler_type: Schedule = Field(
-        default="linear", description="Learning rate schedule, equal to transformers.get_scheduler."
-    )
-    warmup_steps: int | None = Field(
-        default=None, ge=0, description="Steps of warm-up from 0 (wsd: min_lr_ratio); or give warmup_ratio."
-    )
-    warmup_ratio: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="Fraction of all steps, rounded up, that are warm-up; or give warmup_steps.",
-    )
-    min_lr_ratio: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Lowest learning rate of cosine_with_min_lr and wsd, as a fraction of learning_rate.",
-    )
-    decay_steps: int | None = Field(
-        default=None, ge=1, description="Last steps, in which wsd's learning rate falls; or give decay_ratio."
-    )
-    decay_ratio: float | None = Field(
-        default=None, gt=0, le=1, description="Fraction of all steps, rounded up, in which wsd's rate falls."
-    )
-    decay_type: DecayType | None = Field(
-        default=None, description="Shape of wsd's decay; by default cosine, as in transformers."
-    )
-    betas: Annotated[tuple[Beta, Beta], Listed] = Field(
-        default=(0.9, 0.999), description="Decay per step of adamw's first and second moment."
-    )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of adamw's second moment.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the last update that sgd keeps.")
-    scale_with_batch: Literal["none", "linear", "sqrt"] = Field(
-        default="none",
-        description="Scale learning_rate by global batch ÷ base_batch_size (linear) or its root (sqrt).",
-    )
-    base_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Global batch, in examples, for which learning_rate was tuned; for scale_with_batch.",
-    )
-    groups: Annotated[tuple[OptimGroup, ...], Listed] = Field(
-        default=(), description="Groups of parameters with their own learning rate or weight decay."
-    )
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer."""
+    learning_rate: Positive
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of matrices and embeddings; biases, norms and other vectors have none."""
+    lr_scheduler_type: Schedule = "linear"
+    """Learning rate schedule, equal to that of transformers.get_scheduler."""
+    warmup_steps: Natural | None = None
+    """Number of warm-up steps, from 0 (wsd: from min_lr_ratio); alternatively give warmup_ratio."""
+    warmup_ratio: Beta | None = None
+    """Fraction of all steps that are warm-up, rounded up to a step; alternatively give warmup_steps."""
+    min_lr_ratio: Share | None = None
+    """Lowest learning rate of cosine_with_min_lr and wsd, as a fraction of learning_rate."""
+    decay_steps: Count | None = None
+    """Number of last steps in which wsd's learning rate falls; alternatively give decay_ratio."""
+    decay_ratio: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of all steps, rounded up to a step, in which wsd's learning rate falls; alternatively give
+    decay_steps."""
+    decay_type: DecayType | None = None
+    """Shape of wsd's decay; by default cosine, as in transformers."""
+    betas: Annotated[tuple[Beta, Beta], Listed] = (0.9, 0.999)
+    """Decay per step of adamw's first and second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of adamw's second moment."""
+    momentum: Beta = 0.0
+    """Momentum factor of sgd."""
+    scale_with_batch: Literal["none", "linear", "sqrt"] = "none"
+    """Scale learning_rate by global batch ÷ base_batch_size (linear), or by the root of that (sqrt)."""
+    base_batch_size: Count | None = None
+    """Global batch size, in examples, for which learning_rate was tuned; scale_with_batch needs it."""
+    groups: Annotated[tuple[OptimGroup, ...], Listed] = ()
+    """Groups of parameters with their own learning rate or weight decay."""
 
 
 class Checkpoint(Section):
     """When checkpoints are written and which stay on disk; a run always writes one at its end."""
 
-    every: int | None = Field(
-        default=200, ge=1, description="Optimizer steps between checkpoints; null writes one at the end only."
-    )
-    keep_last: int | None = Field(
-        default=2, ge=1, description="Number of newest checkpoints that stay on disk; null keeps all."
-    )
-    resume: str = Field(
-        default="auto",
-        min_length=1,
-        description="auto resumes from the newest checkpoint, never refuses a folder with one; or a path.",
-    )
-    keep_best: int | None = Field(
-        default=None,
-        ge=1,
-        description="Checkpoints with the lowest eval/loss that also stay on disk; each is evaluated.",
-    )
+    every: Count | None = 200
+    """Optimizer steps between checkpoints; null: only one, at the end."""
+    keep_last: Count | None = 2
+    """Number of newest checkpoints to keep on disk; null keeps all."""
+    resume: Text = "auto"
+    """auto: resume from the newest checkpoint of the run's folder, if there is one; never: refuse a folder
+    that has one; or the path of a checkpoint."""
+    keep_best: Count | None = None
+    """Number of checkpoints with the lowest eval/loss to keep as well; each checkpoint is evaluated."""
 
 
 class Accelerator(Section):
     """The device of each slot of a host; with it, a machine without such a device can plan a run."""
 
-    name: str = Field(min_length=1, description="cpu, or the GPU's name, such as H100.")
-    memory_gib: float | None = Field(
-        default=None, gt=0, description="Memory of one device, in GiB (2^30 bytes)."
-    )
-    peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="Peak of one device at the run's precision, in 10^12 operations per second.",
-    )
+    name: Text
+    """cpu, or the GPU's name, such as H100."""
+    memory_gib: Positive | None = None
+    """Memory of one device, in GiB (2^30 bytes)."""
+    peak_tflops: Positive | None = None
+    """Peak throughput of one device at the run's precision, in 10^12 operations per second."""
 
 
 class Cluster(Section):
-    """The hosts of the run. A world of another size stops at once."""
+    """The hosts of the run. A run with another number of processes stops at its start."""
 
-    hosts: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        min_length=1,
-        description="Processes (slots) per host, as {host: slots}, in the order of the ranks; a key may be a "
-        "range of hosts, such as node[01-16].",
-    )
-    interface: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,14}$",
-        description="Network interface for the traffic between hosts, such as eth0.",
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set on every host.")
-    accelerator: Accelerator | None = Field(
-        default=None, description="The device of each slot; by default that of the machine."
-    )
-    host_memory_gib: float | None = Field(
-        default=None, gt=0, description="Memory that the run may take on each host, in GiB (2^30 bytes)."
-    )
-    launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = Field(
-        default="dsft", description="What starts the ranks under dsft launch. slurm: dsft, through srun."
-    )
-    hang_timeout: int | None = Field(
-        default=None,
-        ge=1,
-        description="Seconds in which a rank starts no step, evaluation or save, after which dsft launch "
-        "names it and ends the run with exit code 124. Other launchers do not check; there, a collective "
-        "times out after 30 minutes.",
-    )
-    time_limit: int | None = Field(
-        default=None,
-        ge=1,
-        description="Seconds after the start at which the run ends its step, saves and exits with 75; the "
-        "same command resumes it. At least one step is trained; leave room for two steps and a save.",
-    )
-    min_hosts: int | None = Field(default=None, ge=1, description="Fewest hosts on which the run continues.")
+    hosts: dict[str, Count] = Field(min_length=1)
+    """Number of processes (slots) per host, as {host: slots}, in the order of the ranks; a key may be a range
+    of hosts, such as node[01-16]."""
+    interface: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,14}$")
+    """Network interface for the traffic between hosts, such as eth0."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables to set on every host."""
+    accelerator: Accelerator | None = None
+    """The device of each slot; by default that of the machine."""
+    host_memory_gib: Positive | None = None
+    """Memory that the run may use on each host, in GiB (2^30 bytes)."""
+    launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = "dsft"
+    """What starts the ranks under dsft launch; slurm: dsft starts them through srun."""
+    hang_timeout: Count | None = None
+    """Seconds in which a rank may start no step, evaluation or save; after that, dsft launch names the rank
+    and ends the run with exit code 124. Other launchers do not check; there, a collective times out after 30
+    minutes."""
+    time_limit: Count | None = None
+    """Seconds after the start at which the run finishes its step, saves and exits with 75; the same command
+    resumes it. At least one step is trained; leave time for two steps and a save."""
+    min_hosts: Count | None = None
+    """Smallest number of hosts with which the run starts and continues."""
 
 
 class Wandb(Section):
     """Weights & Biases. The run's name is the spec's."""
 
-    project: str = Field(default="dsft", min_length=1, description="Project of the run.")
-    entity: str | None = Field(
-        default=None, min_length=1, description="Owning user or team; by default that of the API key."
-    )
-    group: str | None = Field(default=None, min_length=1, description="Group in which the run is shown.")
-    tags: Annotated[tuple[str, ...], Listed] = Field(default=(), description="Tags of the run.")
-    mode: Literal["auto", "online", "offline", "disabled"] = Field(
-        default="auto", description="auto: online if an API key is found, else offline."
-    )
+    project: Text = "dsft"
+    """Project of the run."""
+    entity: Text | None = None
+    """User or team that owns the run; by default that of the API key."""
+    group: Text | None = None
+    """Group in which the run is shown."""
+    tags: Strings = ()
+    """Tags of the run."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online if an API key is found, else offline."""
 
 
 class SwanLab(Section):
     """SwanLab. The run's name is the spec's."""
 
-    project: str = Field(default="dsft", min_length=1, description="Project of the run.")
-    workspace: str | None = Field(
-        default=None, min_length=1, description="Owning user or organization; by default that of the API key."
-    )
-    mode: Literal["auto", "online", "offline", "disabled"] = Field(
-        default="auto", description="auto: online if SWANLAB_API_KEY is set, else offline."
-    )
+    project: Text = "dsft"
+    """Project of the run."""
+    workspace: Text | None = None
+    """User or organization that owns the run; by default that of the API key."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online if SWANLAB_API_KEY is set, else offline."""
 
 
 class Spec(Section):
     """One experiment."""
 
-    name: str = Field(
-        pattern=NAME_PATTERN,
-        description="Name of the run and its folder: letters, digits, '.', '_', '-', at most 100.",
-    )
-    task: Literal["sft", "pretrain", "dpo"] = Field(
-        description="Training task: sft (answers in conversations), pretrain (plain text) or dpo "
-        "(preferences)."
-    )
-    model: Model = Field(description="The model to train.")
-    data: Data = Field(description="The rows to train on and to evaluate.")
-    dpo: Dpo | None = Field(
-        default=None, description="Settings of task dpo; by default the defaults of its keys."
-    )
-    parallel: Parallel = Field(
-        default=Parallel(), description="How state and layers are divided among the ranks."
-    )
-    train: Train = Field(description="Batch sizes, length of the run, precision.")
-    optim: Optim = Field(description="The optimizer and its schedule.")
-    checkpoint: Checkpoint = Field(default=Checkpoint(), description="When checkpoints are written and kept.")
-    cluster: Cluster | None = Field(
-        default=None, description="The hosts; without it the run accepts any number of processes."
-    )
-    wandb: Wandb = Field(default=Wandb(), description="Weights & Biases.")
-    tensorboard: bool = Field(default=False, description="Also write OUTPUT_DIR/NAME/tensorboard.")
-    swanlab: SwanLab | None = Field(default=None, description="SwanLab; nothing is sent without the section.")
-    output_dir: str = Field(
-        default="runs", min_length=1, description="Folder of all runs, shared by all hosts."
-    )
+    name: str = Field(pattern=NAME_PATTERN)
+    """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
+    task: Literal["sft", "pretrain", "dpo"]
+    """Training task: sft (answers in conversations), pretrain (plain text) or dpo (preferences)."""
+    model: Model
+    """The model to train."""
+    data: Data
+    """The rows to train on and to evaluate."""
+    dpo: Dpo | None = None
+    """Settings of task dpo; by default the defaults of its keys."""
+    parallel: Parallel = Parallel()
+    """How state and layers are divided among the ranks."""
+    train: Train
+    """Batch sizes, length of the run, precision."""
+    optim: Optim
+    """The optimizer and its learning rate schedule."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When checkpoints are written and which are kept."""
+    cluster: Cluster | None = None
+    """The hosts; without this section the run accepts any number of processes."""
+    wandb: Wandb = Wandb()
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Also write TensorBoard's files, to OUTPUT_DIR/NAME/tensorboard."""
+    swanlab: SwanLab | None = None
+    """SwanLab; without this section nothing is sent to it."""
+    output_dir: Text = "runs"
+    """Folder of all runs, shared by all hosts."""
 
     @property
     def task_kind(self) -> Task:
@@ -591,13 +436,18 @@ class Spec(Section):
         """The device in cluster.accelerator; None if the spec does not name it."""
         return self.cluster.accelerator if self.cluster else None
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether cluster.accelerator is the CPU."""
+        return self.accelerator is not None and self.accelerator.name.lower() == "cpu"
+
     @model_validator(mode="after")
     def _default_zero_stage(self) -> Spec:
         """Set the default of zero_stage. It depends on the spec alone, so that generated files are the same
         on every machine. The key stays out of `model_fields_set`."""
-        on_cpu = self.accelerator is not None and self.accelerator.name.lower() == "cpu"
         given = "zero_stage" in self.parallel.model_fields_set
-        if not given and self.train.precision == "bf16" and self.parallel.pipeline_stages == 1 and not on_cpu:
+        has_pipeline = self.parallel.pipeline_stages > 1
+        if not given and self.train.precision == "bf16" and not has_pipeline and not self.is_on_cpu:
             parallel = self.parallel.model_copy()
             parallel.__dict__["zero_stage"] = 2
             self.__dict__["parallel"] = parallel

@@ -8,7 +8,7 @@ from dsft.spec.schema import Lora, Model, Source, Spec
 def summary(spec: Spec) -> str:
     """Return the lines: task and model, data, layout, length with optimizer, output folder."""
     model, parallel, train, optim = spec.model, spec.parallel, spec.train, spec.optim
-    fresh = f"fresh {(model.from_config or {}).get('model_type')}"
+    initialized = f"a new {(model.from_config or {}).get('model_type')}"
     stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""
     offload = "".join(f", {what} on {device}" for what, device in _offloaded(spec))
     slots = sum(spec.cluster.hosts.values()) if spec.cluster else 0
@@ -27,7 +27,7 @@ def summary(spec: Spec) -> str:
     evaluation = f"; evaluated on {' and '.join(evaluated)}" if evaluated else ""
     packed = ", packed" if spec.data.packing else ""
     lines = (
-        ("task", f"{spec.task} of {model.name_or_path or fresh}, {train.precision}{_part(model)}"),
+        ("task", f"{spec.task} of {model.name_or_path or initialized}, {train.precision}{_part(model)}"),
         (
             "data",
             f"{_names(spec.data.train)}{evaluation}; {limited} of at most {data.max_length} tokens{packed}",
@@ -45,7 +45,7 @@ def summary(spec: Spec) -> str:
 def _part(model: Model) -> str:
     if model.lora is not None:
         return f", adapters of rank {model.lora.rank} on {_targets(model.lora)}"
-    return f", training {', '.join(model.trainable)} alone" if model.trainable is not None else ""
+    return f", training only {', '.join(model.trainable)}" if model.trainable is not None else ""
 
 
 def _targets(lora: Lora) -> str:
@@ -54,8 +54,8 @@ def _targets(lora: Lora) -> str:
 
 def _offloaded(spec: Spec) -> list[tuple[str, str]]:
     parallel = spec.parallel
-    kept = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
-    return [(what, offload.device) for what, offload in kept if offload.device != "none"]
+    offloads = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
+    return [(what, offload.device) for what, offload in offloads if offload.device != "none"]
 
 
 def _names(sources: tuple[Source, ...]) -> str:

@@ -18,41 +18,41 @@ from dsft.spec.task import TASKS
 SCHEMA_FILE = "dsft.schema.json"
 
 _SFT_DATA = """\
-  train: [{path: "builtin:quickstart"}]          # yours: [{path: data/train.jsonl}]; docs/formats.md
+  train: [{path: "builtin:quickstart"}]          # e.g. [{path: data/train.jsonl}]; docs/formats.md
   eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
   max_length: 256                    # tokens
   on_too_long: error                 # error | drop | truncate
-  packing: true                      # rows without padding; what is learned does not change
+  packing: true                      # several examples in one row, without padding; same loss
 """
 
 _PRETRAIN_DATA = """\
-  train: [{{path: {text_file}}}]     # yours: .txt, or rows of {{"text": ...}}
+  train: [{{path: {text_file}}}]     # or .txt files, or rows of {{"text": ...}}
   max_length: 256                    # tokens
   packing: true                      # rows of exactly max_length; false: a row per document
 """
 
 _DPO_DATA = """\
-  train: [{path: "builtin:quickstart-pairs"}]          # yours: prompt, chosen, rejected; docs/formats.md
+  train: [{path: "builtin:quickstart-pairs"}]          # rows with prompt, chosen, rejected; docs/formats.md
   eval: [{path: "builtin:quickstart-pairs-heldout"}]   # held-out pairs; [] for none
   max_length: 256                    # tokens of a prompt and one answer
   on_too_long: error                 # error | drop | truncate
-  packing: true                      # pairs without padding; what is learned does not change
+  packing: true                      # several pairs in one row, without padding; same loss
 
 dpo:                                 # docs/dpo.md
-  beta: 0.1                          # how strongly the reference holds the policy
+  beta: 0.1                          # strength of the pull towards the reference
   loss_type: sigmoid                 # sigmoid | robust | ipo | hinge | apo_zero | simpo | orpo
   reference: precomputed             # precomputed | live | adapter (with model.lora)
 """
 
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
-# dsft validate {path}    checks it; values can be replaced here and in training: train.max_steps=10
+# dsft validate {path}    checks it; append overrides here and in training: train.max_steps=10
 # dsft preview {path}     shows the rows as the model will see them
 name: {name}
 task: {task}
 
 model:
-  # Fresh weights; for a pretrained model write instead: name_or_path: {pretrained}
+  # A newly initialized model; for a pretrained one write instead: name_or_path: {pretrained}
   from_config: {{model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4,
                 num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
                 tie_word_embeddings: false}}
@@ -66,7 +66,7 @@ parallel:
   pipeline_stages: 1                 # more than 1 with zero_stage 0 or 1
   offload_optimizer: {{device: none}}  # none | cpu, with zero_stage 1 to 3 | nvme, with 3: docs/offload.md
 
-train:                               # two of the three batch keys; the third follows
+train:                               # give two of the three batch keys; the third follows
   micro_batch_size: 8                # {examples} per forward pass of a rank
   accumulation_steps: 1              # micro-batches per optimizer step
   # global_batch_size: 64            # {examples} per optimizer step, over all ranks
@@ -78,14 +78,14 @@ train:                               # two of the three batch keys; the third fo
   seed: 42
 
 optim:
-  learning_rate: {rate}                # for a pretrained model rather {small_rate}
+  learning_rate: {rate}                # for a pretrained model: about {small_rate}
   weight_decay: 0.0
   lr_scheduler_type: cosine          # {schedules}
   warmup_ratio: 0.1                  # fraction of all steps
 
 checkpoint: {{every: 50, keep_last: 2, resume: auto}}
 
-# cluster: {{hosts: {{node1: 8, node2: 8}}, interface: eth0}}   # a promise: another world stops the run
+# cluster: {{hosts: {{node1: 8, node2: 8}}, interface: eth0}}   # with other hosts the run stops
 
 wandb: {{project: dsft, mode: auto}}   # auto | online | offline | disabled
 output_dir: runs
@@ -128,16 +128,16 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
     overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
-        raise _refuse("--task", f"{quote(task)} is not offered; use sft, pretrain or dpo")
+        raise _refuse("--task", f"{quote(task)} is not a task; use sft, pretrain or dpo")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
-        raise _refuse("NAME", f"{quote(name)} cannot be a folder of its own; {rule}")
+        raise _refuse("NAME", f"{quote(name)} cannot be the name of a run; {rule}")
     files = {path: _spec_text(name, task, path)}
     if not TASKS[task].answers:
         files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
     for file in files:
         if file.exists() or file.is_symlink():
-            raise _refuse("--out", f"{quote(str(file))} is there already and stays; choose another name")
+            raise _refuse("--out", f"{quote(str(file))} already exists and is kept; choose another name")
     files[path.with_name(SCHEMA_FILE)] = schema_text()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

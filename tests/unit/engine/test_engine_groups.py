@@ -75,5 +75,5 @@ def test_a_stage_that_trains_nothing_and_a_group_that_fits_nothing_are_refused()
     with pytest.raises(SpecError, match="stage 1 has no trained parameter"):
         check_groups(TRAINED, spec(0), TwoStages(([], 0)))  # type: ignore[arg-type]
     nothing = OptimGroup(parameters="lm_hed.*", learning_rate=1.0)
-    with pytest.raises(SpecError, match=r"optim\.groups\.0\.parameters: 'lm_hed\.\*' fits no name"):
+    with pytest.raises(SpecError, match=r"optim\.groups\.0\.parameters: 'lm_hed\.\*' matches no name"):
         check_groups(TRAINED, spec(0, nothing), TwoStages((["lm_head.weight"], 1)))  # type: ignore[arg-type]

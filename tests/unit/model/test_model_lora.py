@@ -93,11 +93,11 @@ def test_names_without_pefts_own_parts() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"target_modules": ("q_prj",)}, "'q_prj' fits no name here; write one that does, such as q_proj"),
+        ({"target_modules": ("q_prj",)}, "'q_prj' matches no name here; write one that matches, such as"),
         ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear layer"),
         ({"target_modules": ("embed_tokens",)}, "of class Embedding and no linear layer"),
         ({"target_modules": ("lm_head",)}, "is the output head, which gets no adapter"),
-        ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' fits no name"),
+        ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' matches no name"),
         ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
     ],
 )
@@ -176,7 +176,8 @@ def test_patterns_choose_what_is_trained() -> None:
     assert "model.layers.0.mlp.up_proj.weight" not in trained and "lm_head.weight" not in trained
     whole = build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32).causal_lm
     with pytest.raises(
-        SpecError, match=r"model\.trainable\.1: 'mlp\.\*' fits no name.*such as model\.layers\.0\.mlp"
+        SpecError,
+        match=r"model\.trainable\.1: 'mlp\.\*' matches no name.*such as model\.layers\.0\.mlp",
     ):
         choose_trained(whole, Model(from_config=LLAMA, trainable=("*", "mlp.*")))
 

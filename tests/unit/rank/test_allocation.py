@@ -62,7 +62,7 @@ def test_slots_are_what_slurm_says_of_a_node(
         (NODES | {"SLURM_GPUS_ON_NODE": "many"}, SpecError, "'many' is not a number of GPUs"),
         ({"SLURM_JOB_NODELIST": "-oProxyCommand=id"}, SpecError, "is neither a host name"),
         ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 is in"),
-        ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is no list of hosts"),
+        ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is not a list of hosts"),
     ],
 )
 def test_what_slurm_does_not_write_is_refused(

@@ -38,18 +38,18 @@ def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
 def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
     lora = f"model.lora={{path: {save()}, rank: 16, target_modules: [q_proj], use_dora: true}}"
     found = " ".join(messages(write(), lora))
-    assert "model.lora.rank: 16 is not the saved adapter's 8 (r in its adapter_config.json)" in found
-    assert "[q_proj] is not the saved adapter's [q_proj, v_proj]" in found
-    assert "model.lora.use_dora: true is not the saved adapter's false" in found
+    assert "model.lora.rank: 16 differs from the saved adapter's 8 (r in its adapter_config.json)" in found
+    assert "[q_proj] differs from the saved adapter's [q_proj, v_proj]" in found
+    assert "model.lora.use_dora: true differs from the saved adapter's false" in found
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3', and dsft continues plain LoRA only"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3', but dsft can only continue plain LoRA"),
         ({"bias": "all"}, "has bias 'all'"),
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}"),
-        ({"r": "eight"}, "is no config of a saved adapter"),
+        ({"r": "eight"}, "is not the config of a saved adapter"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(write: Write, changed: Any, message: str) -> None:
@@ -66,4 +66,4 @@ def test_a_folder_that_is_none_is_told(write: Write) -> None:
 
 def test_an_adapter_in_the_models_place_is_told(write: Write) -> None:
     [found] = messages(write(), f"model={{name_or_path: {save()}}}")
-    assert "name its base, and this folder in model.lora.path" in found
+    assert "give its base model here, and this folder in model.lora.path" in found

@@ -36,13 +36,13 @@ def test_names_of_ours_and_files(write: Write) -> None:
 def test_what_is_neither_names_all_that_is(write: Write, name: str) -> None:
     (said,) = messages(write(), given(name))
     assert f"'{name}' does not exist" in said
-    assert said.endswith("qwen2_5, qwen3, zephyr") and "name one of chatml, cohere" in said
+    assert said.endswith("qwen2_5, qwen3, zephyr") and "give the name of one: chatml, cohere" in said
 
 
 def test_a_folder(write: Write) -> None:
     Path("sub").mkdir()
     (said,) = messages(write(), given("sub"))
-    assert said.endswith("'sub' is a folder, a file is needed; name the Jinja file")
+    assert said.endswith("'sub' is a folder, but a file is needed; give the Jinja file in it")
 
 
 def test_names_among_the_tokenizers_several(write: Write) -> None:

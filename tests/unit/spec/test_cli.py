@@ -130,7 +130,7 @@ def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
     assert dsft("init", "fresh")[0] == 0
     Path("specs/fresh.yaml").write_text("mine", encoding="utf-8")
     code, _, err = dsft("init", "fresh")
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "already exists" in err
     assert Path("specs/fresh.yaml").read_text(encoding="utf-8") == "mine"
 
 

@@ -36,7 +36,7 @@ def not_offered_markdown() -> str:
         names = [f"`{name}`" for name in one.keys.split()]
         names += [f"`{one.of[0]}: {value}`" for value in one.values.split()]
         files = ", ".join(f"`{key}`" for key in one.in_json.split())
-        lines.append(f"| {one.title.rstrip(',')} | {one.way_out} | {', '.join(names)} | {files} |")
+        lines.append(f"| {one.title} | {one.way_out} | {', '.join(names)} | {files} |")
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +69,7 @@ def _default(field: FieldInfo) -> str:
 def _what(field: FieldInfo) -> str:
     offered = _choices(field.annotation)
     one_of = f" One of {', '.join(f'`{choice}`' for choice in offered)}." if offered else ""
-    return (field.description or "") + one_of
+    return " ".join((field.description or "").split()) + one_of
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -56,7 +56,9 @@ def test_a_file_that_is_no_text(write: Write) -> None:
 def test_a_file_that_is_too_large(write: Write) -> None:
     path = write()
     path.write_text("#" * (MAX_BYTES + 1), encoding="utf-8")
-    assert messages(path) == [f"file: over {MAX_BYTES} bytes; a spec is far smaller"]
+    assert messages(path) == [
+        f"file: it has more than {MAX_BYTES} bytes, which is too long for a spec; give another file"
+    ]
 
 
 def test_files_are_looked_for_unless_told_otherwise(write: Write) -> None:
@@ -89,7 +91,7 @@ def test_the_models_own_config_is_read(write: Write) -> None:
     found = "\n".join(messages(path))
     assert "128 tokens are more than the model's 64 positions" in found
     assert "2 stages are more than the model's 1 layers" in found
-    assert "[2, 1] are 3 layers, the model has 1" in found
+    assert "[2, 1] adds up to 3 layers, but the model has 1" in found
     assert "share keys and values" in found
     assert load_spec(path, check_files=False).parallel.pipeline_stages == 2
 
@@ -100,7 +102,7 @@ def test_a_models_config_that_cannot_be_read(write: Write, content: str) -> None
     Path("model").mkdir()
     Path("model/config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
     (message,) = messages(path)
-    assert "mend the model's folder" in message
+    assert "repair the model's folder" in message
 
 
 def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
@@ -109,7 +111,7 @@ def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
         path, ["data.train.0.path=builtin:quickstart", "data.eval=[{path: 'builtin:quickstart-heldout'}]"]
     )
     (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=pretrain")
-    assert "holds conversations, no texts" in message
+    assert "contains conversations, not texts" in message
 
 
 def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
@@ -117,7 +119,7 @@ def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
     assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs"])
     assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs", "task=dpo"])
     (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=dpo")
-    assert "holds conversations, no pairs; use builtin:quickstart-pairs" in message
+    assert "contains conversations, not pairs; use builtin:quickstart-pairs" in message
 
 
 def test_an_alias_names_a_key_that_exists() -> None:
@@ -209,7 +211,7 @@ def test_what_a_launcher_sets_is_refused(write: Write, name: str) -> None:
 @pytest.mark.parametrize("text", ["inf", "nan", "1_000", ".inf", "true"])
 def test_a_text_that_is_no_number_without_quotes_either(write: Write, text: str) -> None:
     (message,) = messages(write(), f"optim.learning_rate='{text}'")
-    assert f"'{text}' is a text, a number is needed; write one, such as 0.1" in message
+    assert f"'{text}' is a string, but a number is needed; write one, such as 0.1" in message
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "JSONL", "ndjson", "json"])

@@ -31,7 +31,7 @@ def test_a_group_that_gets_nothing_is_told() -> None:
         "optim.groups.2.parameters",
         "optim.groups.1.parameters",
     ]
-    assert "fits parameters of earlier groups only" in problems[1].message
+    assert "matches only parameters of earlier groups" in problems[1].message
 
 
 def test_a_pattern_is_of_the_whole_name_and_near_names_are_told() -> None:

@@ -82,24 +82,29 @@ READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .
 @pytest.mark.parametrize(
     "path, reason",
     [
-        ("x.xlsx", f"'x.xlsx': .xlsx is not read; what is read is {READ}"),
-        ("x.parquet.gz", f"'x.parquet.gz': .gz is not read; what is read is {READ}"),
-        ("other", f"'other': a folder without a data file, it has README.md; what is read is {READ}"),
-        ("other/*", f"'other/*': a pattern without a data file, it has README.md; what is read is {READ}"),
+        ("x.xlsx", f"'x.xlsx': .xlsx is not supported; supported are {READ}"),
+        ("x.parquet.gz", f"'x.parquet.gz': .gz is not supported; supported are {READ}"),
+        ("other", f"'other': the folder has no data files, only README.md; supported are {READ}"),
+        ("other/*", f"'other/*': the pattern has no data files, only README.md; supported are {READ}"),
         (
             "no/*.json",
-            "'no/*.json': the pattern matches nothing (looked for in the folder the command runs in); "
-            "correct it",
+            "'no/*.json': the pattern matches no file (relative to the current folder); correct it",
         ),
-        ("saved", "'saved': a saved data set of splits (train); name one, such as saved/train"),
-        ("saved/train", "'saved/train': a saved data set whose state.json names no files; save it again"),
-        ("d/train", "'d/train': does not exist, and is no hub id, as d is a folder here; correct the path"),
+        ("saved", "'saved': this saved data set has splits (train); give one, such as saved/train"),
+        (
+            "saved/train",
+            "'saved/train': the saved data set has no list of files in state.json; save it again",
+        ),
+        (
+            "d/train",
+            "'d/train': does not exist, and is not taken for a hub id, since d is a folder here; correct the path",
+        ),
         (
             "gone.jsonl",
-            "'gone.jsonl' does not exist (looked for in the folder the command runs in); correct the path",
+            "'gone.jsonl' does not exist (relative to the current folder); correct the path",
         ),
         ("/nowhere/a", "'/nowhere/a' does not exist; correct the path"),
-        ("a/b/c", "'a/b/c' does not exist (looked for in the folder the command runs in); correct the path"),
+        ("a/b/c", "'a/b/c' does not exist (relative to the current folder); correct the path"),
     ],
 )
 def test_what_is_not_there_or_not_read_is_one_sentence(path: str, reason: str) -> None:
