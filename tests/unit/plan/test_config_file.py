@@ -186,12 +186,12 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
             "fp16.enabled: true, but dsft trains with false only; set train.precision",
         ),
         ({"prescale_gradients": True}, "prescale_gradients: true"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: tensor parallelism"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not offer tensor parallelism"),
         *(
             ({feature: {"enabled": True}}, f"{feature}: {not_offered(feature)}")
             for feature in ("compile", "autotuning", "data_efficiency", "hybrid_engine")
         ),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size: sequence and context"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: dsft does not offer sequence or"),
         (
             {"zero_optimization": {"stage": 4}},
             "zero_optimization.stage: 4, but it must be 0, 1, 2 or 3; correct it",

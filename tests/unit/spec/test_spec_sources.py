@@ -93,11 +93,11 @@ READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .
         ("saved", "'saved': this saved data set has splits (train); give one, such as saved/train"),
         (
             "saved/train",
-            "'saved/train': the saved data set has no list of files in state.json; save it again",
+            "'saved/train': its state.json has no list of the data files; save it again",
         ),
         (
             "d/train",
-            "'d/train': does not exist, and is not taken for a hub id, since d is a folder here; correct the path",
+            "'d/train': does not exist, and is no hub id, since d is a folder here; correct the path",
         ),
         (
             "gone.jsonl",
