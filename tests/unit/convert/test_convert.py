@@ -283,8 +283,8 @@ def test_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': dsft does not offer training with"),
-        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto': dsft does not offer training with"),
+        ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': dsft does not offer"),
+        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto': dsft does not offer"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
         ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
         ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
