@@ -114,7 +114,9 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
     times = [record["perf/step_time"] for record in trained[-RECENT:] if "perf/step_time" in record]
     step_time = sum(times) / len(times) if times else None
     held_out = [record["eval/loss"] for record in records if "eval/loss" in record]
-    is_known = step is not None and total is not None and step_time is not None
+    left = None
+    if step is not None and total is not None and step_time is not None:
+        left = (total - step) * step_time
     status = replace(
         status,
         step=step,
@@ -123,7 +125,7 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
         held_out_loss=held_out[-1] if held_out else None,
         tokens_per_second=last.get("perf/tokens_per_second"),
         step_time=step_time,
-        seconds_left=(total - step) * step_time if is_known else None,
+        seconds_left=left,
         checkpoint=last_checkpoint(folder),
     )
     return status, _age(log)

@@ -35,8 +35,8 @@ class BatchSizes:
         if self.tokens_per_micro_batch is None:
             return sizes
         return (
-            f"{sizes}; packed: these {self.global_batch_size} lie in micro-batches of at most "
-            f"{self.tokens_per_micro_batch} tokens, as few a step as fit, the same number on every rank"
+            f"{sizes}; these {self.global_batch_size} are packed into as few micro-batches "
+            f"of at most {self.tokens_per_micro_batch} tokens as possible, equally many on every rank"
         )
 
 
@@ -54,7 +54,7 @@ def batch_sizes(train: Train, data_parallel: int, data: Data | None = None, task
         raise _refuse(train, data_parallel, "two of the three sizes must be given")
     if total != micro * steps * data_parallel:
         product = micro * steps * data_parallel
-        raise _refuse(train, data_parallel, f"the right side is {product}; leave one of the three out")
+        raise _refuse(train, data_parallel, f"the product is {product}; leave one of the three sizes out")
     return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro, task) if data else None)
 
 
@@ -74,9 +74,9 @@ def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) ->
 def _ways_out(train: Train, total: int, unit: int, data_parallel: int) -> str:
     below = total // unit * unit
     totals = [str(n) for n in (below, below + unit) if n > 0]
-    ways = f"the nearest global_batch_size that work are {' and '.join(totals)}"
+    ways = f"the nearest values of global_batch_size that work are {' and '.join(totals)}"
     if len(totals) == 1:
-        ways = f"the nearest global_batch_size that works is {totals[0]}"
+        ways = f"the nearest value of global_batch_size that works is {totals[0]}"
     if total % data_parallel:
         return ways
     name, given = ("micro_batch_size", train.micro_batch_size)

@@ -69,13 +69,13 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     _check_length(spec, counted)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if problems:
-        raise SpecError("The plan cannot be made.", problems)
+        raise SpecError("The run cannot be planned.", problems)
     of_reference = _reference_census(spec, counted, cache)
     sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
-    told = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
-    sent = traffic(counted, spec, places, hosts)
-    return Plan(spec, hosts, assumed, places, batch, counted, sizes, told, reference, of_reference, sent)
+    found = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
+    flows = traffic(counted, spec, places, hosts)
+    return Plan(spec, hosts, assumed, places, batch, counted, sizes, found, reference, of_reference, flows)
 
 
 def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census:
@@ -111,14 +111,14 @@ def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
         message = (
             f"the hosts have {promised} slots, not {world_size}; leave --world-size out or change the hosts"
         )
-        raise SpecError("The plan cannot be made.", [Problem("cluster.hosts", message)])
+        raise SpecError("The run cannot be planned.", [Problem("cluster.hosts", message)])
     return spec.cluster.hosts
 
 
 def _check_length(spec: Spec, counted: Census) -> None:
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
         message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
-        raise SpecError("The plan cannot be made.", [Problem("data.max_length", message)])
+        raise SpecError("The run cannot be planned.", [Problem("data.max_length", message)])
 
 
 @dataclass(frozen=True)

@@ -107,31 +107,26 @@ def census(model: Model, cache: Path | None = None) -> Census:
     Raise SpecError for a config with unknown keys, MissingInputError if a config or tokenizer cannot be read.
     cache: folder of cached censuses, by default `$XDG_CACHE_HOME/dsft` or `~/.cache/dsft`.
     """
-    place = _place(model, cache)
-    found = _kept(place)
+    found = known_census(model, cache)
     if found is not None:
         return found
-    answer = _ask(model)
+    answer = _count(model)
     result = census_from(answer)
     if not _is_hub_id(model):  # the model behind a hub id may change
-        cache_json(place, answer)
+        cache_json(_path(model, cache), answer)
     return result
 
 
 def known_census(model: Model, cache: Path | None = None) -> Census | None:
     """Return the cached census; None if there is none."""
-    return _kept(_place(model, cache))
-
-
-def _place(model: Model, cache: Path | None) -> Path:
-    return (cache or cache_folder()) / "census" / f"{_digest(model)}.json"
-
-
-def _kept(place: Path) -> Census | None:
     try:
-        return census_from(cached_json(place))
+        return census_from(cached_json(_path(model, cache)))
     except (KeyError, TypeError):
         return None
+
+
+def _path(model: Model, cache: Path | None) -> Path:
+    return (cache or cache_folder()) / "census" / f"{_digest(model)}.json"
 
 
 def known_elements(model: Model) -> Elements | None:
@@ -143,8 +138,9 @@ def known_elements(model: Model) -> Elements | None:
     return Elements(counted.numel, counted.trained)
 
 
-def _ask(model: Model) -> dict[str, Any]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_entries("PYTHONPATH")])}
+def _count(model: Model) -> dict[str, Any]:
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     request = json.dumps({"model": model.model_dump(mode="json")})
     command = [sys.executable, "-m", "dsft.model.census"]
     try:
@@ -160,7 +156,7 @@ def _ask(model: Model) -> dict[str, Any]:
         raise DsftError(f"the model's parameters could not be counted: {last}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "problems" in answer:
-        raise SpecError("The model cannot be made.", [Problem(*problem) for problem in answer["problems"]])
+        raise SpecError("The model cannot be built.", [Problem(*problem) for problem in answer["problems"]])
     if "missing" in answer:
         raise MissingInputError(answer["missing"])
     return answer
@@ -168,24 +164,11 @@ def _ask(model: Model) -> dict[str, Any]:
 
 def census_from(answer: Mapping[str, Any]) -> Census:
     """Build a census from the JSON answer of `dsft.model.census.take_census`."""
-    return Census(
-        answer["architecture"],
-        answer["num_layers"],
-        answer["max_positions"],
-        tuple(
-            Parameter(
-                p["name"],
-                tuple(p["shape"]),
-                p["layer"],
-                p["embedding"],
-                tuple(p["aliases"]),
-                p["trained"],
-                p["before"],
-            )
-            for p in answer["parameters"]
-        ),
-        answer["uncuttable"],
+    parameters = tuple(
+        Parameter(**{**p, "shape": tuple(p["shape"]), "aliases": tuple(p["aliases"])})
+        for p in answer["parameters"]
     )
+    return Census(**{**answer, "parameters": parameters})
 
 
 def _digest(model: Model) -> str:
@@ -208,7 +191,3 @@ def _files(model: Model) -> list[Path]:
 def _is_hub_id(model: Model) -> bool:
     named = (model.name_or_path, model.tokenizer)
     return any(name is not None and not Path(name).exists() for name in named)
-
-
-def _entries(variable: str) -> list[str]:
-    return [entry for entry in os.environ.get(variable, "").split(os.pathsep) if entry]

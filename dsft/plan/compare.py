@@ -248,13 +248,13 @@ def _micro_batches(plan: Plan, share: int) -> list[int]:
 def _size(plan: Plan, spec: Spec, places: Layout) -> Size:
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     alone = memory(plan.census, spec, places, plan.hosts)
-    taken, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
+    sizes, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
     flows = traffic(plan.census, spec, places, plan.hosts)
     share = bubble(places.pipeline_stages, batch.accumulation_steps)
-    needs = memory_needs(spec, taken, reference)
+    needs = memory_needs(spec, sizes, reference)
     over = tuple(need for need in needs if need.needs > need.limit)
     full = needs[0].needs / needs[0].limit if needs else 0.0
-    return Size(batch, taken, flows, share, cost(plan.census, spec, batch, flows, plan.hosts), over, full)
+    return Size(batch, sizes, flows, share, cost(plan.census, spec, batch, flows, plan.hosts), over, full)
 
 
 def _has_batch(spec: Spec, batch: BatchSizes) -> bool:

@@ -83,26 +83,26 @@ class Merged:
 
 def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
     """Merge the file with the spec. Raise MissingInputError if there is no file, SpecError for keys and
-    values that cannot be used and, with `strict`, for each that the spec overrules. batch: None if the spec
-    has no cluster."""
+    values that cannot be used and, with `strict`, for each that is not used since the spec's is. batch: None
+    if the spec has no cluster."""
     file = read_config_file(path)
     name = path.name
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
     _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file, spec)])
-    decided, decisions = _decided(spec, file)
-    base = deepspeed_config(decided, batch)
-    overruled = list(_overruled(decided, base, file))
+    merged, changes = _with_file(spec, file)
+    base = deepspeed_config(merged, batch)
+    unused = list(_unused(merged, base, file))
     if strict:
-        _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in overruled])
-    left_out = {*_LEFT_OUT, *(["fp16"] if decided.train.precision == "fp16" else [])}
+        _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in unused])
+    left_out = {*_LEFT_OUT, *(["fp16"] if merged.train.precision == "fp16" else [])}
     problems: list[Problem] = []
-    config = _laid_over(base, file, "", left_out, problems)
+    config = _merged(base, file, "", left_out, problems)
     _refuse(path, problems)
-    notes = [f"{name}: {line}" for line in decisions] + [f"{name}: {key} {rest}" for key, rest in overruled]
+    notes = [f"{name}: {line}" for line in changes] + [f"{name}: {key} {rest}" for key, rest in unused]
     zero = file.get("zero_optimization") or {}
-    kept = frozenset(key for key, value in zero.items() if value is not None and value != "auto")
-    return Merged(decided, config, tuple(notes), kept)
+    given = frozenset(key for key, value in zero.items() if value is not None and value != "auto")
+    return Merged(merged, config, tuple(notes), given)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except _Duplicate as error:
         raise _bad_file(path, f"has the key {error.args[0]!r} twice in one section; keep one") from error
     if not isinstance(values, dict):
-        raise _bad_file(path, "holds no JSON object; a DeepSpeed configuration is expected")
+        raise _bad_file(path, "is not a JSON object; give a DeepSpeed configuration")
     return values
 
 
@@ -170,17 +170,14 @@ def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
         wanted = spec.train.precision == "fp16" if key == "fp16.enabled" else fixed
         if value is not None and value not in (wanted, "auto"):
             way_out = "set train.precision" if key == "fp16.enabled" else "leave it out"
-            yield Problem(
-                key, f"{json.dumps(value)}, but dsft trains with {json.dumps(wanted)} only; {way_out}"
-            )
+            yield Problem(key, f"{json.dumps(value)}, but dsft supports only {json.dumps(wanted)}; {way_out}")
     for key, clause in wrong_values(file):
         if key not in not_offered:
             yield Problem(key, clause)
 
 
-def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
-    """Return the spec with the values that the file decides, and a line to print for each value that this
-    changes."""
+def _with_file(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """Return the spec with the values of the file, and a line to print for each value that this changes."""
     found: dict[str, Any] = {}
     if "zero_optimization" in file:
         found["parallel.zero_stage"] = _lookup(file, "zero_optimization.stage")
@@ -208,7 +205,7 @@ def _decided(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         )  # the default
         if silent or value == "auto" or value == place[key]:
             continue
-        lines.append(f"decides {where}: {value} (the spec says {place[key]})")
+        lines.append(f"sets {where} to {value} (in the spec: {place[key]})")
         place[key] = value
     return validated(values), lines
 
@@ -223,11 +220,11 @@ def validated(values: Mapping[str, Any]) -> Spec:
         findings = sentences(error.errors(include_url=False), values)
     if findings:
         problems = [Problem(dotted(where), message) for where, message in findings]
-        raise SpecError("What the DeepSpeed configuration decides does not go with the spec.", problems)
+        raise SpecError("The values that the DeepSpeed configuration sets do not fit the spec.", problems)
     return spec
 
 
-def _overruled(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _unused(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, rest of the sentence) for each value of the file that is not used."""
     for key in SPEC_DECIDES:
         yield from _differing(key, file.get(key), base.get(key), spec)
@@ -250,7 +247,7 @@ def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[st
         for name, below in value.items():
             yield from _differing(f"{key}.{name}", below, _lookup(ours or {}, name), spec)
     elif value is not None and value != "auto" and value != ours:
-        used = f"the spec's {json.dumps(ours)} is used" if ours is not None else "without effect here"
+        used = f"the spec's {json.dumps(ours)} is used" if ours is not None else "no effect here"
         yield key, f"{json.dumps(value)}, {used}"
 
 
@@ -274,7 +271,7 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
             yield f"optimizer.params.{name}", "is left out: the engine builds the optimizer from the spec"
 
 
-def _laid_over(
+def _merged(
     base: Mapping[str, Any],
     file: Mapping[str, Any],
     prefix: str,
@@ -291,10 +288,10 @@ def _laid_over(
             continue
         if isinstance(value, Mapping):
             below = ours if isinstance(ours, Mapping) else {}
-            result[key] = _laid_over(below, value, f"{name}.", left_out, problems)
+            result[key] = _merged(below, value, f"{name}.", left_out, problems)
         elif value == "auto" and key not in base:
             problems.append(
-                Problem(name, '"auto", but nothing in the spec gives a value; write one, or leave it out')
+                Problem(name, '"auto", but the spec has no value for it; write one, or leave it out')
             )
         elif value != "auto" and value is not None:
             result[key] = value

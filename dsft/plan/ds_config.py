@@ -29,7 +29,7 @@ PERSIST_BELOW = 10_000
 """ZeRO 3 keeps parameters with fewer elements whole on each rank: norms and biases, no large matrix."""
 
 LIVE = 1_000_000_000
-"""Maximum elements gathered at once, and the distance within which gathered ones are kept for their next
+"""Maximum elements gathered at once, and the distance within which gathered ones stay for their next
 use."""
 
 
@@ -62,13 +62,13 @@ def bucket_size(elements: int | None) -> int:
     return size + size % 2
 
 
-def sized(config: Mapping[str, Any], elements: Elements, kept: Collection[str] = ()) -> dict[str, Any]:
-    """Return `config` with the bucket sizes for a model of this size, except for the keys in `kept`."""
+def sized(config: Mapping[str, Any], elements: Elements, fixed: Collection[str] = ()) -> dict[str, Any]:
+    """Return `config` with the bucket sizes for a model of this size, except for the keys in `fixed`."""
     sizes = dict(bucket_sizes(elements))
     if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
         del sizes["stage3_prefetch_bucket_size"]
     zero = {
-        key: sizes[key] if key in sizes and key not in kept else value
+        key: sizes[key] if key in sizes and key not in fixed else value
         for key, value in config["zero_optimization"].items()
     }
     return {**config, "zero_optimization": zero}
@@ -125,13 +125,13 @@ def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     pipeline = spec.parallel.pipeline_stages > 1
     micro_batches = "micro-batches per step" + (", which fill the pipeline" if pipeline else "")
     if spec.data.packing:
-        micro_batches += "; of packed ones a step has fewer, and dsft tells DeepSpeed how many"
+        micro_batches += "; a packed step has fewer, and dsft tells DeepSpeed how many"
     if batch is not None:
         yield "train_batch_size", batch.global_batch_size, batch.equation()
         yield "train_micro_batch_size_per_gpu", batch.micro_batch_size, "train.micro_batch_size, in examples"
         yield "gradient_accumulation_steps", batch.accumulation_steps, micro_batches
         return
-    found = "not written: follows from the other two when the world is found at start"
+    found = "not written: computed from the other two at the start, when the world size is known"
     for key, value, reason in (
         ("train_batch_size", train.global_batch_size, "train.global_batch_size, in examples"),
         ("train_micro_batch_size_per_gpu", train.micro_batch_size, "train.micro_batch_size, in examples"),
@@ -142,20 +142,12 @@ def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
 
 def _clipping(spec: Spec) -> Iterator[Row]:
     if spec.parallel.zero_stage == 0 and spec.train.precision == "fp32":
-        reason = "dsft clips by itself at ZeRO 0 in fp32, where DeepSpeed's norm misses stages of a pipeline"
+        reason = "dsft clips at ZeRO 0 in fp32, since DeepSpeed's norm leaves out other pipeline stages"
         yield "gradient_clipping", 0.0, reason
     elif spec.train.max_grad_norm == 0:
-        yield (
-            "gradient_clipping",
-            0.0,
-            "train.max_grad_norm is 0: off (left out, DeepSpeed would clip to 1.0)",
-        )
+        yield "gradient_clipping", 0.0, "train.max_grad_norm is 0: no clipping (DeepSpeed's default is 1.0)"
     else:
-        yield (
-            "gradient_clipping",
-            spec.train.max_grad_norm,
-            "train.max_grad_norm, of the 2-norm over all ranks",
-        )
+        yield "gradient_clipping", spec.train.max_grad_norm, "train.max_grad_norm, of the norm over all ranks"
 
 
 def accumulates(spec: Spec, batch: BatchSizes) -> bool:
@@ -184,11 +176,7 @@ def _precision(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     yield "bf16.enabled", bf16, f"train.precision is {spec.train.precision}"
     if bf16:
         yield "bf16.check_grad_overflow", True, "a step with an infinite or NaN gradient is not applied"
-        yield (
-            "bf16.immediate_grad_update",
-            False,
-            "gradients are added once per micro-batch, after its backward",
-        )
+        yield "bf16.immediate_grad_update", False, "gradients are added once, after a micro-batch's backward"
         yield "bf16.bf16_master_weights_and_grads", False, "master weights stay fp32"
         yield "bf16.bf16_optimizer_states", False, "the optimizer's moments stay fp32"
     yield from _fp16(spec)
@@ -202,14 +190,10 @@ def _precision(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
         )
         yield "data_types.grad_accum_dtype", "bf16", reason
     elif batch is not None and gradients_stay_bf16(spec, batch):
-        reason = "one micro-batch a step and no fp32 sum over ranks: the same values in half the memory"
+        reason = "one micro-batch per step and no fp32 sum over ranks: the same values in half the memory"
         yield "data_types.grad_accum_dtype", "bf16", reason
     else:
-        yield (
-            "data_types.grad_accum_dtype",
-            "fp32",
-            "micro-batches add up in fp32 (the default would be bf16)",
-        )
+        yield "data_types.grad_accum_dtype", "fp32", "micro-batches add up in fp32 (the default is bf16)"
 
 
 def _fp16(spec: Spec) -> Iterator[Row]:
@@ -217,7 +201,7 @@ def _fp16(spec: Spec) -> Iterator[Row]:
     yield "fp16.enabled", fp16, f"train.precision is {spec.train.precision}"
     if fp16:
         yield "fp16.auto_cast", False, "the model's inputs are token ids"
-        yield "fp16.loss_scale", 0, "a scale that follows the gradients; dsft's own scaler moves it"
+        yield "fp16.loss_scale", 0, "dynamic; dsft's own scaler changes it"
         yield "fp16.initial_scale_power", 16, "the first loss scale is 2^16, as dsft's"
         yield "fp16.loss_scale_window", 1000, "steps without an overflow before it doubles, as dsft's"
         yield "fp16.hysteresis", 1, "every overflow halves it, as dsft's"
@@ -236,29 +220,21 @@ def _reduction(spec: Spec) -> Iterator[Row]:
         reason = "the type of the gradients"
     yield "communication_data_type", chosen or "fp32", reason
     yield "seq_parallel_communication_data_type", "fp32", "no sequence parallelism: without effect"
-    yield (
-        "gradient_allreduce_op",
-        "mean",
-        "dsft undoes DeepSpeed's mean in one place; a sum is refused at ZeRO 3",
-    )
+    yield "gradient_allreduce_op", "mean", "dsft undoes DeepSpeed's mean; ZeRO 3 refuses a sum"
     yield "prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3"
-    yield (
-        "gradient_predivide_factor",
-        1.0,
-        "no division before the sum; ZeRO 3 gets it wrong for the number of ranks",
-    )
-    reason = "the engine states each step's boundary itself, so the number of micro-batches may vary"
+    yield "gradient_predivide_factor", 1.0, "no division before the sum, which ZeRO 3 gets wrong"
+    reason = "the engine marks the end of each step itself, so the number of micro-batches may vary"
     if spec.parallel.pipeline_stages > 1:
-        reason = "DeepSpeed's pipeline takes no other value"
+        reason = "DeepSpeed's pipeline accepts no other value"
     yield "managed_gradient_accumulation", True, reason
 
 
 def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     stage = spec.parallel.zero_stage
-    kept = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
-    reason = f"parallel.zero_stage: {kept[stage]} sharded over data-parallel ranks"
+    what = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
+    reason = f"parallel.zero_stage: {what[stage]} sharded over data-parallel ranks"
     if "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
-        reason += "; the default in bf16, where 1 keeps all gradients, in fp32, and reduces them last"
+        reason += "; the default in bf16, since ZeRO 1 would keep all gradients in fp32 and reduce them last"
     yield "zero_optimization.stage", stage, reason
     if stage == 0:
         return
@@ -274,70 +250,54 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
 
 
 def _zero_common(spec: Spec, elements: Elements | None) -> Iterator[Row]:
-    yield (
-        "contiguous_gradients",
-        True,
-        "gradients are copied into one buffer as they appear: no fragmentation",
-    )
+    yield "contiguous_gradients", True, "gradients are copied into one buffer: no fragmentation"
     yield "reduce_scatter", True, "each rank receives the part that it owns, not the whole sum"
     size = dict(bucket_sizes(elements))["reduce_bucket_size"]
     yield "reduce_bucket_size", size, f"elements per reduction: {_sizing(elements)}"
     if spec.parallel.pipeline_stages > 1:
         yield "overlap_comm", False, "DeepSpeed's pipeline switches it off (engine.py:2666 overlap_comm)"
     elif spec.parallel.zero_stage == 1:
-        reason = "reduction runs beside the step's last backward, save where BF16_Optimizer takes its place"
+        reason = "gradients are reduced during the step's last backward, except by BF16_Optimizer"
         yield "overlap_comm", True, reason
     else:
-        yield "overlap_comm", True, "reduction runs beside the backward; costs a second bucket"
+        yield "overlap_comm", True, "gradients are reduced during the backward; costs a second bucket"
 
 
 def _sizing(elements: Elements | None) -> str:
     bounds = f"at least {SMALLEST_BUCKET:,} (4 MB in fp32) and at most {LARGEST_BUCKET:,}"
     if elements is None:
-        return "the largest, until the model is built: the run sizes it by the model"
+        return "the largest; a run computes it from the model"
     return f"a quarter of the {elements.trained:,} that are trained, {bounds}"
 
 
 def _zero_12(stage: int, elements: Elements | None) -> Iterator[Row]:
-    yield (
-        "allgather_partitions",
-        True,
-        "updated parameters come back in one gather, not one broadcast per rank",
-    )
+    yield "allgather_partitions", True, "one gather of updated parameters, not one broadcast per rank"
     size = dict(bucket_sizes(elements))["allgather_bucket_size"]
-    yield "allgather_bucket_size", size, "elements per gather; DeepSpeed wants it even"
-    yield "use_multi_rank_bucket_allreduce", True, "small reductions for several ranks travel together"
-    yield "compute_grad_norm", True, "train/grad_norm is reported, with clipping off too"
+    yield "allgather_bucket_size", size, "elements per gather; DeepSpeed requires an even number"
+    yield "use_multi_rank_bucket_allreduce", True, "small reductions for several ranks are sent together"
+    yield "compute_grad_norm", True, "train/grad_norm is reported, also without clipping"
     yield "round_robin_gradients", False, "gradients stay in the order of the parameters"
     yield "parameter_alignment", False, "no padding between parameters"
     if stage == 2:
-        yield (
-            "ignore_unused_parameters",
-            True,
-            "a parameter without a gradient in a micro-batch counts as zero",
-        )
+        yield "ignore_unused_parameters", True, "a parameter without a gradient counts as zero"
 
 
 def _zero_3(spec: Spec, elements: Elements | None) -> Iterator[Row]:
-    yield (
-        "sub_group_size",
-        SUB_GROUP,
-        "elements updated at a time: at most 400 MB of fp32 gradients live at once",
-    )
+    yield "sub_group_size", SUB_GROUP, "elements updated at a time: at most 400 MB of fp32 gradients"
     if spec.parallel.offload_parameters.device == "nvme":
         for key, value, reason in gathering(elements):
-            yield key, *AT_THEIR_USE.get(key, (value, reason))
+            yield key, *NO_PREFETCH.get(key, (value, reason))
     else:
         yield from gathering(elements)
-    yield "zero_quantized_gradients", False, "gradients travel unchanged"
+    yield "zero_quantized_gradients", False, "gradients are sent unchanged"
 
 
-AT_THEIR_USE = {
+NO_PREFETCH = {
     "stage3_prefetch_bucket_size": (
         0,
-        "no read ahead: what is read ahead keeps buffers that others wait for",
+        "no prefetch, which would occupy buffers that others wait for",
     ),
-    "stage3_max_reuse_distance": (0, "a buffer is given back after each use"),
+    "stage3_max_reuse_distance": (0, "a buffer is released after each use"),
 }
 """Values and reasons of the gathering keys for parameters on a disk: key -> (value, reason)."""
 
@@ -346,71 +306,60 @@ def gathering(elements: Elements | None) -> Iterator[Row]:
     """Yield the keys that control how ZeRO 3 gathers parameters, without the section's name."""
     size = dict(bucket_sizes(elements))["stage3_prefetch_bucket_size"]
     yield "stage3_prefetch_bucket_size", size, "elements gathered ahead of their use"
-    yield (
-        "stage3_param_persistence_threshold",
-        PERSIST_BELOW,
-        "norms and biases stay whole, matrices are sharded",
-    )
+    yield "stage3_param_persistence_threshold", PERSIST_BELOW, "norms and biases are not sharded"
     yield "stage3_max_live_parameters", LIVE, "elements gathered at once"
-    yield (
-        "stage3_max_reuse_distance",
-        LIVE,
-        "elements within which a gathered parameter waits for its next use",
-    )
+    yield "stage3_max_reuse_distance", LIVE, "elements until the next use of a parameter that stays gathered"
     yield "stage3_module_granularity_threshold", 0, "each module is gathered by itself"
     yield "stage3_allgather_sequential", False, "gathers are bucketed"
     yield "stage3_gather_16bit_weights_on_model_save", False, "dsft exports from its own checkpoints"
     yield "zero_hpz_partition_size", 1, "no second copy of the parameters within a host"
-    yield "zero_quantized_weights", False, "parameters travel unchanged"
+    yield "zero_quantized_weights", False, "parameters are sent unchanged"
 
 
 def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     offload = spec.parallel.offload_optimizer
-    held = "fp32 weights and moments live there and are updated there"
-    yield from _offloaded("offload_optimizer", offload, held)
+    reason = "fp32 weights and moments are stored and updated there"
+    yield from _offloaded("offload_optimizer", offload, reason)
     if spec.parallel.zero_stage == 3:
         yield "ratio", 1.0, "all of it"
     if offload.device == "nvme":
         yield from optimizer_rows()
-    yield "fast_init", False, "states are made in place"
+    yield "fast_init", False, "states are created in place"
     yield "super_offload", False, "for Grace-Hopper machines only"
 
 
 def _offload_parameters(spec: Spec) -> Iterator[Row]:
     offload = spec.parallel.offload_parameters
-    held = "each rank's part of the weights lives there between its uses"
-    yield from _offloaded("offload_parameters", offload, held)
+    reason = "each rank's shard of the weights is stored there between its uses"
+    yield from _offloaded("offload_parameters", offload, reason)
     if offload.device == "nvme":
         yield from parameter_rows()
 
 
-def _offloaded(key: str, offload: Offload, held: str) -> Iterator[Row]:
+def _offloaded(key: str, offload: Offload, reason: str) -> Iterator[Row]:
     """Yield the keys of one offload section. If the hosts lack the memory for it, a run sets pin_memory to
     false in its own deepspeed.json (job/resolve.py); generated files have true."""
-    yield "device", offload.device, held
+    yield "device", offload.device, reason
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"
     if offload.pin_memory is not None:
         yield "pin_memory", offload.pin_memory, f"parallel.{key}.pin_memory"
     else:
-        yield "pin_memory", True, "page-locked: faster copies; a run on hosts without the room leaves it out"
+        yield "pin_memory", True, "faster copies; a run sets it to false on hosts with too little memory"
 
 
 def _optimizer(spec: Spec) -> Iterator[Row]:
-    reason = "the engine passes its own optimizer; DeepSpeed's list of tested ones goes by exact class"
+    reason = "the engine passes its own optimizer, whose class is not on DeepSpeed's list of tested ones"
     yield "zero_allow_untested_optimizer", True, reason
     if spec.parallel.offload_optimizer.device == "none":
         reason = "nothing is offloaded"
     elif spec.optim.name != "adamw":
         reason = f"DeepSpeed has no CPU version of {spec.optim.name}"
     elif spec.parallel.allow_torch_adam:
-        reason = "parallel.allow_torch_adam; the run takes DeepSpeed's where it can be compiled"
+        reason = "parallel.allow_torch_adam; a run uses DeepSpeed's CPU Adam where it can be compiled"
     else:
-        yield (
-            "zero_force_ds_cpu_optimizer",
-            True,
-            "the update is DeepSpeed's CPU Adam, or the run stops (parallel.allow_torch_adam)",
-        )
+        reason = "the run stops if DeepSpeed's CPU Adam cannot be compiled (parallel.allow_torch_adam)"
+        yield "zero_force_ds_cpu_optimizer", True, reason
         return
     yield "zero_force_ds_cpu_optimizer", False, reason
 
@@ -418,26 +367,18 @@ def _optimizer(spec: Spec) -> Iterator[Row]:
 def _pipeline(spec: Spec) -> Iterator[Row]:
     if spec.parallel.pipeline_stages == 1:
         return
-    reason = "gradient checkpointing is transformers' own, inside the stage"
+    reason = "gradient checkpointing is that of transformers, inside the stage"
     yield "pipeline.activation_checkpoint_interval", 0, reason
-    yield "pipeline.use_reentrant", False, "the reentrant kind fails on the first stage"
+    yield "pipeline.use_reentrant", False, "reentrant checkpointing fails on the first stage"
 
 
 def silence() -> Iterator[Row]:
     """Yield the keys that switch off DeepSpeed's own reports."""
-    yield (
-        "steps_per_print",
-        NEVER,
-        "dsft reports; more steps than any run has, since null would be divided by",
-    )
+    yield "steps_per_print", NEVER, "never: dsft reports, and null is not allowed"
     yield "log_level", "warning", "DeepSpeed's warnings are shown, its progress is not"
-    yield "wall_clock_breakdown", False, "its timers synchronise the device"
-    yield "timers.throughput.enabled", False, "it synchronises the device at every step"
+    yield "wall_clock_breakdown", False, "its timers synchronize the device"
+    yield "timers.throughput.enabled", False, "it synchronizes the device at every step"
     yield "memory_breakdown", False, "dsft reports memory/* once per logged step"
     yield "dump_state", False, "no dump at start"
-    yield "disable_python_gc", False, "Python's collector stays as it is"
-    yield (
-        "checkpoint.tag_validation",
-        "Fail",
-        "no DeepSpeed checkpoint is written; were one, ranks must agree",
-    )
+    yield "disable_python_gc", False, "Python's garbage collector stays as it is"
+    yield "checkpoint.tag_validation", "Fail", "ranks must agree; dsft writes no DeepSpeed checkpoints"

@@ -127,19 +127,19 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     return list(_unknown(config, KEYS, ""))
 
 
-def _unknown(config: Mapping[str, Any], known: Section, prefix: str) -> Iterator[str]:
+def _unknown(config: Mapping[str, Any], keys: Section, prefix: str) -> Iterator[str]:
     for key, value in config.items():
         name = f"{prefix}{key}"
         if name in REMOVED:
             yield f"{name}: {REMOVED[name]}"
-        elif key not in known:
-            yield f"{name}: DeepSpeed does not know this key{_suggestion(key, known, prefix)}"
-        elif (below := known[key]) is not None and isinstance(value, Mapping):
+        elif key not in keys:
+            yield f"{name}: DeepSpeed does not know this key{_suggestion(key, keys, prefix)}"
+        elif (below := keys[key]) is not None and isinstance(value, Mapping):
             yield from _unknown(value, below, f"{name}.")
         elif below is not None and value is not None:
             yield f"{name}: {json.dumps(value)} is no section; write {{…}} or leave it out"
 
 
-def _suggestion(key: str, known: Section, prefix: str) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+def _suggestion(key: str, keys: Section, prefix: str) -> str:
+    close = difflib.get_close_matches(key, keys, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else "; leave it out"

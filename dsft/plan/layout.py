@@ -49,7 +49,7 @@ def layout(parallel: Parallel, world_size: int) -> Layout:
     stages = parallel.pipeline_stages
     if world_size % stages:
         raise SpecError(
-            "The processes cannot be laid out.",
+            "The pipeline does not fit the processes.",
             [Problem("parallel.pipeline_stages", _not_divided(stages, world_size))],
         )
     return Layout(world_size, stages, world_size // stages)
@@ -58,7 +58,7 @@ def layout(parallel: Parallel, world_size: int) -> Layout:
 def _not_divided(stages: int, world_size: int) -> str:
     choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
     return (
-        f"{stages} does not divide the {world_size} processes, and every stage needs the same number; "
+        f"{stages} does not divide the {world_size} processes, and all stages need the same number; "
         f"set {choices}, or start a multiple of {stages}"
     )
 

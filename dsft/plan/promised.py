@@ -78,8 +78,8 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
                 places = layout(spec.parallel, processes)
                 batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
             except SpecError as error:
-                told = error.problems[0].message
-                yield Finding(path, f"with {count} of {hosts} hosts, a world of {processes}: {told}", _HOSTS)
+                why = error.problems[0].message
+                yield Finding(path, f"with {count} of {hosts} hosts, {processes} processes: {why}", _HOSTS)
                 return
 
 

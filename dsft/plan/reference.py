@@ -55,9 +55,9 @@ def in_stages(spec: Spec) -> bool:
 def reference_stage(spec: Spec) -> int:
     """Return the reference's ZeRO stage, 0 or 3. Stages 1 and 2 shard optimizer states and gradients, which a
     frozen model does not have."""
-    asked = dpo_of(spec).reference_zero_stage
-    if asked is not None:
-        return asked
+    stage = dpo_of(spec).reference_zero_stage
+    if stage is not None:
+        return stage
     return 3 if spec.parallel.zero_stage == 3 else 0
 
 
@@ -131,13 +131,13 @@ def _which(spec: Spec) -> str:
 
 def _how(spec: Spec) -> str:
     if reference_stage(spec) == 3:
-        return f"sharded over all ranks (ZeRO 3){', kept in host memory' if _offloaded(spec) else ''}"
+        return f"sharded over all ranks (ZeRO 3){', in host memory' if _offloaded(spec) else ''}"
     if dpo_of(spec).reference_zero_stage is None:
         if spec.parallel.pipeline_stages > 1:
             return f"in the policy's {spec.parallel.pipeline_stages} pipeline stages"
         if spec.parallel.zero_stage in (1, 2):
             stage = spec.parallel.zero_stage
-            return f"whole on every rank, since ZeRO {stage} divides nothing that a frozen model has"
+            return f"whole on every rank, since ZeRO {stage} shards nothing that a frozen model has"
     return "whole on every rank"
 
 

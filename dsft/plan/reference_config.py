@@ -29,7 +29,7 @@ def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[Con
 
 
 def _batch() -> Iterator[Row]:
-    yield "train_micro_batch_size_per_gpu", 1, "without effect: DeepSpeed wants one, and nothing is trained"
+    yield "train_micro_batch_size_per_gpu", 1, "no effect: DeepSpeed requires a value, and nothing is trained"
 
 
 def _precision(spec: Spec) -> Iterator[Row]:
@@ -41,8 +41,8 @@ def _precision(spec: Spec) -> Iterator[Row]:
 
 def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     stage = reference_stage(spec)
-    held = "parameters sharded over the ranks" if stage == 3 else "the whole model on every rank"
-    yield "zero_optimization.stage", stage, f"{held}; ZeRO 1 and 2 divide nothing that a frozen model has"
+    what = "parameters sharded over the ranks" if stage == 3 else "the whole model on every rank"
+    yield "zero_optimization.stage", stage, f"{what}; ZeRO 1 and 2 shard nothing that a frozen model has"
     if stage == 0:
         return
     for key, value, reason in gathering(elements):
@@ -50,10 +50,5 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     reason = "no backward to save memory in; it would change torch's own function for the policy, too"
     yield "zero_optimization.memory_efficient_linear", False, reason
     if dpo_of(spec).reference_offload == "cpu":
-        yield (
-            "zero_optimization.offload_param.device",
-            "cpu",
-            "dpo.reference_offload: in host memory",
-        )
-        reason = "page-locked host memory: faster copies, and the host must hold it whole"
-        yield "zero_optimization.offload_param.pin_memory", True, reason
+        yield "zero_optimization.offload_param.device", "cpu", "dpo.reference_offload: in host memory"
+        yield "zero_optimization.offload_param.pin_memory", True, "pinned host memory: faster copies"

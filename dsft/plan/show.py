@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.batch import BatchSizes
-from dsft.plan.build import Plan, RankRange, build_plan, rank_ranges
+from dsft.plan.build import Plan, build_plan, rank_ranges
 from dsft.plan.census import Elements
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, deepspeed_config, entries, nested
@@ -26,17 +26,16 @@ from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
 from dsft.plan.reference_config import reference_entries
 from dsft.plan.schedule import batch_scale, scaling_equation
-from dsft.plan.tables import figures, heading, printed, rendered, size_text
+from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble
 from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
-    "Bytes at a run's peak; activations, head and what a GPU's driver takes are an estimate, "
-    "padding of flat buffers is not counted, nor what the driver takes of its host. A run measures them: "
-    "memory.json."
+    "Peak memory of a run. Activations, logits and the memory of a GPU's driver are estimates; padding of "
+    "flat buffers and the driver's memory on the host are not counted. A run measures it (memory.json)."
 )
-SHOWN_BLOCKS = 16
+SHOWN_RANGES = 16
 
 
 def print_plan(
@@ -48,13 +47,7 @@ def print_plan(
     if as_json:
         print(json.dumps(as_mapping(plan), indent=2))
         return
-    print(printed(_parts(plan, explain)), end="")
-
-
-def as_text(plan: Plan, *, explain: bool, terminal: bool, width: int | None = None) -> str:
-    """Render the whole plan; with `explain` also every DeepSpeed key, its value and the reason. Colors only
-    for a terminal."""
-    return rendered(_parts(plan, explain), terminal=terminal, width=width)
+    print(printed(parts(plan, explain=explain)), end="")
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "max_steps": spec.train.max_steps,
         "learning_rate": spec.optim.learning_rate * batch_scale(spec.optim, plan.batch.global_batch_size),
         "num_train_epochs": spec.train.num_train_epochs,
-        "layout": [dataclasses.asdict(block) for block in rank_ranges(plan.layout, plan.hosts)],
+        "layout": [dataclasses.asdict(ranks) for ranks in rank_ranges(plan.layout, plan.hosts)],
         "model": {
             "architecture": plan.census.architecture,
             "parameters": plan.census.numel,
@@ -121,7 +114,9 @@ def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
     return reference_entries(plan.spec, Elements(counted.numel, counted.trained))
 
 
-def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
+def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
+    """Yield the parts of the output in order; with `explain` also every DeepSpeed key, its value and the
+    reason."""
     yield Text(
         f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters"
     )
@@ -130,9 +125,9 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
         yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
     yield from map(Text, _groups(plan))
     if plan.assumed:
-        processes = plan.layout.world_size
         yield Text(
-            f"The spec has no cluster: the world is found at start. Shown for {processes}; or --world-size N."
+            "The spec has no cluster, so the number of processes is known only when a run starts. This plan "
+            f"is for {plan.layout.world_size}; --world-size sets another number."
         )
     yield heading("Batch")
     yield Text(plan.batch.equation())
@@ -145,9 +140,7 @@ def _parts(plan: Plan, explain: bool) -> Iterator[RenderableType]:
     yield heading("Memory")
     yield _memory(plan)
     for host, size in _swapped(plan).items():
-        yield Text(
-            f"{host} swaps at most {size_text(size)} to its disk (nvme_path), where so much must be free."
-        )
+        yield Text(f"{host} swaps at most {size_text(size)} to its disk (nvme_path); so much must be free.")
     yield from map(Text, _fits(plan))
     yield Text(NOT_COUNTED)
     yield heading("Step")
@@ -193,7 +186,7 @@ def _groups(plan: Plan) -> Iterator[str]:
     for index, group in enumerate(optim.groups):
         found = [p for p in plan.census.parameters if p.trained and group_of(p.name, optim) == index]
         rate = optim.learning_rate if group.learning_rate is None else group.learning_rate
-        decay = "its kind's" if group.weight_decay is None else f"{group.weight_decay:g}"
+        decay = "the default" if group.weight_decay is None else f"{group.weight_decay:g}"
         yield (
             f"{group.parameters}: learning rate {rate:g}, weight decay {decay}, for {len(found)} tensors of "
             f"{sum(p.numel for p in found):,} elements"
@@ -225,20 +218,15 @@ def _ranks(plan: Plan) -> Table:
     for column in ("host", "ranks", "local ranks", "pipeline stage", "data ranks"):
         table.add_column(column)
     found = rank_ranges(plan.layout, plan.hosts)
-    for block in _shortened(found):
-        if block is None:
-            table.add_row(f"… {len(found) - SHOWN_BLOCKS} more", "", "", "", "")
-        else:
-            stage = f"{block.stage} of {plan.layout.pipeline_stages}"
-            ranges = [_range(pair) for pair in (block.ranks, block.local_ranks, block.data_ranks)]
-            table.add_row(block.host, ranges[0], ranges[1], stage, ranges[2])
+    left_out = range(SHOWN_RANGES - 1, len(found) - 1) if len(found) > SHOWN_RANGES else range(0)
+    for number, one in enumerate(found):
+        if number not in left_out:
+            stage = f"{one.stage} of {plan.layout.pipeline_stages}"
+            ranks, local_ranks, data_ranks = map(_range, (one.ranks, one.local_ranks, one.data_ranks))
+            table.add_row(one.host, ranks, local_ranks, stage, data_ranks)
+        elif number == left_out[0]:
+            table.add_row(f"… {len(left_out)} more", "", "", "", "")
     return table
-
-
-def _shortened(found: list[RankRange]) -> list[RankRange | None]:
-    if len(found) <= SHOWN_BLOCKS:
-        return list(found)
-    return [*found[: SHOWN_BLOCKS - 1], None, found[-1]]
 
 
 def _range(pair: tuple[int, int]) -> str:
@@ -262,7 +250,7 @@ def _memory(plan: Plan) -> Table:
         ("driver and fragments, about", "beside"),
         ("total", "gpu"),
         ("in the host's memory", "offloaded"),
-        ("freed, but kept by malloc", "retained"),
+        ("freed, but retained by malloc", "retained"),
     )
     if len(stages) > 1:
         cut = cut_of(plan.spec.parallel, plan.census)
@@ -274,7 +262,7 @@ def _memory(plan: Plan) -> Table:
             table.add_row(label, *map(size_text, sizes))
     table.add_section()
     for label, size in _host_rows(plan.memory.hosts):
-        table.add_row(f"{label}, its processes too", size, *[""] * (len(stages) - 1))
+        table.add_row(f"{label}, with its processes", size, *[""] * (len(stages) - 1))
     return table
 
 
@@ -299,15 +287,15 @@ def _bubble(plan: Plan) -> str:
     return (
         f"Bubble: (stages {stages} - 1) ÷ (micro-batches {micro_batches} + stages {stages} - 1) = "
         f"{bubble(stages, micro_batches):.1%} of the step in which a stage waits"
-        f"{'; more in a packed step, which has fewer' if plan.spec.data.packing else ''}"
+        f"{'; more in a packed step, which has fewer micro-batches' if plan.spec.data.packing else ''}"
     )
 
 
 def _traffic(plan: Plan) -> RenderableType:
     """Return the table of what the busiest rank sends, reads and writes in a step."""
     if not plan.traffic:
-        return Text("Nothing travels between ranks.")
-    table = figures("a rank's traffic, at most", "times a step", "bytes each", "bytes a step")
+        return Text("Ranks exchange nothing.")
+    table = figures("traffic of a rank, at most", "times per step", "bytes each", "bytes per step")
     table.add_column("link")
     for flow in plan.traffic:
         table.add_row(
@@ -322,10 +310,10 @@ def _less_traffic(plan: Plan) -> Iterator[str]:
     train, crossing = plan.spec.train, [flow for flow in plan.traffic if flow.link == "between hosts"]
     gradients = next((flow for flow in crossing if flow.what == "gradients"), None)
     if gradients is not None and plan.spec.parallel.zero_stage >= 2 and train.precision == "bf16":
-        ways = [] if train.reduce_dtype == "bf16" else ["train.reduce_dtype: bf16 sends half of each"]
-        ways += ["fewer and larger micro-batches send fewer"] if gradients.times > 1 else []
+        ways = [] if train.reduce_dtype == "bf16" else ["train.reduce_dtype: bf16 halves their size"]
+        ways += ["fewer and larger micro-batches send them less often"] if gradients.times > 1 else []
         if ways:
-            yield f"Gradients travel between hosts after each micro-batch: {', '.join(ways)}."
+            yield f"Gradients are sent between hosts after each micro-batch: {', '.join(ways)}."
 
 
 def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[str]:
@@ -334,7 +322,7 @@ def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[str]:
     line = reference_line(plan.spec).removeprefix("reference: ")
     yield f"{line[0].upper()}{line[1:]}."
     if reference.hosts is not None:
-        yield "Scored before the policy is there, by processes of their own. They take at most:"
+        yield "It scores all pairs before the policy is loaded. This pass takes at most:"
         for rank in reference.stages:
             stage = f"stage {rank.stage}, " if len(reference.stages) > 1 else ""
             yield f"  {stage}per GPU {size_text(rank.device)}: {_of_reference(rank)}"

@@ -38,10 +38,10 @@ def heading(words: str) -> Text:
 
 def figures(*columns: str) -> Table:
     """Return an empty table with words in the first column and numbers in the others."""
-    made = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="left" if number == 0 else "right")
-    return made
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
 
 
 def size_text(count: int) -> str:

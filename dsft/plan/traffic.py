@@ -188,8 +188,8 @@ def _gathered(step: _Step) -> int:
 
 
 def _reference(step: _Step) -> Iterator[Flow]:
-    """Yield the gathering of a sharded live reference, for each micro-batch. The policy's size stands in for
-    the reference's, which is unknown here."""
+    """Yield the gathering of a sharded live reference, for each micro-batch. The reference's
+    size is unknown here; it is taken to be the policy's."""
     spec = step.spec
     if not needs_reference(spec) or dpo_of(spec).reference == "precomputed":
         return
@@ -205,14 +205,14 @@ def _pipeline(step: _Step) -> Iterator[Flow]:
     (engine/pipeline.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
-        yield Flow("hidden states", _neighbours(step, step.stage + 1), times, step.hidden_bytes)
+        yield Flow("hidden states", _link_between(step, step.stage + 1), times, step.hidden_bytes)
     if step.stage > 0:
-        yield Flow("their gradients", _neighbours(step, step.stage - 1), times, step.hidden_bytes)
+        yield Flow("their gradients", _link_between(step, step.stage - 1), times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):
         yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, step.ranks(last - step.stage))
 
 
-def _neighbours(step: _Step, other: int) -> Link:
+def _link_between(step: _Step, other: int) -> Link:
     """Return the slowest link to the ranks of another stage that process the same rows."""
     pairs = zip(step.ranks(step.stage), step.ranks(other), strict=True)
     apart = any(step.on[one] != step.on[another] for one, another in pairs)

@@ -95,11 +95,11 @@ def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
     for number, key in enumerate(sorted(keys, key=lambda key: (key.count("/"), key))):
         at, losses = series(records, key)
         label = _last(key.removesuffix("/loss"), losses)
-        colour = EVALUATIONS[number % len(EVALUATIONS)]
+        color = EVALUATIONS[number % len(EVALUATIONS)]
         whole = (
             {"linewidth": 1.6, "zorder": 3} if key == "eval/loss" else {"linewidth": 1.2, "linestyle": "--"}
         )
-        axis.plot(at, losses, color=colour, marker="o", markersize=4, label=label, **whole)
+        axis.plot(at, losses, color=color, marker="o", markersize=4, label=label, **whole)
     axis.set_title("loss (nats)", fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=9)
 

@@ -132,11 +132,11 @@ def host_names(places: Sequence[RankLocation]) -> list[str]:
     that is unique, reduced to letters, digits, - and _. Two machines of the same name are told apart since
     each local rank occurs once per machine; the second gets a number."""
     hosts: dict[tuple[str, int], str] = {}
-    seen: Counter[tuple[str, int]] = Counter()
+    counted: Counter[tuple[str, int]] = Counter()
     keys = []
     for place in places:
-        keys.append((place.host, seen[place.host, place.local_rank]))
-        seen[place.host, place.local_rank] += 1
+        keys.append((place.host, counted[place.host, place.local_rank]))
+        counted[place.host, place.local_rank] += 1
     short = {key: re.sub(r"[^A-Za-z0-9_-]+", "-", key[0].partition(".")[0]) for key in dict.fromkeys(keys)}
     common = Counter(short.values())
     for key, name in short.items():

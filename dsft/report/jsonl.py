@@ -81,8 +81,8 @@ def parse_record(line: str) -> dict[str, float] | None:
 def _cut(path: Path, resume_step: int) -> None:
     if not path.exists():
         return
-    kept = "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
-    if kept == path.read_text(encoding="utf-8", errors="replace"):
+    remaining = "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
+    if remaining == path.read_text(encoding="utf-8", errors="replace"):
         return
     with atomic_write(path) as file:
-        file.write(kept.encode())
+        file.write(remaining.encode())

@@ -30,7 +30,7 @@ Peaks = dict[str, int]
 """host_rss, and on a GPU device_allocated (by torch) and device_reserved (from the driver), in bytes."""
 
 RESET = "the kernel's peak of resident memory (VmHWM), set back at the start of each phase"
-SAMPLED = "the largest resident memory seen at a phase's ends and when metrics were logged"
+SAMPLED = "the largest resident memory at a phase's ends and when metrics were logged"
 
 
 class MemoryMeter:
@@ -76,12 +76,12 @@ class MemoryMeter:
             peaks["device_reserved"] = torch.cuda.max_memory_reserved(self.device)
         return peaks
 
-    def held(self) -> int:
+    def used(self) -> int:
         """Return the bytes in use now: on the GPU if there is one, else resident in host memory."""
         return torch.cuda.memory_allocated(self.device) if self._on_gpu else _status("VmRSS")
 
     def peak(self) -> int:
-        """Return the running phase's peak of what `held` measures, in bytes."""
+        """Return the running phase's peak of what `used` measures, in bytes."""
         peaks = self.running()
         return peaks["device_allocated"] if self._on_gpu else peaks["host_rss"]
 
@@ -150,9 +150,9 @@ def write_memory(path: Path, content: Mapping[str, Any]) -> None:
         raise write_error(path, error) from error
 
 
-def _keep_larger(kept: Peaks, new: Mapping[str, int]) -> None:
+def _keep_larger(peaks: Peaks, new: Mapping[str, int]) -> None:
     for name, size in new.items():
-        kept[name] = max(size, kept.get(name, 0))
+        peaks[name] = max(size, peaks.get(name, 0))
 
 
 def _reset_host_peak() -> bool:

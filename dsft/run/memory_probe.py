@@ -49,7 +49,7 @@ def probe_memory(
 def _run(
     step: Callable[[], object], longest: MicroBatch, measured: list[PeakMemory], meter: MemoryMeter
 ) -> None:
-    memory = meter.held() + room(meter.device)
+    memory = meter.used() + room(meter.device)
     limit = memory - memory // MARGIN
     try:
         step()

@@ -27,9 +27,9 @@ from dsft.plan.memory.offload import (
     KEYS,
     PARAMETER_BUFFER,
     SECTIONS,
-    has_room,
     largest_part,
     locked_bytes,
+    may_pin,
     swap_keys,
     swapped,
     with_pinning,
@@ -107,7 +107,7 @@ def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, worl
         value, reason = False, "there is no GPU to copy to"
     else:
         mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
-        value, reason = has_room(world.gather((socket.gethostname(), mine, host_memory())))
+        value, reason = may_pin(world.gather((socket.gethostname(), mine, host_memory())))
     log(f"pin_memory: {str(value).lower()}, {reason}")
     return with_pinning(config, dict.fromkeys(left_open, value))
 

@@ -43,9 +43,9 @@ AIO_REASONS = {
     "block_size": "bytes of a request; also the least that is swapped",
     "queue_depth": "requests at a time",
     "intra_op_parallelism": "threads per read or write",
-    "single_submit": "requests are handed over together",
-    "overlap_events": "some are waited for while others are handed over",
-    "use_gds": "through the host's memory: GPUDirect Storage is not offered",
+    "single_submit": "requests are submitted together",
+    "overlap_events": "waits for requests while others are submitted",
+    "use_gds": "through the host's memory: dsft does not use GPUDirect Storage",
 }
 
 
@@ -63,23 +63,31 @@ def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:
     the best values into its own deepspeed.json."""
     if swap_keys(spec):
         for key, value in AIO.items():
-            yield f"aio.{key}", value, f"{AIO_REASONS[key]}; the run measures its disks and takes the fastest"
+            yield (
+                f"aio.{key}",
+                value,
+                f"{AIO_REASONS[key]}; a run measures its disks and uses the fastest value",
+            )
 
 
 def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
     """Yield the NVMe keys of offload_optimizer, without the section's name."""
     reason = "value, two moments and gradient of the sub-group that is being updated"
     yield "buffer_count", STATE_BUFFERS, reason
-    yield "pipeline_read", False, "a sub-group is read when it is updated: no second set of buffers"
-    yield "pipeline_write", False, "it is written before the next is read: the files are whole after a step"
+    yield "pipeline_read", False, "a sub-group is read when it is updated, so one set of buffers is enough"
+    yield (
+        "pipeline_write",
+        False,
+        "it is written before the next is read, so the files are complete after a step",
+    )
 
 
 def parameter_rows() -> Iterator[tuple[str, Any, str]]:
     """Yield the NVMe keys of offload_param, without the section's name."""
     yield "buffer_count", PARAMETER_BUFFERS, "parameters that are in host memory at a time"
-    reason = "elements of a buffer; the run takes the largest parameter's part"
+    reason = "elements of a buffer; a run uses the size of the largest shard"
     yield "buffer_size", PARAMETER_BUFFER, reason
-    yield "max_in_cpu", 0, "elements that stay in host memory beside what is below 1 MiB"
+    yield "max_in_cpu", 0, "elements that stay in host memory, besides tensors below 1 MiB"
 
 
 @dataclass(frozen=True)
@@ -179,19 +187,19 @@ def allocator(spec: Spec, environ: Mapping[str, str], torch_version: str) -> dic
     return {ALLOCATOR: ",".join(options)}
 
 
-def has_room(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:
-    """Return whether no host would pin more than SHARE of its memory, and the words that say so. ranks: for
-    each rank its host, the bytes that it would pin, and the host's memory in bytes."""
-    locked: dict[str, int] = {}
+def may_pin(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:
+    """Return whether no host would pin more than SHARE of its memory, and a clause with the figures. ranks:
+    for each rank its host, the bytes that it would pin, and the host's memory in bytes."""
+    pinned: dict[str, int] = {}
     memory: dict[str, int] = {}
     for host, mine, whole in ranks:
-        locked[host] = locked.get(host, 0) + mine
+        pinned[host] = pinned.get(host, 0) + mine
         memory[host] = min(whole, memory.get(host, whole))
-    fullest = max(locked, key=lambda host: locked[host] / memory[host])
-    found = f"{locked[fullest] / GIB:.1f} GiB of {fullest}'s {memory[fullest] / GIB:.1f} GiB"
-    if locked[fullest] <= memory[fullest] * SHARE:
-        return True, f"which locks {found}"
-    return False, f"since {found} would be locked, more than half; pin_memory: true in the spec locks them"
+    fullest = max(pinned, key=lambda host: pinned[host] / memory[host])
+    found = f"{pinned[fullest] / GIB:.1f} GiB of {fullest}'s {memory[fullest] / GIB:.1f} GiB"
+    if pinned[fullest] <= memory[fullest] * SHARE:
+        return True, f"which pins {found}"
+    return False, f"since it would pin {found}, more than half; pin_memory: true in the spec overrides this"
 
 
 def with_pinning(config: Mapping[str, Any], pinned: Mapping[str, bool]) -> dict[str, Any]:

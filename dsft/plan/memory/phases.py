@@ -150,9 +150,9 @@ def phases(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases by name: between (steps), load, flattening (part of loading), forward, backward and
     the phases of the update. Without trained parameters: between, load, and at ZeRO 3 forward."""
     if not rank.trained:
-        kept: Phase = {"parameters": weights(rank)}
-        return {"between": kept, "load": kept} | (
-            {"forward": merged(kept, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
+        steady: Phase = {"parameters": weights(rank)}
+        return {"between": steady, "load": steady} | (
+            {"forward": merged(steady, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
         )
     if rank.zero == 0:
         return _whole(rank)
@@ -185,7 +185,7 @@ def _whole(rank: RankSetup) -> dict[str, Phase]:
     low = rank.weight < FP32
     gradients = each(rank.trained, rank.weight)
     copies = each(rank.trained, FP32) if low else NONE
-    kept: Phase = {
+    steady: Phase = {
         "parameters": weights(rank),
         "master": copies,
         "moments": each(rank.trained, rank.moment),
@@ -193,14 +193,14 @@ def _whole(rank: RankSetup) -> dict[str, Phase]:
     left = gradients if rank.accumulates else NONE  # else gradients appear as activations are freed
     flat = min(rank.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
     travels = one(flat * rank.weight) + (one(flat * rank.reduced) if rank.reduced != rank.weight else NONE)
-    load: Phase = merged(kept, {"gradients": gradients + copies}) if low else {"parameters": weights(rank)}
+    load: Phase = merged(steady, {"gradients": gradients + copies}) if low else {"parameters": weights(rank)}
     return {
-        "between": kept,
+        "between": steady,
         "load": load,
-        "forward": merged(kept, {"gradients": left}, rank.forward),
-        "backward": merged(kept, {"gradients": left}, rank.backward),
-        "reduction": merged(kept, {"gradients": gradients, "buffers": travels}),
-        "update": merged(kept, {"gradients": gradients + copies}),
+        "forward": merged(steady, {"gradients": left}, rank.forward),
+        "backward": merged(steady, {"gradients": left}, rank.backward),
+        "reduction": merged(steady, {"gradients": gradients, "buffers": travels}),
+        "update": merged(steady, {"gradients": gradients + copies}),
     }
 
 
@@ -209,22 +209,22 @@ def _bf16(rank: RankSetup) -> dict[str, Phase]:
     (bf16_optimizer.py:191 fp32_flat_buffer). The bf16 gradients stay allocated, set to zero
     (clear_lp_grads)."""
     whole = one(rank.elements * FP32)
-    made: Phase = {"parameters": weights(rank), "master": one(rank.share * FP32), "gradients": whole}
+    loaded: Phase = {"parameters": weights(rank), "master": one(rank.share * FP32), "gradients": whole}
     low: Phase = {"gradients": each(rank.trained, rank.weight)}
-    between = merged(made, {"moments": one(rank.share * rank.moment)})
-    kept = merged(between, low)
-    left = kept if rank.accumulates else between  # else gradients appear as activations are freed
+    between = merged(loaded, {"moments": one(rank.share * rank.moment)})
+    steady = merged(between, low)
+    left = steady if rank.accumulates else between  # else gradients appear as activations are freed
     # several groups are copied into one tensor, a single one is reduced in place (engine.py:3796 flatten)
-    joined = rank.groups > 1 and rank.elements <= REDUCED_AT_ONCE
+    is_copied = rank.groups > 1 and rank.elements <= REDUCED_AT_ONCE
     return {
         "between": between,
-        "load": made,
+        "load": loaded,
         "flattening": _copied(rank),
         "forward": merged(left, rank.forward),
         "backward": merged(left, rank.backward),
-        "widening": merged(kept, {"buffers": one(rank.largest * FP32)}),  # bf16_optimizer.py:523 hp_grad
-        "reduction": merged(kept, {"buffers": whole if joined else NONE}),
-        "update": merged(kept, {"buffers": rank.gathering(rank.elements)}),
+        "widening": merged(steady, {"buffers": one(rank.largest * FP32)}),  # bf16_optimizer.py:523 hp_grad
+        "reduction": merged(steady, {"buffers": whole if is_copied else NONE}),
+        "update": merged(steady, {"buffers": rank.gathering(rank.elements)}),
     }
 
 
@@ -239,11 +239,11 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     share = one(rank.share * FP32)
     width = FP32 if rank.zero == 1 else rank.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
     states: Phase = {"master": share, "moments": one(rank.share * rank.moment)}
-    kept: Phase = merged({"parameters": weights(rank)}, states)
-    made: Phase = {"parameters": weights(rank), "master": share}
+    steady: Phase = merged({"parameters": weights(rank)}, states)
+    loaded: Phase = {"parameters": weights(rank), "master": share}
     if rank.is_offloaded:
-        kept = {"parameters": weights(rank), "offloaded": _in_host(rank)}
-        made = kept
+        steady = {"parameters": weights(rank), "offloaded": _in_host(rank)}
+        loaded = steady
     whole = each(rank.trained, width) if rank.zero == 1 and rank.accumulates else NONE
     added = share if low else NONE if rank.is_offloaded else share
     again = share if not low and rank.zero == 2 and rank.accumulates and not rank.is_offloaded else NONE
@@ -255,13 +255,13 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     # zeros (stage_1_and_2.py:937 single_grad_partition)
     first: Phase = {} if rank.is_offloaded else {"gradients": share}
     return {
-        "between": kept,
-        "load": merged(made, first),
+        "between": steady,
+        "load": merged(loaded, first),
         "flattening": _copied(rank),
-        "forward": merged(kept, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
-        "backward": merged(kept, backward, rank.backward),
-        "update": merged(kept, update),
-        "gathering": merged(kept, {"buffers": rank.gathering(rank.elements)}),
+        "forward": merged(steady, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
+        "backward": merged(steady, backward, rank.backward),
+        "update": merged(steady, update),
+        "gathering": merged(steady, {"buffers": rank.gathering(rank.elements)}),
     }
 
 
@@ -317,35 +317,35 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     if rank.is_offloaded:
         states = {"offloaded": _sharded_in_host(rank)}
     bucket = one(rank.bucket * rank.reduced)
-    kept = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
+    steady = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
     if rank.parameters != "none":
         flat = rank.in_host(rank.share, rank.weight)
         on_host = flat + each(rank.shares(rank.frozen), rank.weight) if rank.parameters == "cpu" else NONE
         resident = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
-        kept = merged(kept, {"offloaded": on_host}) | {"parameters": each(resident, rank.weight)}
+        steady = merged(steady, {"offloaded": on_host}) | {"parameters": each(resident, rank.weight)}
     reduced = max(min(rank.bucket, rank.elements), rank.largest)
     reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
     if rank.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
     step = NONE if rank.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
-    load: Phase = {row: tensors for row, tensors in kept.items() if row != "moments"}
+    load: Phase = {row: tensors for row, tensors in steady.items() if row != "moments"}
     if rank.on_cpu:
         load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})
     return {
-        "between": kept,
+        "between": steady,
         # stage3.py:1306 gradient_buffer, stage3.py:1172 clone
         "load": merged(load, {"buffers": one(sub_group * FP32)}),
-        "flattening": _flattening(rank, kept),
-        "forward": merged(kept, {"buffers": gathered(rank)}, rank.forward),
+        "flattening": _flattening(rank, steady),
+        "forward": merged(steady, {"buffers": gathered(rank)}, rank.forward),
         "backward": merged(
-            kept, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
+            steady, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
         ),
-        "update": merged(kept, {"gradients": step}),
+        "update": merged(steady, {"gradients": step}),
     }
 
 
-def _flattening(rank: RankSetup, kept: Phase) -> Phase:
+def _flattening(rank: RankSetup, steady: Phase) -> Phase:
     """Return the phase in which ZeRO 3 flattens the shards of a GPU's rank; empty on a CPU. Shards that stay
     on the GPU become one tensor by way of host memory (zero/utils.py:221 cpu_buffer); those that stay in host
     memory are copied within it (stage3.py:906 pin_memory)."""
@@ -355,7 +355,7 @@ def _flattening(rank: RankSetup, kept: Phase) -> Phase:
     if rank.parameters == "none":
         return {"parameters": weights(rank), "offloaded": one(shares.total)}
     return {
-        "parameters": kept["parameters"],
+        "parameters": steady["parameters"],
         "offloaded": (shares + shares) if rank.parameters == "cpu" else NONE,
     }
 

@@ -101,8 +101,8 @@ class RankMemory:
     @property
     def states(self) -> int:
         """Bytes on the GPU without activations and head."""
-        kept = self.parameters + self.master + self.moments + self.reference
-        return kept + self.gradients + self.buffers
+        stored = self.parameters + self.master + self.moments + self.reference
+        return stored + self.gradients + self.buffers
 
     @property
     def device(self) -> int:
@@ -290,7 +290,7 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
             found.setdefault(parameter.layer, []).append(parameter)
     token, flight = flow.tokens * weight_bytes(spec), flow.in_flight(stage)
     hidden = _embedding(census)[1]
-    layers = [each(_kept(own, hidden, spec), token) for own in found.values()]
+    layers = [each(_saved(own, hidden, spec), token) for own in found.values()]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
     inputs = each([hidden] * len(layers) * flight, token)
     is_last = stage == flow.layout.pipeline_stages - 1
@@ -306,7 +306,7 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
     return _Work(forward, backward, one_layer.total, scored)
 
 
-def _kept(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
+def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     """Return the elements per token that the backward needs of a layer with these parameters, as tensors in
     the type of the weights.
 
@@ -346,6 +346,6 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     if not spec.task_kind.preference:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
     row = vocabulary * weight_bytes(spec)
-    kept = kept_rows(tokens, row, chunk)
-    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if kept == tokens else chunk)
-    return kept * row + at_once, 0, scored
+    stored = kept_rows(tokens, row, chunk)
+    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
+    return stored * row + at_once, 0, scored

@@ -94,8 +94,8 @@ def with_reference(
     if dpo_of(spec).reference == "precomputed":
         return sizes, ReferenceMemory(found, _per_host(found, spec, layout, hosts))
     of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
-    held, offloaded = zip(*((one.parameters, one.offloaded) for one in of_rank), strict=True)
-    return _beside(sizes, held, offloaded, spec, layout, hosts), ReferenceMemory(found, None)
+    on_gpu, offloaded = zip(*((one.parameters, one.offloaded) for one in of_rank), strict=True)
+    return _beside(sizes, on_gpu, offloaded, spec, layout, hosts), ReferenceMemory(found, None)
 
 
 def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[ReferenceRankMemory, ...]:
@@ -115,8 +115,8 @@ def _frozen(rank: RankMemory, census: Census, spec: Spec) -> ReferenceRankMemory
     if dpo_of(spec).reference_offload == "cpu":
         small = sum(p.numel for p in census.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(spec)
         parameters, offloaded = small, rank.parameters - small
-    taken = (parameters, rank.buffers, rank.one_layer, rank.logits, offloaded, rank.beside)
-    return ReferenceRankMemory(rank.stage, rank.elements, *taken)
+    rest = (rank.buffers, rank.one_layer, rank.logits, offloaded, rank.beside)
+    return ReferenceRankMemory(rank.stage, rank.elements, parameters, *rest)
 
 
 def _is_its(parameter: Parameter, own: Spec) -> bool:
@@ -130,9 +130,9 @@ def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int
     sharded, lora = spec.parallel.zero_stage == 3, spec.model.lora
     by_copy = sharded or (lora is not None and lora.path is not None)
     trained = [p for p in census.stage(rank.stage, cut_of(spec.parallel, census)) if p.trained]
-    kept = [p.numel for p in trained if by_copy or not _is_adapters(p)]
+    copied = [p.numel for p in trained if by_copy or not _is_adapters(p)]
     ranks = layout.data_parallel if sharded else 1
-    return sum(-(-numel // ranks) for numel in kept) * weight_bytes(spec)
+    return sum(-(-numel // ranks) for numel in copied) * weight_bytes(spec)
 
 
 def _is_adapters(parameter: Parameter) -> bool:
@@ -141,15 +141,15 @@ def _is_adapters(parameter: Parameter) -> bool:
 
 def _beside(
     sizes: Memory,
-    held: tuple[int, ...],
+    on_gpu: tuple[int, ...],
     offloaded: tuple[int, ...],
     spec: Spec,
     layout: Layout,
     hosts: Mapping[str, int],
 ) -> Memory:
     stages = tuple(
-        replace(rank, reference=on_gpu, offloaded=rank.offloaded + on_host)
-        for rank, on_gpu, on_host in zip(sizes.stages, held, offloaded, strict=True)
+        replace(rank, reference=weights, offloaded=rank.offloaded + on_host)
+        for rank, weights, on_host in zip(sizes.stages, on_gpu, offloaded, strict=True)
     )
     return Memory(stages, of_host(stages, spec, layout, hosts))
 

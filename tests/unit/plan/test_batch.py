@@ -45,7 +45,7 @@ def test_a_batch_that_does_not_divide_shows_the_whole_equation_and_the_nearest()
 
 
 def test_a_batch_below_one_micro_batch_has_one_nearest() -> None:
-    assert "the nearest global_batch_size that works is 48" in refusal(
+    assert "the nearest value of global_batch_size that works is 48" in refusal(
         16, global_batch_size=10, micro_batch_size=3
     )
 
@@ -59,7 +59,7 @@ def test_the_ways_out_name_the_size_that_could_change() -> None:
 
 def test_three_sizes_that_contradict_are_refused() -> None:
     message = refusal(4, global_batch_size=64, micro_batch_size=2, accumulation_steps=2)
-    assert "the right side is 16" in message
+    assert "the product is 16" in message
 
 
 def test_one_size_is_not_enough() -> None:

@@ -74,9 +74,9 @@ def test_answers_are_kept_and_refusals_are_not(tmp_path: Path, monkeypatch: pyte
         census(Model(from_config={**LLAMA, "hiden_size": 1}), tmp_path)
     assert not list(tmp_path.rglob("*.json"))
     answer = take_census(Model(from_config=LLAMA))
-    monkeypatch.setattr(module, "_ask", lambda *_: answer)
+    monkeypatch.setattr(module, "_count", lambda *_: answer)
     first = census(Model(from_config=LLAMA), tmp_path)
-    monkeypatch.setattr(module, "_ask", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(module, "_count", lambda *_: pytest.fail("asked again"))
     assert census(Model(from_config=LLAMA), tmp_path) == first
 
 

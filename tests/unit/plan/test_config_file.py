@@ -76,7 +76,7 @@ def test_a_trainers_file_is_filled_from_the_spec_and_decides_the_stage(merge: An
     assert merged.config["steps_per_print"] == 2000
     assert "optimizer" not in merged.config and "scheduler" not in merged.config
     assert merged.notes == (
-        "zero3.json: decides parallel.zero_stage: 3 (the spec says 1)",
+        "zero3.json: sets parallel.zero_stage to 3 (in the spec: 1)",
         "zero3.json: scheduler WarmupLR, the spec's linear is used",
     )
 
@@ -136,7 +136,7 @@ def test_values_that_agree_are_silent_and_pass_strict(merge: Any) -> None:
 def test_clipping_is_compared_with_what_happens(merge: Any) -> None:
     merged = merge({"zero_optimization": {"stage": 0}, "gradient_clipping": 1.0})
     assert merged.config["gradient_clipping"] == 0.0  # dsft clips
-    assert merged.notes == ("zero3.json: decides parallel.zero_stage: 0 (the spec says 1)",)
+    assert merged.notes == ("zero3.json: sets parallel.zero_stage to 0 (in the spec: 1)",)
 
 
 def test_the_file_decides_offload_precision_and_communication(merge: Any) -> None:
@@ -183,7 +183,7 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed removed elastic training"),
         (
             {"fp16": {"enabled": True}},
-            "fp16.enabled: true, but dsft trains with false only; set train.precision",
+            "fp16.enabled: true, but dsft supports only false; set train.precision",
         ),
         ({"prescale_gradients": True}, "prescale_gradients: true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not offer tensor parallelism"),
@@ -246,7 +246,7 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ('{"steps_per_print": 1e999}', "holds the number 1e999, which is not finite"),
         (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),
         ("{", "is not JSON at line 1"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
     ],
 )
 def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:

@@ -120,7 +120,7 @@ def test_without_a_cluster_the_size_that_follows_is_left_out(make_spec: Any) -> 
     assert config["train_batch_size"] == 64 and "gradient_accumulation_steps" not in config
     absent = [entry for entry in entries(spec, None) if entry.value is ABSENT]
     assert [entry.key for entry in absent] == ["gradient_accumulation_steps"]
-    assert "found at start" in absent[0].reason
+    assert "computed from the other two" in absent[0].reason
 
 
 def test_a_pipeline_neither_overlaps_nor_recomputes_whole_stages(make_spec: Any) -> None:
@@ -179,7 +179,7 @@ def test_buckets_sized_at_the_start_of_a_run_are_those_of_the_generated_file(
 
 def test_buckets_that_a_file_decides_are_kept(make_spec: Any) -> None:
     config = deepspeed_config(make_spec(parallel={"zero_stage": 2}), None)
-    zero = sized(config, Elements(100, 100), kept={"reduce_bucket_size"})["zero_optimization"]
+    zero = sized(config, Elements(100, 100), fixed={"reduce_bucket_size"})["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (LARGEST_BUCKET, 100)
     assert config["zero_optimization"]["allgather_bucket_size"] == LARGEST_BUCKET
 
@@ -188,4 +188,4 @@ def test_the_reason_of_a_bucket_has_the_numbers(make_spec: Any) -> None:
     reasons = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None, Elements(9, 8))}
     assert "8 that are trained" in reasons["zero_optimization.reduce_bucket_size"]
     unknown = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None)}
-    assert "until the model is built" in unknown["zero_optimization.reduce_bucket_size"]
+    assert "a run computes it from the model" in unknown["zero_optimization.reduce_bucket_size"]

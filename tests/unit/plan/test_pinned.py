@@ -9,7 +9,7 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.layout import Layout
-from dsft.plan.memory.offload import allocator, has_room, locked_bytes, with_pinning
+from dsft.plan.memory.offload import allocator, locked_bytes, may_pin, with_pinning
 from dsft.plan.memory.sizes import GIB
 
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
@@ -48,11 +48,11 @@ def test_a_stage_of_a_pipeline_locks_its_own(make_spec: Any) -> None:
 
 
 def test_all_ranks_of_a_host_count_and_one_full_host_is_enough() -> None:
-    value, reason = has_room([("a", 30 * GIB, 128 * GIB), ("a", 33 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
-    assert value and reason == "which locks 63.0 GiB of a's 128.0 GiB"
-    value, reason = has_room([("a", 30 * GIB, 128 * GIB), ("a", 35 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
-    assert not value and reason.startswith("since 65.0 GiB of a's 128.0 GiB would be locked, more than half;")
-    assert not has_room([("a", 1, 128 * GIB), ("b", 3 * GIB, 4 * GIB)])[0]
+    value, reason = may_pin([("a", 30 * GIB, 128 * GIB), ("a", 33 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
+    assert value and reason == "which pins 63.0 GiB of a's 128.0 GiB"
+    value, reason = may_pin([("a", 30 * GIB, 128 * GIB), ("a", 35 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
+    assert not value and reason.startswith("since it would pin 65.0 GiB of a's 128.0 GiB, more than half;")
+    assert not may_pin([("a", 1, 128 * GIB), ("b", 3 * GIB, 4 * GIB)])[0]
 
 
 def test_only_what_is_named_is_changed() -> None:

@@ -47,7 +47,7 @@ def test_fewer_hosts_are_allowed_where_the_equation_holds_for_each_number() -> N
     three = "cluster={hosts: {a: 2, b: 2, c: 4}, min_hosts: 2}"
     load(TWO_NODES, [three, "train={global_batch_size: 96, micro_batch_size: 2}"])
     (problem,) = problems(three, "train={global_batch_size: 64, micro_batch_size: 2}")
-    assert "cluster.min_hosts: with 2 of 3 hosts, a world of 6: global_batch_size 64 = " in problem
+    assert "cluster.min_hosts: with 2 of 3 hosts, 6 processes: global_batch_size 64 = " in problem
     (problem,) = problems("cluster.min_hosts=1", "train={micro_batch_size: 8, accumulation_steps: 1}")
     assert "with fewer hosts a step would have fewer examples; set train.global_batch_size" in problem
     (problem,) = problems("cluster.min_hosts=3", "train={global_batch_size: 128, micro_batch_size: 8}")
@@ -55,7 +55,7 @@ def test_fewer_hosts_are_allowed_where_the_equation_holds_for_each_number() -> N
     (problem,) = problems(
         "cluster={hosts: {a: 1, b: 1}, min_hosts: 1}", "parallel={zero_stage: 1, pipeline_stages: 2}"
     )
-    assert "with 1 of 2 hosts, a world of 1: 2 does not divide the 1 processes" in problem
+    assert "with 1 of 2 hosts, 1 processes: 2 does not divide the 1 processes" in problem
 
 
 def test_the_numbers_of_processes_that_so_many_hosts_have() -> None:

@@ -71,12 +71,12 @@ def test_the_stages_are_the_policys_unless_the_spec_says_how() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (spec(), "the policy as it starts, whole on every rank, since ZeRO 2 divides nothing"),
+        (spec(), "the policy as it starts, whole on every rank, since ZeRO 2 shards nothing"),
         (spec(reference_zero_stage=0), "whole on every rank (dpo.reference precomputed)"),
         (spec(parallel={"zero_stage": 3}), "sharded over all ranks (ZeRO 3)"),
         (
             spec(reference_zero_stage=3, reference_offload="cpu", reference="live"),
-            "sharded over all ranks (ZeRO 3), kept in host memory (dpo.reference live)",
+            "sharded over all ranks (ZeRO 3), in host memory (dpo.reference live)",
         ),
         (spec(parallel={"pipeline_stages": 2}), "in the policy's 2 pipeline stages"),
         (spec(reference_model="other"), "other, another checkpoint than the policy's start"),

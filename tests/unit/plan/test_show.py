@@ -13,7 +13,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO
 from dsft.plan.memory.sizes import GIB
-from dsft.plan.show import as_mapping, as_text
+from dsft.plan.show import as_mapping, parts
 from dsft.plan.tables import heading, rendered
 
 pytestmark = pytest.mark.usefixtures("counted")
@@ -36,7 +36,7 @@ def plan(make_spec: Any) -> Any:
 
 
 def text(made: Plan, **options: Any) -> str:
-    return as_text(made, **{"explain": False, "terminal": False, **options})
+    return rendered(parts(made, explain=options.pop("explain", False)), **{"terminal": False, **options})
 
 
 def test_ranks_fall_into_blocks_of_host_and_stage() -> None:
@@ -51,7 +51,7 @@ def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
     shown = text(plan(world_size=4))
     assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 3 × data-parallel ranks 4" in shown
     assert "Steps: 1 × rows ÷ 24, rounded up; unknown until the rows are read" in shown
-    assert "activations, head and what a GPU's driver takes are an estimate" in shown
+    assert "Activations, logits and the memory of a GPU's driver are estimates" in shown
     assert "train_batch_size" not in shown
 
 
@@ -82,7 +82,7 @@ def test_many_hosts_are_shortened(plan: Any) -> None:
 def test_explain_shows_every_key_and_why_one_is_left_out(plan: Any) -> None:
     shown = text(plan(), explain=True)
     assert "gradient_clipping" in shown and "zero_optimization.reduce_bucket_size" in shown
-    assert "not written: follows from the other two" in shown
+    assert "not written: computed from the other two" in shown
 
 
 def test_plain_text_has_no_escape_codes_and_a_terminal_has(plan: Any) -> None:
@@ -113,8 +113,9 @@ def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: An
         made = plan(None, cluster={"hosts": hosts}, parallel={"zero_stage": stage}, train=train)
         return " ".join(text(made).split())
 
-    advice = "Gradients travel between hosts after each micro-batch: "
-    halved, fewer = "train.reduce_dtype: bf16 sends half of each", "fewer and larger micro-batches send fewer"
+    advice = "Gradients are sent between hosts after each micro-batch: "
+    halved = "train.reduce_dtype: bf16 halves their size"
+    fewer = "fewer and larger micro-batches send them less often"
     two = {"a": 2, "b": 2}
     assert f"{advice}{halved}, {fewer}." in said(two)
     assert f"{advice}{halved}." in said(two, 3, accumulation_steps=1)
@@ -157,8 +158,8 @@ def test_rows_longer_than_the_models_positions_are_refused(make_spec: Any) -> No
 def test_the_reference_of_pairs_is_shown_with_its_reason(plan: Any) -> None:
     made = plan(4, task="dpo", parallel={"zero_stage": 2})
     shown = text(made, explain=True)
-    assert "The policy as it starts, whole on every rank, since ZeRO 2 divides nothing" in shown
-    assert "Scored before the policy is there" in shown and "weights 3.8 MiB" in shown
+    assert "The policy as it starts, whole on every rank, since ZeRO 2 shards nothing" in shown
+    assert "It scores all pairs before the policy is loaded" in shown and "weights 3.8 MiB" in shown
     assert "DeepSpeed, of the reference" in shown
     told = as_mapping(made)["reference"]
     assert told["per_gpu"][0]["parameters"] == 4_000_000
@@ -191,7 +192,7 @@ def test_the_traffic_of_a_step_and_a_pipelines_bubble_are_shown(plan: Any) -> No
     assert "layers" in text(made) and "1-3" in text(made)
     assert {flow["what"] for flow in mapping["traffic"]} >= {"gradients", "updated parameters"}
     alone = plan(1)
-    assert "Bubble" not in text(alone) and "Nothing travels between ranks" in text(alone)
+    assert "Bubble" not in text(alone) and "Ranks exchange nothing" in text(alone)
 
 
 def test_what_each_host_swaps_to_its_disk_is_shown(plan: Any) -> None:

@@ -30,7 +30,7 @@ def test_each_phase_has_its_own_peak_and_the_record_has_the_largest() -> None:
     meter = MemoryMeter(CPU)
     if meter.method != RESET:
         pytest.skip("this kernel does not let a process set its peak back")
-    before = meter.held()
+    before = meter.used()
     meter.enter("load")
     block = take(96)
     del block
@@ -63,7 +63,7 @@ def test_without_a_reset_the_peak_is_the_largest_sample(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "CLEAR", Path("/nowhere/clear_refs"))
     meter = MemoryMeter(CPU)
     assert meter.method == SAMPLED
-    before = meter.held()
+    before = meter.used()
     block = take(64)
     meter.record()
     del block
