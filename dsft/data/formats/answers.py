@@ -6,6 +6,7 @@ The prompt is not trained on, unless a message in it has a flag. All functions r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
 
@@ -13,17 +14,16 @@ from dsft.data.formats.calls import tools
 from dsft.data.formats.message import (
     OPENAI,
     SHAREGPT,
-    Dialect,
     Turn,
     alpaca_turns,
+    alternating_turn,
     conversation,
     row_tools,
-    said_by,
     turn,
     turns,
     with_system,
 )
-from dsft.data.formats.values import Fields, is_empty, only, string
+from dsft.data.formats.values import Fields, boolean, check_keys, is_empty, string
 from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
 from dsft.spec.task import TASKS
@@ -31,7 +31,7 @@ from dsft.spec.task import TASKS
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
 """Labels in CSV, in lower case -> value."""
 _PAIR = ("chosen", "rejected")
-_ASKED = ("question", "query", "input")
+_PROMPT_NAMES = ("question", "query", "input")
 """Names of the prompt in files of other tools."""
 
 
@@ -44,10 +44,14 @@ def preference(fields: Fields, task: str = "dpo") -> Row:
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
         fields = Fields(fields.row, {**fields.columns, **names})
-    is_replaced = fields.get("chosen") is None and fields.get("rejected_response") is not None
-    pair = _replaced_answer(fields) if is_replaced else _pair(fields, task)
+    if fields.get("chosen") is None and fields.get("rejected_response") is not None:
+        prompt, chosen = _last_answer(fields)
+        rejected = _answer(fields.get("rejected_response"), fields.name("rejected_response"))
+        pair = _conversations(prompt, (chosen, rejected), fields)
+    else:
+        pair = _pair(fields, task)
     if pair[0] == pair[1]:
-        raise BadRowError("the chosen and the rejected answer are the same, so there is nothing to prefer")
+        raise BadRowError("the chosen and the rejected answer are the same, so the pair has no preference")
     return Row(pair[: TASKS[task].rows])
 
 
@@ -58,9 +62,9 @@ def kto(fields: Fields) -> Row:
     if fields.get("output") is not None or fields.get("instruction") is not None:
         place = fields.name("output")
         answer = _answer(fields.string("output"), place)
-        return Row((_talk(alpaca_turns(fields), answer, place, _tools(fields)),), label)
+        return Row((_conversation(alpaca_turns(fields), answer, place, _tools(fields)),), label)
     prompt, answer = _last_answer(fields)
-    return Row((_talk(prompt, answer, answer[0].place, _tools(fields)),), label)
+    return Row((_conversation(prompt, answer, answer[0].place, _tools(fields)),), label)
 
 
 def is_desirable(fields: Fields) -> bool:
@@ -69,10 +73,7 @@ def is_desirable(fields: Fields) -> bool:
     value, name = fields.get(key), fields.name(key)
     if isinstance(value, str):
         value = _LABELS.get(value.lower(), value)
-    if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
-        return bool(value)
-    shown = value if isinstance(value, (int, float)) else json_type(value)
-    raise BadRowError(f'"{name}" is {shown}; it must be true or false, or 1 or 0')
+    return boolean(value, name)
 
 
 # --- one answer -------------------------------------------------------------------------------------------
@@ -85,8 +86,8 @@ def _completed(fields: Fields) -> Sample:
     if isinstance(prompt, str) and isinstance(completion, str):
         return _text(fields, fields.string("prompt"), fields.string("completion"))
     place = fields.name("completion")
-    asked = with_system(fields, _question(prompt, fields.name("prompt")))
-    return _talk(asked, _answer(completion, place), place, _tools(fields))
+    before = with_system(fields, _prompt_turns(prompt, fields.name("prompt")))
+    return _conversation(before, _answer(completion, place), place, _tools(fields))
 
 
 def _text(fields: Fields, prompt: str, answer: str) -> Text:
@@ -95,20 +96,20 @@ def _text(fields: Fields, prompt: str, answer: str) -> Text:
         if not is_empty(fields.get(other)):
             name = fields.name("prompt")
             raise BadRowError(
-                f'"{fields.name(other)}" stands beside a "{name}" that is a string, which is read as it '
-                f"stands; write messages, or columns: {{instruction: {name}}} for a chat"
+                f'the row has "{fields.name(other)}", but its "{name}" is a string, which is used without a '
+                f"chat template; write messages, or set columns: {{instruction: {name}}} for a chat"
             )
     return Text(((prompt, False), (answer, True)))
 
 
-def _talk(
+def _conversation(
     prompt: Sequence[Turn], answer: Sequence[Turn], place: str, tools: tuple[Mapping[str, Any], ...]
 ) -> Conversation:
     """Return a conversation. The prompt's turns are trained on only if they have a flag that says so."""
     if not any(turn.message["role"] == "assistant" or turn.trained for turn in answer):
         raise BadRowError(f'"{place}" has no assistant turn, so there is nothing to train on')
-    asked = [turn._replace(trained=bool(turn.trained)) for turn in prompt]
-    return conversation([*asked, *answer], tools, of=place)
+    before = [turn._replace(trained=bool(turn.trained)) for turn in prompt]
+    return conversation([*before, *answer], tools, name=place)
 
 
 def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
@@ -119,27 +120,27 @@ def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     return row_tools(fields)
 
 
-def _question(value: object, name: str) -> list[Turn]:
+def _prompt_turns(value: object, name: str) -> list[Turn]:
     """Return the turns of a prompt: a string, a list of messages, or an object with messages (and tools)."""
     if isinstance(value, str):
-        return [said_by(0, string(value, name), name)]
+        return [alternating_turn(0, string(value, name), name)]
     if isinstance(value, dict) and "messages" in value:
-        only(value, ("messages", "tools", "parallel_tool_calls"), name)
+        check_keys(value, ("messages", "tools", "parallel_tool_calls"), name)
         return turns(value["messages"], f"{name}.messages", SHAREGPT)
-    return _listed(value, name, SHAREGPT)
+    return _turns(value, name)
 
 
 def _answer(value: object, name: str) -> list[Turn]:
     """Return the turns of an answer: a string, a message, or a list of messages."""
     if isinstance(value, str):
-        return [said_by(1, string(value, name), name)]
-    return [turn(value, name, SHAREGPT)] if isinstance(value, dict) else _listed(value, name, SHAREGPT)
+        return [alternating_turn(1, string(value, name), name)]
+    return [turn(value, name, SHAREGPT)] if isinstance(value, dict) else _turns(value, name)
 
 
-def _listed(value: object, name: str, dialect: Dialect) -> list[Turn]:
+def _turns(value: object, name: str) -> list[Turn]:
     if not isinstance(value, list):
         raise BadRowError(f'"{name}" is {json_type(value)}; it must be a string or a list of messages')
-    return turns(value, name, dialect)
+    return turns(value, name, SHAREGPT)
 
 
 def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
@@ -147,103 +148,68 @@ def _last_answer(fields: Fields) -> tuple[list[Turn], list[Turn]]:
     be an assistant's."""
     is_sharegpt = fields.get("messages") is None and fields.has("conversations")
     key, dialect = ("conversations", SHAREGPT) if is_sharegpt else ("messages", OPENAI)
-    talk = with_system(fields, turns(fields.get(key), fields.name(key), dialect))
-    place, message, _ = talk[-1]
+    messages = with_system(fields, turns(fields.get(key), fields.name(key), dialect))
+    place, message, _ = messages[-1]
     if message["role"] != "assistant":
-        raise BadRowError(f'"{place}" is a {message["role"]} message; the last one must be the answer')
-    return talk[:-1], talk[-1:]
+        raise BadRowError(f'"{place}" is a {message["role"]} message; the last message must be the answer')
+    return messages[:-1], messages[-1:]
 
 
 # --- two answers ------------------------------------------------------------------------------------------
-
-
-def _replaced_answer(fields: Fields) -> tuple[Sample, Sample]:
-    """Return a pair from messages that end with the chosen answer, and a column with the rejected one."""
-    prompt, chosen = _last_answer(fields)
-    name = fields.name("rejected_response")
-    return _talks(prompt, (chosen, _answer(fields.get("rejected_response"), name)), fields)
 
 
 def _pair(fields: Fields, task: str) -> tuple[Sample, Sample]:
     chosen, rejected = (fields.get(key) for key in _PAIR)
     names = [fields.name(key) for key in _PAIR]
     if isinstance(chosen, list) != isinstance(rejected, list):
-        said = f'"{names[0]}" is {json_type(chosen)} and "{names[1]}" is {json_type(rejected)}'
-        raise BadRowError(f"{said}; they must be of one kind")
-    key = _prompt_key(fields, chosen)
-    is_text = isinstance(chosen, str) and isinstance(rejected, str)
-    if is_text and key == "prompt" and isinstance(fields.get("prompt"), str):
-        return _texts(fields)
-    if is_text and key is None:
-        return _begun_alike(fields, task)
-    answers = _answer(chosen, names[0]), _answer(rejected, names[1])
-    asked = _prompt(fields, key)
-    if asked and (not isinstance(chosen, list) or answers[0][0].message["role"] == "assistant"):
-        return _talks(with_system(fields, asked), answers, fields)
-    same = _common(*answers)
-    if not same:
-        said = f'"{names[0]}" and "{names[1]}" begin with different messages'
-        raise BadRowError(f"{said}; answers begin with their prompt, or with the assistant's turn after it")
-    prompt = answers[0][:same]
-    _check_prompt(fields, key, asked, prompt)
-    return _talks(with_system(fields, prompt), (answers[0][same:], answers[1][same:]), fields)
-
-
-def _no_prompt(fields: Fields) -> str:
-    meant = next((key for key in _ASKED if isinstance(fields.row.get(key), str)), None)
-    way_out = (
-        f"write columns: {{prompt: {meant}}} for texts as they stand, or {{instruction: {meant}}} for a chat"
-        if meant
-        else "a row of strings needs the prompt that both answer, or for dpo begins with it in both"
-    )
-    chosen, rejected = (fields.name(key) for key in _PAIR)
-    return f'"{chosen}" and "{rejected}" are strings without a "{fields.name("prompt")}"; {way_out}'
-
-
-def _prompt_key(fields: Fields, chosen: object) -> str | None:
-    """Return the column with the prompt. `messages` is ignored if the answers are lists of messages, since it
-    then repeats their content."""
+        found = f'"{names[0]}" is {json_type(chosen)} and "{names[1]}" is {json_type(rejected)}'
+        raise BadRowError(f"{found}; they must have the same type")
+    # `messages` is ignored if the answers are lists of messages, since it then repeats their content
     keys = ["prompt", "conversations", "instruction", *([] if isinstance(chosen, list) else ["messages"])]
-    return next((key for key in keys if not is_empty(fields.get(key))), None)
-
-
-def _prompt(fields: Fields, key: str | None) -> list[Turn]:
-    if key is None:
-        return []
+    key = next((key for key in keys if not is_empty(fields.get(key))), None)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if key is None:
+            return _common_prompt(fields, task)
+        if key == "prompt" and isinstance(fields.get(key), str):
+            for name in _PAIR:
+                if not fields.string(name):
+                    raise BadRowError(f'"{fields.name(name)}" is empty; an answer must not be empty')
+            first, second = (_text(fields, fields.string(key), fields.string(name)) for name in _PAIR)
+            return first, second
+    answers = _answer(chosen, names[0]), _answer(rejected, names[1])
+    given: list[Turn] = []
     if key == "instruction":
-        return alpaca_turns(fields)
-    return _question(fields.get(key), fields.name(key))
+        given = alpaca_turns(fields)
+    elif key is not None:
+        given = _prompt_turns(fields.get(key), fields.name(key))
+    if given and (not isinstance(chosen, list) or answers[0][0].message["role"] == "assistant"):
+        return _conversations(with_system(fields, given), answers, fields)
+    prompt = _common_turns(*answers)
+    if not prompt:
+        raise BadRowError(
+            f'"{names[0]}" and "{names[1]}" begin with different messages; both must begin with the prompt '
+            "or with the assistant's turn after it"
+        )
+    common = {_stripped(turn) for turn in prompt}
+    if key is not None and not all(_stripped(turn) in common for turn in given):
+        raise BadRowError(
+            f'"{fields.name(key)}" differs from the prompt with which "{names[0]}" and "{names[1]}" begin'
+        )
+    rest = answers[0][len(prompt) :], answers[1][len(prompt) :]
+    return _conversations(with_system(fields, prompt), rest, fields)
 
 
-def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> int:
-    """Return the number of messages that both begin with, leaving at least one to each."""
-    same = 0
-    while same < min(len(chosen), len(rejected)) - 1 and chosen[same].message == rejected[same].message:
-        same += 1
-    return same
-
-
-def _check_prompt(fields: Fields, key: str | None, asked: Sequence[Turn], common: Sequence[Turn]) -> None:
-    """Raise BadRowError if a prompt column differs from the prompt that the answers begin with."""
-    said = {_stripped(turn) for turn in common}
-    if key is not None and not all(_stripped(turn) in said for turn in asked):
-        chosen, rejected = (fields.name(key) for key in _PAIR)
-        raise BadRowError(f'"{fields.name(key)}" is not what "{chosen}" and "{rejected}" begin with')
+def _common_turns(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> list[Turn]:
+    """Return the turns that both begin with, leaving at least one to each."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return [ours for ours, _ in takewhile(lambda pair: pair[0].message == pair[1].message, pairs)]
 
 
 def _stripped(turn: Turn) -> tuple[str, str]:
     return turn.message["role"], (turn.message["content"] or "").strip()
 
 
-def _texts(fields: Fields) -> tuple[Sample, Sample]:
-    for key in _PAIR:
-        if not fields.string(key):
-            raise BadRowError(f'"{fields.name(key)}" is empty; an answer must say something')
-    chosen, rejected = (_text(fields, fields.string("prompt"), fields.string(key)) for key in _PAIR)
-    return chosen, rejected
-
-
-def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
+def _common_prompt(fields: Fields, task: str) -> tuple[Sample, Sample]:
     """Return a pair of two strings that begin with their prompt: all words before the first that differs. A
     pair's loss does not depend on where in the common beginning the answers start; that of sft would."""
     texts = [fields.string(key) for key in _PAIR]
@@ -253,14 +219,22 @@ def _begun_alike(fields: Fields, task: str) -> tuple[Sample, Sample]:
     if prompt == common:  # it may end within a word
         prompt, *last = common.rsplit(maxsplit=1) if common else [""]
         prompt = prompt if last else ""
-    named = any(isinstance(fields.row.get(key), str) for key in _ASKED)
-    if not prompt or named or TASKS[task].rows == 1:
-        raise BadRowError(_no_prompt(fields))
-    chosen, rejected = (_text(fields, prompt, text[len(prompt) :]) for text in texts)
-    return chosen, rejected
+    column = next((key for key in _PROMPT_NAMES if isinstance(fields.row.get(key), str)), None)
+    if not prompt or column or TASKS[task].rows == 1:
+        chosen, rejected = (fields.name(key) for key in _PAIR)
+        way_out = (
+            f"set columns: {{prompt: {column}}} for plain texts, or {{instruction: {column}}} for a chat"
+            if column
+            else "add the prompt that both answer; for dpo, both strings may begin with it instead"
+        )
+        raise BadRowError(
+            f'"{chosen}" and "{rejected}" are strings without a "{fields.name("prompt")}"; {way_out}'
+        )
+    first, second = (_text(fields, prompt, text[len(prompt) :]) for text in texts)
+    return first, second
 
 
-def _talks(
+def _conversations(
     prompt: Sequence[Turn], answers: tuple[Sequence[Turn], Sequence[Turn]], fields: Fields
 ) -> tuple[Sample, Sample]:
     """Return a pair of conversations. Raises BadRowError unless both answers begin with an assistant turn,
@@ -269,9 +243,10 @@ def _talks(
     for place, message, _ in (answers[0][0], answers[1][0]):
         if message["role"] != "assistant":
             raise BadRowError(
-                f'"{place}" is a {message["role"]} message; a pair must differ first in an assistant turn'
+                f'"{place}" is a {message["role"]} message; the first difference between the answers of a '
+                "pair must be in an assistant turn"
             )
         if is_empty(message["content"]) and "tool_calls" not in message:
-            raise BadRowError(f'"{place}" is empty; an answer must say something')
-    chosen, rejected = (_talk(prompt, answer, answer[0].place, tools) for answer in answers)
+            raise BadRowError(f'"{place}" is empty; an answer must not be empty')
+    chosen, rejected = (_conversation(prompt, answer, answer[0].place, tools) for answer in answers)
     return chosen, rejected

@@ -43,7 +43,7 @@ def _check_media(row: Mapping[str, Any]) -> None:
     for key in _MEDIA:
         if not is_empty(row.get(key)):
             raise BadRowError(
-                f'the row has "{key}", which are not trained on; leave them out with what refers to them'
+                f'the row has "{key}", which dsft does not train on; remove them and what refers to them'
             )
 
 
@@ -53,19 +53,19 @@ def _text(fields: Fields) -> Row:
 
 def _messages(fields: Fields) -> Row:
     name = fields.name("messages")
-    talk = with_system(fields, turns(fields.get("messages"), name, OPENAI))
-    return Row((conversation(talk, row_tools(fields), of=name),))
+    messages = with_system(fields, turns(fields.get("messages"), name, OPENAI))
+    return Row((conversation(messages, row_tools(fields), name=name),))
 
 
 def _sharegpt(fields: Fields) -> Row:
     name = fields.name("conversations")
-    talk = with_system(fields, turns(fields.get("conversations"), name, SHAREGPT))
-    return Row((conversation(talk, row_tools(fields), of=name),))
+    messages = with_system(fields, turns(fields.get("conversations"), name, SHAREGPT))
+    return Row((conversation(messages, row_tools(fields), name=name),))
 
 
 def _alpaca(fields: Fields) -> Row:
-    talk = alpaca_turns(fields, fields.string("output"))
-    return Row((conversation(talk, row_tools(fields)),))
+    messages = alpaca_turns(fields, fields.string("output"))
+    return Row((conversation(messages, row_tools(fields)),))
 
 
 _CONVERT: Mapping[str, Callable[[Fields], Row]] = {

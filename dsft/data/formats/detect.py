@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.data.formats.answers import is_desirable
-from dsft.data.formats.values import Fields, listed
+from dsft.data.formats.values import Fields, quoted
 from dsft.data.rows import BadRowError, Line
 from dsft.spec.formats import NEEDS, column_names
 from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
-_ASKED_FOR: Mapping[str, str] = {
+_ONLY_IF_NAMED: Mapping[str, str] = {
     "preference": "trains on the chosen answers",
-    "kto": "trains on the answers labelled true",
+    "kto": "trains on the answers labeled true",
 }
 """Formats that sft takes only if the spec names them -> what it then does."""
-_CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+_EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conversations", "chosen", "rejected"), ("sharegpt",)),
     (("messages", "rejected_response"), ("messages",)),
     (("messages", "rejected_messages"), ("messages",)),
@@ -29,7 +29,7 @@ _CLAIMED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
 _ANSWERS = ("completion", "response", "answer", "solution", "output")
 """Names of questions and answers in files, in lower case."""
-_MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
+_SUGGESTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("input", "preferred_output", "non_preferred_output"),
         "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}",
@@ -67,7 +67,7 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
     taken = TASKS[task].formats
     if found.name not in taken:
         raise BadRowError(
-            f"{found.name} rows, and task {task} takes {', '.join(taken)}; change the task or the file"
+            f"the rows are {found.name}, but task {task} takes {', '.join(taken)}; change the task or file"
         )
     return found
 
@@ -86,8 +86,8 @@ def check_row(fields: Fields, found: Format) -> None:
     missing = [fields.name(key) for key in nearest if not fields.has(key)]
     others = [name for name in _fitting(fields) if name != found.name]
     if others and len(missing) == len(nearest):
-        raise BadRowError(f"a row of {others[0]}, and {found.by}; a file holds rows of one format")
-    raise BadRowError(f"{listed(missing)} is missing; the row has {listed(row) or 'no keys'}")
+        raise BadRowError(f"the row is {others[0]}, but {found.by}; all rows of a file must have one format")
+    raise BadRowError(f"{quoted(missing)} is missing; the row has {quoted(row) or 'no keys'}")
 
 
 # --- which format -----------------------------------------------------------------------------------------
@@ -97,15 +97,16 @@ def _check_columns(source: Source) -> None:
     names = column_names(source.format)
     for ours in source.columns:
         if ours not in names:
-            raise BadRowError(f'columns has "{ours}"; what can be renamed is {listed(names)} (ours: theirs)')
+            raise BadRowError(
+                f'columns has "{ours}", but its keys must be among {quoted(names)} '
+                "(name in dsft: name in the file)"
+            )
 
 
 def _named(name: str, lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
-    if name not in NEEDS:
-        raise BadRowError(f'format "{name}" is unknown; the formats are {", ".join(NEEDS)}')
     first = next((line.row for line in lines if line.row is not None), {})
-    reason = f"read as {name}, as the spec says{_as_it_stands(name, Fields(first, columns))}"
-    return Format(name, reason, f"the spec says format: {name}", columns, task)
+    reason = f"read as {name}, as the spec says{_as_text(name, Fields(first, columns))}"
+    return Format(name, reason, f"the spec sets format: {name}", columns, task)
 
 
 def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> Format:
@@ -114,7 +115,7 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
     for number, fields in rows:
         fits = _fitting(fields)
         if fits:
-            name = _one_of(fits, task)
+            name = _format_for(fits, task)
             by = f"line {number} is {name}"
             return Format(name, f"detected {name}: {_why(name, fields)}", by, columns, task)
     raise BadRowError(_no_format(rows[0][1]))
@@ -123,21 +124,21 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
 def _fitting(fields: Fields) -> list[str]:
     """Return the formats whose keys the row has. Keys that are null, as in tables, count only if no format
     fits without them."""
-    said = Fields({key: value for key, value in fields.row.items() if value is not None}, fields.columns)
-    return _with_keys(said) or _with_keys(fields)
+    given = Fields({key: value for key, value in fields.row.items() if value is not None}, fields.columns)
+    return _with_keys(given) or _with_keys(fields)
 
 
 def _with_keys(fields: Fields) -> list[str]:
     fits = [
         name for name, needs in NEEDS.items() if any(all(fields.has(key) for key in keys) for keys in needs)
     ]
-    if "kto" in fits and not _is_labelled(fields):
+    if "kto" in fits and not _is_labeled(fields):
         return [name for name in fits if name != "kto"]
-    claimed = {name for keys, names in _CLAIMED if all(fields.has(key) for key in keys) for name in names}
+    claimed = {name for keys, names in _EXCLUDED if all(fields.has(key) for key in keys) for name in names}
     return [name for name in fits if name not in claimed]
 
 
-def _is_labelled(fields: Fields) -> bool:
+def _is_labeled(fields: Fields) -> bool:
     """Return whether the row has a label for KTO, and not the number or name of a class."""
     if fields.has("kto_tag"):
         return True
@@ -148,61 +149,62 @@ def _is_labelled(fields: Fields) -> bool:
     return fields.has("completion") or isinstance(fields.get("label"), bool)
 
 
-def _one_of(fits: Sequence[str], task: str) -> str:
+def _format_for(fits: Sequence[str], task: str) -> str:
     """Return the format that the task takes among those that a row fits. Raises BadRowError if there are
     several, or if the spec must name it."""
     taken = [name for name in fits if name in TASKS[task].formats] or fits[:1]
     if len(taken) > 1:
         written = " or ".join(f"format: {name}" + _trains_on(name, task) for name in taken)
-        raise BadRowError(f"fits {' and '.join(fits)}; say which with {written}")
-    if task == "sft" and taken[0] in _ASKED_FOR:
-        asked = f"format: {taken[0]}{_trains_on(taken[0], task)}"
-        raise BadRowError(f"{taken[0]} rows, which task sft takes where the spec says so: {asked}")
+        raise BadRowError(f"the keys fit {' and '.join(fits)}; choose one with {written}")
+    if task == "sft" and taken[0] in _ONLY_IF_NAMED:
+        written = f"format: {taken[0]}{_trains_on(taken[0], task)}"
+        raise BadRowError(f"task sft takes {taken[0]} rows only if the spec sets {written}")
     return taken[0]
 
 
 def _trains_on(name: str, task: str) -> str:
-    return f" ({_ASKED_FOR[name]})" if task == "sft" and name in _ASKED_FOR else ""
+    return f" ({_ONLY_IF_NAMED[name]})" if task == "sft" and name in _ONLY_IF_NAMED else ""
 
 
 def _why(name: str, fields: Fields) -> str:
     keys = next(keys for keys in NEEDS[name] if all(fields.has(key) for key in keys))
-    said = f"every row has {' and '.join(listed([fields.name(key)]) for key in keys)}"
+    reason = f"every row has {' and '.join(quoted([fields.name(key)]) for key in keys)}"
     if name == "sharegpt":
-        talk = fields.get("conversations")
-        first = talk[0] if isinstance(talk, list) and talk else None
+        messages = fields.get("conversations")
+        first = messages[0] if isinstance(messages, list) and messages else None
         inside = [
             key for key in ("from", "role", "value", "content") if isinstance(first, dict) and key in first
         ]
-        said += f" of {'/'.join(inside)}" if inside else ""
-    return f"{said}{_as_it_stands(name, fields)}"
+        reason += f" of {'/'.join(inside)}" if inside else ""
+    return f"{reason}{_as_text(name, fields)}"
 
 
-def _as_it_stands(name: str, fields: Fields) -> str:
+def _as_text(name: str, fields: Fields) -> str:
     """Return the note that strings are used without a chat template, if the row has strings where a template
     might be expected."""
     answer = "chosen" if name == "preference" else "completion"
     is_text = name in ("prompt_completion", "preference", "kto") and all(
         isinstance(fields.get(key), str) for key in ("prompt", answer)
     )
-    return "; strings, read as they stand, without a chat template" if is_text else ""
+    return "; the strings are used as they are, without a chat template" if is_text else ""
 
 
 def _no_format(fields: Fields) -> str:
     row, columns = fields.row, fields.columns
-    unfound = [theirs for theirs in columns.values() if theirs not in row]
-    if unfound:
-        return f"columns names {listed(unfound)}, and the row has {listed(row) or 'no keys'}"
-    meant = _meant(row)
-    if meant:
-        return f"no format fits the keys {listed(row)}; did you mean {meant}?"
-    formats = "; ".join(f"{name} needs {listed(needs[0])}" for name, needs in NEEDS.items())
-    return f"no format fits the keys {listed(row)}: {formats}; name yours with columns: {{ours: theirs}}"
+    missing = [theirs for theirs in columns.values() if theirs not in row]
+    if missing:
+        return f"columns names {quoted(missing)}, but the row has {quoted(row) or 'no keys'}"
+    suggestion = _suggestion(row)
+    if suggestion:
+        return f"no format fits the keys {quoted(row)}; did you mean {suggestion}?"
+    formats = "; ".join(f"{name} needs {quoted(needs[0])}" for name, needs in NEEDS.items())
+    renamed = "rename keys with columns: {name in dsft: name in the file}"
+    return f"no format fits the keys {quoted(row)}: {formats}; {renamed}"
 
 
-def _meant(row: Mapping[str, Any]) -> str:
+def _suggestion(row: Mapping[str, Any]) -> str:
     """Return what the spec should say for the keys that the row has; "" if they are unknown."""
-    for keys, write in _MEANT:
+    for keys, write in _SUGGESTIONS:
         if all(key in row for key in keys):
             return write
     for key, value in row.items():
@@ -221,7 +223,7 @@ def _meant(row: Mapping[str, Any]) -> str:
         if key in theirs:
             chat[ours] = theirs[key]
     text = {"prompt": question, "completion": answer}
-    return f"columns: {_columns(chat)} for a chat, or {_columns(text)} for texts as they stand"
+    return f"columns: {_columns(chat)} for a chat, or {_columns(text)} for plain texts"
 
 
 def _columns(names: Mapping[str, str]) -> str:

@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from dsft.data.formats.calls import calls, tools, written_calls
-from dsft.data.formats.values import Fields, is_empty, is_text, listed, mapping, one_of, read_text, string
+from dsft.data.formats.calls import calls, calls_in_text, tools
+from dsft.data.formats.values import (
+    Fields,
+    boolean,
+    check_keys,
+    is_empty,
+    is_text,
+    json_text,
+    mapping,
+    quoted,
+    single_key,
+    string,
+)
 from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Message
 
@@ -36,11 +47,12 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     **_OPENAI_ROLES,
 }
+_SHAREGPT_HINT = "for ShareGPT messages, set format: sharegpt, columns: {{conversations: {column}}}"
 _FLAGS = ("train", "weight", "loss")
-_KEPT = ("name", "tool_call_id")
+_TEXT_KEYS = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Synonyms; `prepare_messages` passes the value to templates under each of them."""
-_OF_ROLE = {
+_ROLE_OF_KEY = {
     "tool_calls": "assistant",
     "function_call": "assistant",
     **dict.fromkeys(_REASONING, "assistant"),
@@ -57,8 +69,8 @@ class Dialect:
     roles: Mapping[str, str]
 
     @cached_property
-    def known(self) -> frozenset[str]:
-        return frozenset((*self.role_keys, *self.content_keys, *_FLAGS, *_KEPT, *_OF_ROLE))
+    def keys(self) -> frozenset[str]:
+        return frozenset((*self.role_keys, *self.content_keys, *_FLAGS, *_TEXT_KEYS, *_ROLE_OF_KEY))
 
 
 OPENAI = Dialect(("role",), ("content",), _OPENAI_ROLES)
@@ -77,12 +89,12 @@ class Turn(NamedTuple):
 def turns(value: object, place: str, dialect: Dialect) -> list[Turn]:
     """Return the turns of a list of messages, or of the JSON of one. Raises BadRowError if it is empty."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = read_text(value, place)
+        value = json_text(value, place)
     if not isinstance(value, list):
         keys = f"{dialect.role_keys[0]} and {dialect.content_keys[0]}"
-        raise BadRowError(f'"{place}" is {json_type(value)}; it must be a list of {keys}')
+        raise BadRowError(f'"{place}" is {json_type(value)}; it must be a list of objects with {keys}')
     if not value:
-        raise BadRowError(f'"{place}" is an empty list; it must hold messages')
+        raise BadRowError(f'"{place}" is an empty list; it must have messages')
     return [turn(message, f"{place}[{i}]", dialect) for i, message in enumerate(value)]
 
 
@@ -105,37 +117,39 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
     content_key = next((key for key in dialect.content_keys if value.get(key) is not None), content_key)
     named = _role(value[role_key], f"{place}.{role_key}", dialect)
     role = "assistant" if named == _CALL else named
-    said = _checked(value, role, place, dialect)
+    given = _checked(value, role, place, dialect)
     message: dict[str, Any] = {"role": role, "content": None}
-    called = calls(said, place)
+    tool_calls = calls(given, place)
     if named == _CALL:
-        one_of((content_key, "tool_calls", "function_call"), said, place)
-        called = written_calls(said.get(content_key), f"{place}.{content_key}")
-    elif content_key in said:
-        message["content"] = _content(said[content_key], f"{place}.{content_key}")
-    elif not called:
+        single_key((content_key, "tool_calls", "function_call"), given, place)
+        tool_calls = calls_in_text(given.get(content_key), f"{place}.{content_key}")
+    elif content_key in given:
+        message["content"] = _content(given[content_key], f"{place}.{content_key}")
+    elif not tool_calls:
         raise BadRowError(_missing(content_key, value, place, dialect))
-    if called:
-        message["tool_calls"] = called
-    reasoning = one_of(_REASONING, said, place)
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    reasoning = single_key(_REASONING, given, place)
     if reasoning is not None:
-        message["reasoning_content"] = string(said[reasoning], f"{place}.{reasoning}")
-    message |= {key: string(said[key], f"{place}.{key}") for key in _KEPT if key in said}
-    return Turn(place, message, _trained(said, place))
+        message["reasoning_content"] = string(given[reasoning], f"{place}.{reasoning}")
+    message |= {key: string(given[key], f"{place}.{key}") for key in _TEXT_KEYS if key in given}
+    key = single_key(_FLAGS, given, place)
+    rule = "0 or 1" if key == "weight" else "true or false"
+    return Turn(place, message, None if key is None else boolean(given[key], f"{place}.{key}", rule))
 
 
 def conversation(
-    talk: Sequence[Turn], tools: tuple[Mapping[str, Any], ...] = (), *, of: str = "messages"
+    turns: Sequence[Turn], tools: tuple[Mapping[str, Any], ...] = (), *, name: str = "messages"
 ) -> Conversation:
-    """Return a conversation of turns. of: the row's name for its messages. Raises BadRowError if no turn is
+    """Return a conversation of turns. name: the column of the messages. Raises BadRowError if no turn is
     trained on, or if a turn is at the wrong place."""
-    _check_order(talk)
-    messages = tuple([turn.message for turn in talk])
-    flags = tuple([turn.trained for turn in talk])
-    answers = [turn.trained for turn in talk if turn.message["role"] == "assistant"]
+    _check_order(turns)
+    messages = tuple([turn.message for turn in turns])
+    flags = tuple([turn.trained for turn in turns])
+    answers = [turn.trained for turn in turns if turn.message["role"] == "assistant"]
     if None not in answers and True not in flags:
         if not answers:
-            raise BadRowError(f'"{of}" has no assistant turn, so there is nothing to train on')
+            raise BadRowError(f'"{name}" has no assistant turn, so there is nothing to train on')
         raise BadRowError("every assistant turn has train: false, so there is nothing to train on")
     return Conversation(messages, tools, flags if flags.count(None) < len(flags) else ())
 
@@ -146,15 +160,10 @@ def conversation(
 def _missing(key: str, value: Mapping[str, Any], place: str, dialect: Dialect) -> str:
     if key in value:
         return f'"{place}.{key}" is null; it must be a string'
-    reason = f'"{key}" is missing in "{place}", which has {listed(value) or "no keys"}'
+    reason = f'"{key}" is missing in "{place}", which has {quoted(value) or "no keys"}'
     if dialect is OPENAI and {"from", "value"} & value.keys():
-        return f"{reason}; from and value are read with {_as_sharegpt(place)}"
+        return f"{reason}; {_SHAREGPT_HINT.format(column=place.partition('[')[0])}"
     return reason
-
-
-def _as_sharegpt(place: str) -> str:
-    """Return what the spec should say to read the list at `place` as ShareGPT messages."""
-    return f"format: sharegpt, columns: {{conversations: {place.partition('[')[0]}}}"
 
 
 def _role(value: object, place: str, dialect: Dialect) -> str:
@@ -164,75 +173,55 @@ def _role(value: object, place: str, dialect: Dialect) -> str:
     role = string(value, place)
     reason = f'"{place}" is "{role[:40]}"; the roles are {", ".join(dialect.roles)}'
     if role in _SHAREGPT_ROLES:
-        reason += f"; ShareGPT's are read with {_as_sharegpt(place)}"
+        reason += f"; {_SHAREGPT_HINT.format(column=place.partition('[')[0])}"
     raise BadRowError(reason)
 
 
 def _checked(value: Mapping[str, Any], role: str, place: str, dialect: Dialect) -> dict[str, Any]:
     """Return a message without keys that are null, and without empty keys that are unknown or belong to
     another role. Raises BadRowError if such a key is not empty, or if synonymous keys are given."""
-    said = {key: one for key, one in value.items() if one is not None}
-    for key in [key for key in said if key not in dialect.known or _OF_ROLE.get(key, role) != role]:
-        if not is_empty(said[key]):
-            raise BadRowError(_unfit(said, role, place, dialect))
-        del said[key]
-    for keys in (dialect.role_keys, dialect.content_keys):
-        one_of(keys, said, place)
-    return said
-
-
-def _unfit(said: Mapping[str, Any], role: str, place: str, dialect: Dialect) -> str:
-    unknown = [key for key, one in said.items() if key not in dialect.known and not is_empty(one)]
+    given = {key: one for key, one in value.items() if one is not None}
+    wrong = [key for key in given if key not in dialect.keys or _ROLE_OF_KEY.get(key, role) != role]
+    unknown = [key for key in wrong if key not in dialect.keys and not is_empty(given[key])]
     if unknown:
-        return f'"{place}" has {listed(unknown)}; a message has {", ".join(_public(dialect))}'
-    key, owner = next((key, _OF_ROLE[key]) for key in said if _OF_ROLE.get(key, role) != role)
-    return f'"{place}" has "{key}", and its role is {role}; only {owner} messages have it'
-
-
-def _public(dialect: Dialect) -> list[str]:
-    own = [dialect.role_keys[0], dialect.content_keys[0]]
-    return [*own, "tool_calls", *_KEPT, *_REASONING[:1], *_FLAGS]
+        names = (dialect.role_keys[0], dialect.content_keys[0], "tool_calls", *_TEXT_KEYS, _REASONING[0])
+        raise BadRowError(
+            f'"{place}" has {quoted(unknown)}; the keys of a message are {", ".join((*names, *_FLAGS))}'
+        )
+    for key in wrong:
+        if not is_empty(given[key]):
+            raise BadRowError(
+                f'"{place}" has "{key}" and the role {role}; only {_ROLE_OF_KEY[key]} messages can have it'
+            )
+        del given[key]
+    for keys in (dialect.role_keys, dialect.content_keys):
+        single_key(keys, given, place)
+    return given
 
 
 def _content(value: object, place: str) -> str:
     """Return a message's content: a string, or the concatenated texts of a list of parts."""
     if not isinstance(value, list):
         return string(value, place)
-    return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
+    return "".join(_text_part(part, f"{place}[{i}]") for i, part in enumerate(value))
 
 
-def _part(value: object, place: str) -> str:
+def _text_part(value: object, place: str) -> str:
     part = mapping(value, place, "an object with type and text")
-    what = string(part.get("type"), f"{place}.type")
-    if what != "text":
-        medium = next((name for name in ("image", "audio", "video", "file") if name in what), None)
-        rule = f"{medium} parts are not trained on" if medium else "only text parts are read"
-        raise BadRowError(f'"{place}" is a part of type "{what[:40]}"; {rule}')
-    unknown = [key for key, one in part.items() if key not in ("type", "text") and not is_empty(one)]
-    if unknown:
-        raise BadRowError(f'"{place}" has {listed(unknown)}; a part of type text has type and text')
+    kind = string(part.get("type"), f"{place}.type")
+    if kind != "text":
+        raise BadRowError(f'"{place}" is a part of type "{kind[:40]}"; only parts of type text are supported')
+    check_keys(part, ("type", "text"), place)
     return string(part.get("text"), f"{place}.text")
-
-
-def _trained(said: Mapping[str, Any], place: str) -> bool | None:
-    key = one_of(_FLAGS, said, place)
-    if key is None:
-        return None
-    value = said[key]
-    if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
-        return bool(value)
-    shown = value if isinstance(value, (int, float)) else json_type(value)
-    rule = "0 or 1" if key == "weight" else "true or false"
-    raise BadRowError(f'"{place}.{key}" is {shown}; it must be {rule}')
 
 
 # --- several messages -------------------------------------------------------------------------------------
 
 
-def _check_order(talk: Sequence[Turn]) -> None:
+def _check_order(turns: Sequence[Turn]) -> None:
     """Raise BadRowError for a system message that is not the first, or a tool result without a call."""
     before: Message | None = None  # the last message that is not a tool result
-    for i, (place, message, _) in enumerate(talk):
+    for i, (place, message, _) in enumerate(turns):
         role = message["role"]
         if role == "tool":
             _check_result(message, before, place)
@@ -244,30 +233,30 @@ def _check_order(talk: Sequence[Turn]) -> None:
 
 def _check_result(message: Message, before: Message | None, place: str) -> None:
     if before is None or before["role"] != "assistant":
-        raise BadRowError(f'"{place}" is a tool\'s result, and no assistant turn before it calls a tool')
+        raise BadRowError(f'"{place}" is a tool result without an assistant turn before it that calls a tool')
     ids = {call.get("id") for call in before.get("tool_calls", ())}
     own = message.get("tool_call_id")
     if own is not None and ids and None not in ids and own not in ids:
         raise BadRowError(
-            f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it have {listed(sorted(ids))}'
+            f'"{place}.tool_call_id" is "{own[:40]}"; the calls before it have {quoted(sorted(ids))}'
         )
 
 
 # --- other columns ----------------------------------------------------------------------------------------
 
 
-def with_system(fields: Fields, talk: list[Turn]) -> list[Turn]:
+def with_system(fields: Fields, turns: list[Turn]) -> list[Turn]:
     """Return the turns, preceded by the system column's message if the row has one."""
     system, place = fields.optional("system"), fields.name("system")
     if not system:
-        return talk
-    if talk and talk[0].message["role"] == "system":
-        if talk[0].message["content"] == system:
-            return talk
+        return turns
+    if turns and turns[0].message["role"] == "system":
+        if turns[0].message["content"] == system:
+            return turns
         raise BadRowError(
-            f'"{place}" and "{talk[0].place}" are two system messages that differ; leave one out'
+            f'"{place}" and "{turns[0].place}" are two different system messages; leave one out'
         )
-    return [Turn(place, {"role": "system", "content": system}, None), *talk]
+    return [Turn(place, {"role": "system", "content": system}, None), *turns]
 
 
 def row_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
@@ -290,12 +279,12 @@ def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:
     question, more = fields.string("instruction"), fields.optional("input")
     if more:
         question = f"{question}\n\n{more}" if question else more
-    said = [*_history(fields), question, *answer]
+    contents = [*_history(fields), question, *answer]
     place = fields.name("instruction")
-    return with_system(fields, [said_by(i, content, place) for i, content in enumerate(said)])
+    return with_system(fields, [alternating_turn(i, content, place) for i, content in enumerate(contents)])
 
 
-def said_by(number: int, content: str, place: str) -> Turn:
+def alternating_turn(number: int, content: str, place: str) -> Turn:
     """Return turn `number`, from 0, where user and assistant alternate."""
     return Turn(place, {"role": "assistant" if number % 2 else "user", "content": content}, None)
 
@@ -307,10 +296,10 @@ def _history(fields: Fields) -> list[str]:
         return []
     if not isinstance(history, list):
         raise BadRowError(f'"{name}" is {json_type(history)}; it must be a list of [question, answer]')
-    said = []
+    contents = []
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
             what = f"a list of {len(pair)}" if isinstance(pair, list) else json_type(pair)
             raise BadRowError(f'"{name}[{i}]" is {what}; it must be [question, answer]')
-        said += [string(one, f"{name}[{i}][{j}]") for j, one in enumerate(pair)]
-    return said
+        contents += [string(one, f"{name}[{i}][{j}]") for j, one in enumerate(pair)]
+    return contents

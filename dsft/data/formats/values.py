@@ -49,7 +49,15 @@ def string(value: object, place: str) -> str:
     if is_text(value):
         return value
     half = next(i for i, letter in enumerate(value) if "\ud800" <= letter <= "\udfff")
-    raise BadRowError(f'"{place}" holds half of a surrogate pair at character {half + 1}, which is no text')
+    raise BadRowError(f'"{place}" has half of a surrogate pair at character {half + 1}, which is not text')
+
+
+def boolean(value: object, place: str, rule: str = "true or false, or 1 or 0") -> bool:
+    """Return a flag that is given as a boolean or as 0 or 1. rule: what it must be, for the error."""
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    shown = value if isinstance(value, (int, float)) else json_type(value)
+    raise BadRowError(f'"{place}" is {shown}; it must be {rule}')
 
 
 def is_text(value: object) -> bool:
@@ -65,7 +73,7 @@ def is_text(value: object) -> bool:
     return True
 
 
-def plain(value: object, place: str, depth: int = 0) -> Any:
+def json_copy(value: object, place: str, depth: int = 0) -> Any:
     """Return a copy of a value, checked to be JSON of at most DEEPEST levels."""
     if value is None or isinstance(value, (bool, int)):
         return value
@@ -78,13 +86,13 @@ def plain(value: object, place: str, depth: int = 0) -> Any:
     if depth > DEEPEST:
         raise BadRowError(f'"{place[:40]}…" is nested more than {DEEPEST} levels deep')
     if isinstance(value, list):
-        return [plain(one, f"{place}[{i}]", depth + 1) for i, one in enumerate(value)]
+        return [json_copy(one, f"{place}[{i}]", depth + 1) for i, one in enumerate(value)]
     if isinstance(value, dict):
-        return {string(key, place): plain(one, f"{place}.{key}", depth + 1) for key, one in value.items()}
+        return {string(key, place): json_copy(one, f"{place}.{key}", depth + 1) for key, one in value.items()}
     raise BadRowError(f'"{place}" is {json_type(value)}, which is not JSON')
 
 
-def parsed(value: str) -> Any:
+def parse_json(value: str) -> Any:
     """Return the value of a JSON text. Raises ValueError if it is not JSON."""
     try:
         return json.loads(value, parse_constant=_no_constant)
@@ -104,28 +112,28 @@ def mapping(value: object, place: str, what: str) -> Mapping[str, Any]:
     return value
 
 
-def only(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
+def check_keys(value: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
     """Raise BadRowError if a mapping has other keys than these with values that are not empty."""
     unknown = [key for key, one in value.items() if key not in keys and not is_empty(one)]
     if unknown:
-        raise BadRowError(f'"{place}" has {listed(unknown)}; it may have {", ".join(keys)}')
+        raise BadRowError(f'"{place}" has {quoted(unknown)}; it may have {", ".join(keys)}')
 
 
-def one_of(keys: Sequence[str], said: Mapping[str, Any], place: str) -> str | None:
+def single_key(keys: Sequence[str], message: Mapping[str, Any], place: str) -> str | None:
     """Return which of several synonymous keys a message has; None if it has none. Raises BadRowError if it
     has more than one."""
-    given = [key for key in keys if key in said]
+    given = [key for key in keys if key in message]
     if len(given) > 1:
-        raise BadRowError(f'"{place}" has {" and ".join(listed([key]) for key in given)}; give one of them')
+        raise BadRowError(f'"{place}" has {" and ".join(quoted([key]) for key in given)}; give one of them')
     return given[0] if given else None
 
 
-def read_text(value: str, place: str) -> Any:
+def json_text(value: str, place: str) -> Any:
     """Return the value of a JSON text. Raises BadRowError if it is not JSON."""
     try:
-        return parsed(value)
+        return parse_json(value)
     except ValueError as error:
-        raise BadRowError(f'"{place}" is a string that is not JSON ({error})') from None
+        raise BadRowError(f'"{place}" is a string, but not JSON ({error})') from None
 
 
 def is_empty(value: object) -> bool:
@@ -133,5 +141,5 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
-def listed(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)

@@ -92,14 +92,12 @@ def damaged(error: Exception) -> str:
 def decode_line(raw: bytes) -> tuple[str, str | None]:
     """Return (text, None), without the line break, or (the readable part, reason) for a line that is not
     text."""
-    raw = raw.removesuffix(b"\n")
+    raw, reason = raw.removesuffix(b"\n"), None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         text = raw.decode("utf-8", "replace")
         reason = f"not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; save the file as UTF-8"
-    else:
-        reason = None
     if b"\0" in raw:
         reason = f"a NUL byte at byte {raw.index(0) + 1}; the file was torn, or is not text"
     return text, reason

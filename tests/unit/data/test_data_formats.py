@@ -178,7 +178,7 @@ def test_the_format_is_found(messages: list[dict[str, Any]]) -> None:
     for form, (name, row) in forms(messages).items():
         task = "dpo" if name == "preference" else "sft"
         if name == "kto":
-            assert "format: kto (trains on the answers labelled true)" in refusal(row, task), form
+            assert "format: kto (trains on the answers labeled true)" in refusal(row, task), form
         else:
             assert found(row, task).name == name, form
         table = {"messages": None, "text": None, "chosen": None, "label": None} | row | {"id": 5}
@@ -278,7 +278,7 @@ def test_a_class_is_no_label() -> None:
     assert found(chat(*PAIR, label="positive")).name == "messages"
     assert found(chat(*PAIR, label=1)).name == "messages"
     assert found({"prompt": "a", "completion": "b", "label": "good"}).name == "prompt_completion"
-    assert "fits messages and kto" in refusal(chat(*PAIR, label=True))
+    assert "the keys fit messages and kto" in refusal(chat(*PAIR, label=True))
 
 
 def test_a_pair_that_begins_with_its_prompt() -> None:
@@ -287,7 +287,7 @@ def test_a_pair_that_begins_with_its_prompt() -> None:
     chosen, rejected = (sample_text(sample)[0] for sample in meant(row, "dpo").samples)
     assert list(chosen) == list(PAIR)
     assert list(rejected) == [ASKED, said("assistant", "c")]
-    assert "is not what" in refusal({**row, "prompt": "another"}, "dpo")
+    assert "differs from the prompt" in refusal({**row, "prompt": "another"}, "dpo")
     assert "format: messages or format: preference (trains on the chosen answers)" in refusal(row)
 
 
@@ -345,7 +345,7 @@ def test_columns_name_what_the_file_has() -> None:
 )
 def test_what_to_write_for_keys_that_files_have(keys: str, chat: str, text: str) -> None:
     row = dict.fromkeys(keys.split(), "x")
-    meant = f"columns: {{{chat}}} for a chat, or {{{text}}} for texts as they stand"
+    meant = f"columns: {{{chat}}} for a chat, or {{{text}}} for plain texts"
     assert refusal(row).endswith(f"did you mean {meant}?")
     for columns in (chat, text):
         found(row, "sft", None, **dict(pair.split(": ") for pair in columns.split(", ")))
@@ -364,7 +364,7 @@ def test_columns_beside_the_messages() -> None:
         'the row has "tools" and "functions"; give one of them'
     )
     assert talk(chat(*PAIR, images=[], id=1, source="x")) == talk(chat(*PAIR))
-    assert refusal(chat(*PAIR, images=["a.png"])).startswith('the row has "images", which are not trained on')
+    assert 'has "images", which dsft does not train on' in refusal(chat(*PAIR, images=["a.png"]))
     assert meant({"text": "a", "images": ["a.png"]}, "pretrain") == meant({"text": "a"}, "pretrain")
     only_input = talk({"instruction": "", "input": "a", "output": "b"})
     assert only_input.messages == PAIR
@@ -468,18 +468,18 @@ def test_reasons() -> None:
     assert found({"text": "a"}, name="text").reason == "read as text, as the spec says"
     assert found({"body": "a"}, text="body").reason == 'detected text: every row has "body"'
     strings = {"prompt": "a", "completion": "b", "label": True}
-    as_they_stand = "; strings, read as they stand, without a chat template"
-    assert found(strings, name="kto").reason == f"read as kto, as the spec says{as_they_stand}"
-    assert found({**strings, "label": None}).reason.endswith(as_they_stand)
-    assert not found({**strings, "label": None, "prompt": [ASKED]}).reason.endswith(as_they_stand)
+    without_template = "; the strings are used as they are, without a chat template"
+    assert found(strings, name="kto").reason == f"read as kto, as the spec says{without_template}"
+    assert found({**strings, "label": None}).reason.endswith(without_template)
+    assert not found({**strings, "label": None, "prompt": [ASKED]}).reason.endswith(without_template)
 
 
 def test_what_a_task_takes_decides() -> None:
     both = {**chat(*PAIR), "text": "a"}
     assert found(both, "pretrain").name == "text"
-    assert refusal(both) == "fits messages and text; say which with format: messages or format: text"
-    assert refusal(chat(*PAIR), "pretrain").startswith("messages rows, and task pretrain takes text")
-    assert refusal(chat(*PAIR), "dpo").startswith("messages rows, and task dpo takes preference")
+    assert refusal(both) == "the keys fit messages and text; choose one with format: messages or format: text"
+    assert refusal(chat(*PAIR), "pretrain").startswith("the rows are messages, but task pretrain takes text")
+    assert refusal(chat(*PAIR), "dpo").startswith("the rows are messages, but task dpo takes preference")
     assert set(TASKS) == set(get_args(Spec.model_fields["task"].annotation))
 
 
