@@ -15,17 +15,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import queue
 import re
-import select
 import shlex
 import socket
 import sys
-import threading
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,7 +68,7 @@ NOT_FORWARDED = frozenset({
 
 _FORWARDED = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in FORWARDED))
 
-_OF_A_LAUNCHER = re.compile(
+_SET_BY_LAUNCHERS = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT|CROSS_RANK|CROSS_SIZE|"
     r"GROUP_.*|ROLE_.*|TORCHELASTIC_.*|OMPI_.*|PMIX?_.*|NODE_RANK|NNODES|NPROC_PER_NODE|ADDR|PORT|"
     r"DSFT_(?:JOB|LOGS|PULSE)|"
@@ -308,58 +306,46 @@ def serve(answer: Callable[[Message], Iterable[Message]], silence: float = 60.0)
     Returns when the input ends, or when no message arrived and none was worked on for `silence` seconds. An
     answer may still be in progress when the input ends, so end the process with `os._exit` then.
     """
-    orders: queue.Queue[Message] = queue.Queue()
-    threading.Thread(target=_work, args=(answer, orders, _own_output()), name="answers", daemon=True).start()
-    rest, heard = b"", time.monotonic()
-    while True:
-        is_ready = select.select([0], [], [], min(1.0, silence))[0]
-        if is_ready or orders.unfinished_tasks:
-            heard = time.monotonic()
-        elif time.monotonic() >= heard + silence:
-            return
-        if not is_ready:
-            continue
-        found = os.read(0, 2**16)
-        if not found:
-            return
-        *whole, rest = (rest + found).split(b"\n")
-        for line in whole:
-            message = _parsed(line.partition(MARK)[2])
-            if message is not None:
-                orders.put(message)
+    asyncio.run(_serve(answer, silence))
 
 
-def _work(answer: Callable[[Message], Iterable[Message]], orders: queue.Queue[Message], output: int) -> None:
+async def _serve(answer: Callable[[Message], Iterable[Message]], silence: float) -> None:
+    connection, loop = await own_connection(), asyncio.get_running_loop()
+
+    def work(message: Message) -> None:
+        try:
+            for each in answer(message):
+                loop.call_soon_threadsafe(connection.send, each)
+        except Exception as error:  # a system that differs from the tested ones
+            loop.call_soon_threadsafe(connection.send, {"fault": f"{type(error).__name__}: {error}"})
+
+    worker, last_work = ThreadPoolExecutor(1, "answers"), asyncio.Future[None]()
+    last_work.set_result(None)
+    active = time.monotonic()
     while True:
-        message = orders.get()
-        if "environ" in message:
-            set_environment(message["environ"])
+        try:
+            message = await asyncio.wait_for(connection.receive(), min(1.0, silence))
+        except TimeoutError:
+            if last_work.done() and time.monotonic() >= active + silence:
+                return
         else:
-            try:
-                for each in answer(message):
-                    _write(output, each)
-            except Exception as error:  # a system that differs from the tested ones
-                _write(output, {"fault": f"{type(error).__name__}: {error}"})
-        orders.task_done()
+            if message is None:
+                return
+            last_work = loop.run_in_executor(worker, work, message)
+        if not last_work.done():
+            active = time.monotonic()
 
 
-def _write(output: int, message: Mapping[str, Any]) -> None:
-    line = _line(message)
-    with suppress(OSError):  # the caller is gone
-        while line:
-            line = line[os.write(output, line) :]
-
-
-def without_a_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the variables that say which rank this process is, of how many: for a program that
-    starts ranks of its own inside another launcher's process."""
-    return {name: value for name, value in environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without the variables that give a process its rank and the world size: for a program
+    that starts ranks inside another launcher's process."""
+    return {name: value for name, value in environ.items() if not _SET_BY_LAUNCHERS.fullmatch(name)}
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Make this process's environment that of a program the caller starts: without the place of a rank, with
-    the caller's variables, and this interpreter first on PATH."""
-    for name in os.environ.keys() - without_a_place(os.environ).keys():
+    """Make this process's environment that of a program the caller starts: without the variables of a rank,
+    with the caller's, and this interpreter first on PATH."""
+    for name in os.environ.keys() - without_rank_variables(os.environ).keys():
         del os.environ[name]
     paths = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys(paths))

@@ -14,7 +14,7 @@ from dsft.errors import WorldError
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.rank.environment import Launched
-from dsft.remote import without_a_place
+from dsft.remote import without_rank_variables
 from dsft.system.host import free_port
 from dsft.system.process import die_with
 
@@ -34,7 +34,7 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
 
         ranks = torch.cuda.device_count() or 1
     argv = [sys.executable, str(SCRIPT), str(spec), *overrides, "--reference_only", "--any_ranks"]
-    environ = without_a_place(os.environ)
+    environ = without_rank_variables(os.environ)
     if ranks > 1:
         return run_ranks(argv, environ, ranks)
     os.execve(sys.executable, argv, environ)
