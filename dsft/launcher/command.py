@@ -30,7 +30,7 @@ from dsft.rank.promise import check_hosts
 from dsft.remote import Channel, NoAnswer, forwarded
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
-from dsft.system.lock import hold
+from dsft.system.lock import lock_folder
 
 PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a lost host has to answer again
@@ -96,7 +96,7 @@ def run(settings: LaunchSettings) -> int:
         raise StorageError(
             f"{settings.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
-    with log, hold(settings.logs, "launch.lock"):
+    with log, lock_folder(settings.logs, "launch.lock"):
         voice = Voice(log)
         try:
             return asyncio.run(supervised(settings, voice))

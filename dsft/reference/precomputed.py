@@ -29,7 +29,7 @@ from dsft.reference.store import StoreContents
 from dsft.report.console import task_progress
 from dsft.spec.schema import Spec
 from dsft.system.files import atomic_write, cached_json, write_error
-from dsft.system.lock import hold, holder
+from dsft.system.lock import holder, lock_folder
 
 Say = Callable[[str], None]
 MEMORY = "reference.json"
@@ -109,7 +109,7 @@ def _take(folder: Path, world: World, held: ExitStack, say: Say) -> None:
 
     def attempt() -> str | None:
         try:
-            held.enter_context(hold(folder, store.LOCK, "dpo.reference_store"))
+            held.enter_context(lock_folder(folder, store.LOCK, "dpo.reference_store"))
         except LockedError:
             time.sleep(_WAIT)
             return holder(folder, store.LOCK)

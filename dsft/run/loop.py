@@ -21,9 +21,11 @@ from torch import Tensor
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.data.steps.copies import to_host
 from dsft.engine.api import Engine, StepResult
+from dsft.engine.replicas import Replicas
 from dsft.engine.world import World
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective, means
+from dsft.report.hosts import HostWatch
 
 Record = dict[str, float]
 Doing = Literal["data", "step", "evaluate", "save"]
@@ -40,7 +42,7 @@ class Progress:
 
     step                planned steps done
     applied_steps       steps whose gradient was finite
-    num_tokens          input tokens seen
+    num_tokens          input tokens read
     nonfinite_in_a_row  steps skipped since the last applied one; in fp16 those at the lowest loss scale
     loss_scale          the next step's LossScale.scale, in fp16
     loss_scale_steps    the next step's LossScale.good_steps, in fp16
@@ -88,38 +90,13 @@ class Schedule:
     evaluate_first: bool = False  # before step 1
 
 
-class Watch(Protocol):
-    """Measures what the steps cost on all ranks, for each record: `dsft.report.hosts.HostWatch`."""
-
-    def counted(self) -> AbstractContextManager[None]:
-        """Return a context for a step and the fetching of its data."""
-
-    def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
-        """Return (n,) float64 of this rank's window, 0 in the places of other ranks: it is summed with the
-        losses."""
-
-    def record(self, everyones: Tensor) -> Record: ...
-
-
-class Alike(Protocol):
-    """Compares replicated weights between ranks: `dsft.engine.replicas.Replicas`."""
-
-    def mine(self, step: int, *, saves: bool) -> Tensor:
-        """Return (n,) float64 of this rank, to be summed with the losses; empty where no comparison is
-        due."""
-
-    def check(self, everyones: Tensor, step: int) -> None:
-        """Raise WorldError if the sum over all ranks, on the host, shows that they differ. Called before the
-        next step, which may change the compared tensors."""
-
-
 class Run:
     """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
     methods are in `dsft.run.hooks`. evaluates: whether rows are held out."""
 
     evaluates = False
-    watch: Watch | None = None
-    replicas: Alike | None = None
+    watch: HostWatch | None = None
+    replicas: Replicas | None = None
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -188,11 +165,11 @@ class Window:
         self.computed += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
         self.steps += 1
         self.data_wait += waited
-        for name, seen in batch.sources.items():
-            for what, count in (("tokens", seen.tokens), ("examples", seen.examples)):
+        for name, share in batch.sources.items():
+            for what, count in (("tokens", share.tokens), ("examples", share.examples)):
                 key = f"data/{name}/{what}"
                 self.sources[key] = self.sources.get(key, 0) + count
-            self.sources[f"data/{name}/epoch"] = seen.epoch
+            self.sources[f"data/{name}/epoch"] = share.epoch
 
 
 @dataclass(frozen=True)
@@ -250,7 +227,7 @@ def _fit(
 ) -> Progress:
     window = Window()
     while progress.step < schedule.total_steps:
-        asked = run.ask()  # runs during the step
+        agree_on_stop = run.ask()  # runs during the step
         learning_rate = schedule.learning_rate(progress.applied_steps)
         with run.trace(progress.step + 1), run.watch.counted() if run.watch else nullcontext():
             run.mark("data", progress.step)
@@ -262,7 +239,7 @@ def _fit(
             micro_batches = run.refer(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.world.rank)
             result = engine.step(micro_batches, batch.counts, learning_rate)
-            stop = asked()
+            stop = agree_on_stop()
         late.read()  # the record of the step before
         progress = progress.after(batch, result)
         window.add(batch, result, learning_rate, waited)

@@ -11,8 +11,9 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -35,7 +36,7 @@ from dsft.run.loop import Progress
 from dsft.run.resolve import swap_folders
 from dsft.run.train import train
 from dsft.system.files import write_error
-from dsft.system.lock import FolderLock, hold
+from dsft.system.lock import FolderLock, lock_folder
 
 GRACE = 2.0
 """Seconds that a process has, after another has ended, to end by itself and report its own error."""
@@ -49,18 +50,18 @@ def run(job: Job) -> None:
     job.heartbeat.mark("load")
     world = join(job.launched, job.layout, log, process_identity(spec, job.config), spec.accelerator)
     log_places(job, world, log)
-    with together(job.stopping, world) as ranks, ExitStack() as held:
+    with watch_ranks(job.stopping, world) as ranks, ExitStack() as locks:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
-        lock = world.first(lambda: lock_run_folder(job.folder, held))
+        lock = world.first(lambda: lock_run_folder(job.folder, locks))
         check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
             log(line)
         start = resume_point(job, world, log)
         progress = Progress(**start.state["progress"]) if start else Progress()
-        progress = replace(progress, owes_evaluation=owes_evaluation_still(progress, job.folder, world))
+        progress = replace(progress, owes_evaluation=is_evaluation_missing(progress, job.folder, world))
         # If the spec gives the number of steps, no rows need to be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
@@ -98,25 +99,25 @@ def log_places(job: Job, world: World, log: Log) -> None:
             log(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
 
 
-def owes_evaluation_still(progress: Progress, folder: Path, world: World) -> bool:
+def is_evaluation_missing(progress: Progress, folder: Path, world: World) -> bool:
     """Return whether an evaluation that a stop postponed is still missing, i.e. no later start reported it. A
     collective."""
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         records = read_metrics(folder / "metrics.jsonl")
         return any(record[STEP] == progress.step and "eval/loss" in record for record in records)
 
-    return progress.owes_evaluation and not world.first(is_told)
+    return progress.owes_evaluation and not world.first(is_reported)
 
 
-def lock_run_folder(folder: Path, held: ExitStack) -> FolderLock:
+def lock_run_folder(folder: Path, locks: ExitStack) -> FolderLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"output_dir: {folder} cannot be created ({error.strerror}); set another output_dir."
         ) from None
-    return held.enter_context(hold(folder))
+    return locks.enter_context(lock_folder(folder))
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
@@ -124,7 +125,7 @@ def check_shared_folder(folder: Path, world: World) -> None:
     checkpoint into one folder."""
     path = folder / ".shared"
     nonce = world.first(lambda: _written(path, secrets.token_hex(8)))
-    blind = [rank for rank, seen in enumerate(world.gather(_read(path))) if seen != nonce]
+    blind = [rank for rank, text in enumerate(world.gather(_read(path))) if text != nonce]
     if blind:
         raise WorldError(
             f"output_dir: {folder} is not the same folder on rank(s) {blind} as on rank 0; put output_dir "
@@ -163,32 +164,26 @@ def resume_point(job: Job, world: World, log: Log) -> CheckpointReader | None:
     return world.each(lambda: CheckpointReader.open(path)) if path else None
 
 
-@dataclass
-class _Lost:
-    """The rank that has ended too early, and whether this process itself noticed that."""
-
-    rank: int | None = None
-    noticed: bool = False
-
-
 @contextmanager
-def together(stopping: Stopping, world: World) -> Iterator[Ring]:
+def watch_ranks(stopping: Stopping, world: World) -> Iterator[Ring]:
     """Watch the other ranks during the block: when another rank's process ends too early, end this one soon
     after with exit code 69; one rank prints why. A collective. On a stop, all ranks wait for each other, so
     that the launcher does not kill one that is still writing."""
-    lost, over = _Lost(), False
+    lost: tuple[int, bool] | None = None  # the rank, and whether this process itself noticed its end
+    over = False
 
-    def end() -> None:
-        message = f"rank {world.rank}: rank {lost.rank} has ended too early, so this one ends too"
-        stopping.now(WorldError.exit_code, message, speaks=lost.noticed)
+    def end(rank: int, noticed: bool) -> NoReturn:
+        message = f"rank {world.rank}: rank {rank} has ended too early, so this one ends too"
+        stopping.now(WorldError.exit_code, message, speaks=noticed)
 
-    def gone(rank: int, noticed: bool) -> None:
-        lost.rank, lost.noticed = rank, noticed
+    def on_end(rank: int, noticed: bool) -> None:
+        nonlocal lost
+        lost = rank, noticed
         time.sleep(GRACE)
         if not over:
-            end()
+            end(rank, noticed)
 
-    ring = Ring(world, gone)
+    ring = Ring(world, on_end)
     try:
         yield ring
     except StoppedError:
@@ -200,6 +195,6 @@ def together(stopping: Stopping, world: World) -> Iterator[Ring]:
         raise
     except Exception:
         time.sleep(_MOMENT)
-        if lost.rank is not None:  # the failure here is a consequence of that
-            end()
+        if lost is not None:  # the failure here is a consequence of that
+            end(*lost)
         raise

@@ -16,7 +16,7 @@ from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
 from dsft.run.job import Log
-from dsft.run.main import together
+from dsft.run.main import watch_ranks
 from dsft.spec.schema import Spec
 
 
@@ -31,7 +31,7 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
     places = reference_layout(spec, launched.world_size)
     heartbeat.mark("load")
     world = join(launched, places, log, process_identity(spec, {}), spec.accelerator)
-    with together(stopping, world) as ranks:
+    with watch_ranks(stopping, world) as ranks:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))

@@ -57,7 +57,7 @@ class FolderLock:
 
 
 @contextmanager
-def hold(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[FolderLock]:
+def lock_folder(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[FolderLock]:
     """Lock the folder, created if missing, until the block ends; yield the lock. In a run, rank 0 calls it
     for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message.
 

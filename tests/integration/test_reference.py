@@ -24,7 +24,7 @@ from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.store import StoreContents, store_folder
-from dsft.system.lock import hold
+from dsft.system.lock import lock_folder
 from tests.integration.runs import records
 from tests.launching import LATE, ROOT, end_group, free_port, torchrun
 from tests.unit.reference.small import model, rows
@@ -121,7 +121,7 @@ def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
     (store_of_it,) = (folder / "runs" / ".cache" / "reference").iterdir()
     both = [reference(spec) for _ in range(2)]
     try:
-        with hold(store_of_it, store.LOCK):
+        with lock_folder(store_of_it, store.LOCK):
             told = [until_it_waits(job) for job in both]
         said = [before + job.communicate()[0] for before, job in zip(told, both, strict=True)]
     finally:

@@ -25,8 +25,8 @@ from dsft.errors import MissingInputError
 HOLD = """
 import sys
 from pathlib import Path
-from dsft.system.lock import hold
-with hold(Path(sys.argv[1])):
+from dsft.system.lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -26,7 +26,7 @@ from dsft.reference.precomputed import (
     remember,
 )
 from dsft.reference.score import ScoringPass
-from dsft.system.lock import hold
+from dsft.system.lock import lock_folder
 from tests.unit.reference.small import ALONE, model, rows, spec
 
 SIZES = (5, 2)
@@ -139,7 +139,7 @@ def test_two_jobs_at_once_make_one_store(
 
 def test_the_store_may_stand_in_the_runs_own_folder(folder: Path, passes: list[ScoringPass]) -> None:
     run = folder / "runs" / "dpo"
-    with hold(run):  # as the run does
+    with lock_folder(run):  # as the run does
         found, _ = made(folder, dpo={"reference_store": str(run)})
     assert found.folder == run and len(passes) == 1
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import LockedError, StorageError
-from dsft.system.lock import hold
+from dsft.system.lock import lock_folder
 from tests.launching import allowed
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dsft.system.lock import hold
-with hold(Path(sys.argv[1])):
+from dsft.system.lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -46,7 +46,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_job_is_told_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     for _ in range(2):  # asking does not wipe the answer
-        with pytest.raises(LockedError) as error, hold(tmp_path / "run"):
+        with pytest.raises(LockedError) as error, lock_folder(tmp_path / "run"):
             pass
         assert f"is used by process {holder.pid} on {socket.gethostname()}" in str(error.value)
         assert error.value.exit_code == 73
@@ -56,15 +56,15 @@ def test_what_a_killed_job_left_is_taken_over(tmp_path: Path, holder: subprocess
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     began = time.monotonic()
-    with hold(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert time.monotonic() - began < allowed(1)
 
 
 def test_it_is_free_after_the_block_and_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), hold(tmp_path / "run"):
+    with pytest.raises(ZeroDivisionError), lock_folder(tmp_path / "run"):
         raise ZeroDivisionError
-    with hold(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         pass
 
 
@@ -90,12 +90,12 @@ def test_of_many_that_start_together_one_holds_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["removed", "taken over", "replaced"])
 def test_who_holds_it_notices_that_the_lock_is_no_longer_on_the_disk(tmp_path: Path, by: str) -> None:
     run = tmp_path / "run"
-    with hold(run) as lock:
+    with lock_folder(run) as lock:
         lock.check()
         (run / ".lock").rename(tmp_path / "moved")
         if by == "replaced":
             (run / ".lock").write_text("process 1 on elsewhere")
-        with hold(run) if by == "taken over" else nullcontext() as other:
+        with lock_folder(run) if by == "taken over" else nullcontext() as other:
             with pytest.raises(LockedError, match="This run has lost the lock of") as error:
                 lock.check()
             if other is not None:
@@ -106,7 +106,7 @@ def test_who_holds_it_notices_that_the_lock_is_no_longer_on_the_disk(tmp_path: P
 
 
 def test_who_holds_a_folder_that_is_removed_is_told_that_it_is_gone(tmp_path: Path) -> None:
-    with hold(tmp_path / "run") as lock:
+    with lock_folder(tmp_path / "run") as lock:
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(StorageError, match="run is gone"):
             lock.check()
@@ -115,5 +115,5 @@ def test_who_holds_a_folder_that_is_removed_is_told_that_it_is_gone(tmp_path: Pa
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be locked"), hold(tmp_path / "file" / "run"):
+    with pytest.raises(StorageError, match="cannot be locked"), lock_folder(tmp_path / "file" / "run"):
         pass
