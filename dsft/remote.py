@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -356,10 +357,13 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def _own_output() -> int:
-    """Return a descriptor for messages; from now on, what this process prints goes to standard error."""
+    """Return a descriptor for messages; from now on, what this process prints goes to standard error, line by
+    line, since it may end by `os._exit`."""
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     return output
 
 

@@ -95,6 +95,7 @@ def test_options_that_no_shell_could_read_are_refused_by_their_variable() -> Non
 def test_a_module_answers_has_the_environment_and_ends_with_its_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -94,8 +94,10 @@ def test_a_signal_from_the_first_line_on_ends_it_with_75(
         command.send_signal(asked)
         rest = list(said)
         assert command.wait(60) == 75, rest
-    waits = asked == signal.SIGUSR1 or at == "step"
-    assert ("saved\n" in rest) == waits, rest
+    if (
+        asked == signal.SIGUSR1 or at == "step"
+    ):  # a rank that has begun a step by then saves after SIGTERM too
+        assert "saved\n" in rest, rest
 
 
 def test_a_terminal_that_is_closed_does_not_end_what_nohup_started(tmp_path: Path) -> None:
