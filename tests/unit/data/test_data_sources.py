@@ -59,7 +59,7 @@ def test_a_folder_is_its_data_files_sorted_and_what_is_left_out_is_told() -> Non
     assert [file.kind for file in files] == ["json", "jsonl", "text", "csv"]
     assert files[0].notes == (
         "d: 4 files: a.JSON, b.jsonl, c.txt.gz, sub.csv",
-        "d: not read, since they are no data files: .git, .x.jsonl, README.md",
+        "d: ignored, since these are not data files: .git, .x.jsonl, README.md",
     )
     assert file_notes(files[0]) == files[0].notes and file_notes(files[1]) == ()
 
@@ -131,7 +131,7 @@ def test_a_file_or_folder_is_meant_before_a_hub_id(hub: list[Any]) -> None:
     write("owner/name/a.jsonl")
     assert names("owner/name") == ["owner/name/a.jsonl"]
     with pytest.raises(
-        MissingInputError, match="owner/nam: does not exist, and is no hub id, as owner is a fo"
+        MissingInputError, match="owner/nam: does not exist, and is no hub id, since owner is a fo"
     ):
         names("owner/nam")
     assert hub == []
@@ -267,7 +267,7 @@ def test_a_data_set_that_datasets_saved(
     assert rows("saved/train") == [{"text": str(n)} for n in range(10)]
     assert rows("shards") == rows("saved/train")
     assert len(names("shards")) == 3
-    with pytest.raises(MissingInputError, match=r"splits \(test, train\); name one, such as saved/test"):
+    with pytest.raises(MissingInputError, match=r"splits \(test, train\); give one, such as saved/test"):
         names("saved")
 
 
