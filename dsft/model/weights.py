@@ -26,6 +26,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Shape = tuple[int, ...]
 
 
+def _whole(numel: int) -> tuple[int, int]:
+    return 0, numel
+
+
+def _nothing(parameter: nn.Parameter, part: Tensor | None) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What this rank keeps of the parameters; by default all of each.
@@ -36,8 +44,8 @@ class Sharding:
           memory of its own
     """
 
-    span: Callable[[int], tuple[int, int]] = lambda numel: (0, numel)
-    take: Callable[[nn.Parameter, Tensor | None], None] = lambda parameter, part: None
+    span: Callable[[int], tuple[int, int]] = _whole
+    take: Callable[[nn.Parameter, Tensor | None], None] = _nothing
 
 
 class TensorReader(Protocol):
@@ -174,3 +182,7 @@ def no_value(kind: str, name: str) -> DsftError:
         f"{kind}: transformers does not initialize {name}, so a model of this architecture cannot be trained "
         "from scratch; start from a pretrained one (model.name_or_path)."
     )
+
+
+def ids(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(id(tensor) for tensor in tensors)

@@ -1,5 +1,6 @@
-"""Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that stored
-values are still what it gives (`check_again`), and that it has not changed when the run ends (`DriftCheck`).
+"""Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that it
+still gives the stored values (`check_rescored`), and that it has not changed when the run ends
+(`DriftCheck`).
 
 At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2, in exact arithmetic.
 How far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
@@ -38,22 +39,25 @@ from dsft.spec.schema import Dpo, Spec
 
 EXACT = 1e-5  # bound for rewards, margins and the loss in fp32, and the smallest bound for any type
 FACTOR = 4.0  # the reference's layout may differ from the two in which rounding is measured
-FEW, ALONE = 2, 4  # micro-batches of the first step to check, and pairs of them that are also scored alone
+NUM_BATCHES = 2  # micro-batches of the first step to check
+ALONE = 4  # pairs that are also scored alone
 SHOWN = 3  # pairs that an error names
 ANSWERS = ("chosen", "rejected")
 PIECE = 2**24  # elements of a weight that are copied to the host at a time
-CLEAR = 10.0  # times the bound: how far off a pair of another row is; other weights move all pairs a little
+OTHER_ROW = 10.0  # times the bound: the pairs of other rows are farther off, those of other weights less
 
-TRAINING = "in training the policy's rewards are other than in evaluation"
-DROPOUT = "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
-REWARDS = "before the first step rewards are not 0"
+DIFFERENT_IN_TRAINING = "the policy's rewards in training mode are not those in evaluation mode"
+RANDOM_LAYERS = (
+    "dropout is on, or another layer that draws random numbers; switch it off in the model's config"
+)
+REWARDS = "rewards are not 0 before the first step"
 NOT_FINITE = (
-    "the policy gives answers log-probabilities that are not finite; look at its weights and at those rows, "
+    "the policy's log-probabilities of these answers are not finite; look at its weights and at those rows, "
     "or set train.precision to fp32 or bf16"
 )
-BARE = (
+WITHOUT_ADAPTER = (
     "the reference is the policy without its adapter, and the adapter that training starts from is not 0; "
-    "let model.lora.path name no trained adapter, or the reference have the same one"
+    "give model.lora.path an adapter that was not trained, or the reference the same adapter"
 )
 
 
@@ -106,25 +110,27 @@ def spread(num_tokens: Tensor) -> Tensor:
 def check_start(start: StartCheck, engine: Engine, policy: Policy, world: World) -> str:
     """Check that the policy equals its reference at step 0. Return a line that says how near they are. Raises
     SpecError on every rank where they differ, with the probable cause. A collective."""
-    pairs = _joined(world.gather(_look(start, engine, policy, world)))
+    pairs = _concatenated(world.gather(_score_pairs(start, engine, policy, world)))
     bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
-    drawn = pairs.off(pairs.training, start.dpo)
+    off_in_training = pairs.off(pairs.training, start.dpo)
     if not bool(torch.isfinite(pairs.policy).all()):
         raise _error(REWARDS, _worst(start, pairs, off, bound), NOT_FINITE)
-    if not bool((drawn <= bound).all()):
-        raise _error(TRAINING, _worst(start, pairs, drawn, bound), DROPOUT)
+    if not bool((off_in_training <= bound).all()):
+        raise _error(DIFFERENT_IN_TRAINING, _worst(start, pairs, off_in_training, bound), RANDOM_LAYERS)
     if not bool((off <= bound).all()):
-        is_bare = _is_without_adapter(start, engine, world, pairs, bound)
-        raise _error(REWARDS, _worst(start, pairs, off, bound), BARE if is_bare else _by_pairs(off, bound))
+        is_without = _is_without_adapter(start, engine, world, pairs, bound)
+        cause = WITHOUT_ADAPTER if is_without else _cause(off, bound)
+        raise _error(REWARDS, _worst(start, pairs, off, bound), cause)
     rewards = start.dpo.beta * (pairs.policy - pairs.reference)
     loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
     return (
-        f"step 0: policy and reference are one: on {len(off)} pairs rewards and margins are 0 (at most "
-        f"{float(off.max()):.1g}, {float(bound.max()):.1g} is rounding), the loss of DPO is {float(loss):.6f}"
+        f"step 0: the policy equals its reference: on {len(off)} pairs rewards and margins are at most "
+        f"{float(off.max()):.1g} (allowed for rounding: {float(bound.max()):.1g}), and the loss of DPO is "
+        f"{float(loss):.6f}"
     )
 
 
-def _look(start: StartCheck, engine: Engine, policy: Policy, world: World) -> PairScores | None:
+def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World) -> PairScores | None:
     """Score this rank's pairs; None on a rank that has no pair, or not the last stage."""
     batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
@@ -141,31 +147,28 @@ def _look(start: StartCheck, engine: Engine, policy: Policy, world: World) -> Pa
     num_tokens = torch.cat([one.num_tokens for one in pairs]).cpu()
     references = [one.reference for one in pairs if one.reference is not None]
     logps = torch.cat(plain).cpu()
-    again = torch.stack([one.double().sum().cpu() for one in alone[: len(rows)]]).view(-1, 2)
-    apart = (logps[: len(again)] - again).abs() / spread(num_tokens[: len(again)])
+    alone_logps = torch.stack([one.double().sum().cpu() for one in alone[: len(rows)]]).view(-1, 2)
+    first = slice(len(alone_logps))
+    measured = (logps[first] - alone_logps).abs() / spread(num_tokens[first])
+    # Any two layouts may differ by one rounding of each token's logits, in the coarsest type of a parameter,
+    # even if the two that are compared here happen to agree.
+    unit_roundoff = max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
+    expected = unit_roundoff * float((logps / num_tokens.clamp(min=1)).abs().mean())
     return PairScores(
         ids=torch.tensor(numbers),
         num_tokens=num_tokens,
         policy=logps,
         training=torch.cat(training).cpu(),
         reference=torch.cat(references).cpu(),
-        rounding=max(
-            float(apart.max()), _unit_roundoff(policy) * float((logps / num_tokens.clamp(min=1)).abs().mean())
-        ),
+        rounding=max(float(measured.max()), expected),
     )
 
 
-def _unit_roundoff(policy: Policy) -> float:
-    """Return half the machine epsilon of the coarsest parameter type. Any two layouts may differ by one
-    rounding of each token's logits, even if the two that are compared here happen to agree."""
-    return max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
-
-
-def _joined(ranks: Sequence[PairScores | None]) -> PairScores:
-    known = [one for one in ranks if one is not None]
+def _concatenated(ranks: Sequence[PairScores | None]) -> PairScores:
+    scores = [one for one in ranks if one is not None]
     names = ("ids", "num_tokens", "policy", "training", "reference")
-    columns = {name: torch.cat([getattr(one, name) for one in known]) for name in names}
-    return PairScores(**columns, rounding=max(one.rounding for one in known))
+    columns = {name: torch.cat([getattr(one, name) for one in scores]) for name in names}
+    return PairScores(**columns, rounding=max(one.rounding for one in scores))
 
 
 def _is_without_adapter(
@@ -180,19 +183,19 @@ def _is_without_adapter(
     return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
 
 
-def _by_pairs(off: Tensor, bound: Tensor) -> str:
+def _cause(off: Tensor, bound: Tensor) -> str:
     """Return the probable cause, judged by which pairs agree."""
-    same, far = off <= bound, off > CLEAR * bound
-    counted = f"{int(same.sum())} of {len(same)} pairs are the same in both"
+    same, far = off <= bound, off > OTHER_ROW * bound
+    count = f"{int(same.sum())} of {len(same)} pairs are the same in both"
     if bool(same.any() and (same | far).all()):
         return (
-            f"{counted}, so weights and template are, and the others are of other rows; make the reference's "
-            "log-probabilities anew from these data"
+            f"{count}, so the weights and the template are the same, and the others were scored from other "
+            "rows; score the reference again on these data"
         )
     return (
-        f"{counted}: the reference has other weights than the policy starts from, or an adapter on it, or "
-        "its rows were made with another chat template or tokenizer; give dpo.reference_model where another "
-        "reference is meant, or make its log-probabilities anew"
+        f"{count}: the reference has other weights than the policy starts from, or an adapter, or its rows "
+        "were rendered with another chat template or tokenizer; set dpo.reference_model if another reference "
+        "is meant, or score the reference again"
     )
 
 
@@ -202,7 +205,7 @@ def _worst(start: StartCheck, pairs: PairScores, off: Tensor, bound: Tensor) -> 
     names = [
         f"{start.dataset.source(int(pairs.ids[i]))} by {off[i]:.2g}" for i in order if not off[i] <= bound[i]
     ]
-    return f"{', '.join(names)}; up to {float(bound.max()):.1g} is rounding"
+    return f"{', '.join(names)}; allowed for rounding: {float(bound.max()):.1g}"
 
 
 def _error(what: str, where: str, cause: str) -> SpecError:
@@ -213,15 +216,15 @@ def _error(what: str, where: str, cause: str) -> SpecError:
 # --- stored values ----------------------------------------------------------------------------------------
 
 
-def choose_again(stored: StoreContents, count: int) -> tuple[NDArray[np.int64], ...]:
+def random_stored_pairs(stored: StoreContents, count: int) -> tuple[NDArray[np.int64], ...]:
     """Choose up to `count` random stored pairs, other ones at each start. Return their numbers per
     dataset."""
-    known = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
-    borders = np.cumsum([0, *map(len, known)])
-    drawn = random_pairs(int(borders[-1]), count)
+    sets = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
+    borders = np.cumsum([0, *map(len, sets)])
+    chosen = random_pairs(int(borders[-1]), count)
     return tuple(
-        ids[drawn[(first <= drawn) & (drawn < last)] - first]
-        for ids, first, last in zip(known, borders[:-1], borders[1:], strict=True)
+        ids[chosen[(first <= chosen) & (chosen < last)] - first]
+        for ids, first, last in zip(sets, borders[:-1], borders[1:], strict=True)
     )
 
 
@@ -230,7 +233,7 @@ def random_pairs(total: int, count: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng().permutation(total)[:count])
 
 
-def check_again(
+def check_rescored(
     folder: Path,
     dataset: Dataset,
     ids: NDArray[np.int64],
@@ -248,18 +251,17 @@ def check_again(
             bound = allowed(precision, count)
             if not abs(was - is_) <= bound:
                 raise CheckpointError(
-                    f"{dataset.source(pair)}: {folder} says that the reference gives the {answer} answer a "
-                    f"log-probability of {was:.6g}, and scored again it gives {is_:.6g} ({bound:.2g} apart "
-                    "would be rounding); remove the store, to have it made anew, and look for what changed: "
-                    "another version of transformers or torch, or weights that the key does not see."
+                    f"{dataset.source(pair)}: the log-probability of the {answer} answer under the reference "
+                    f"is {was:.6g} in {folder}, and {is_:.6g} when scored again (rounding explains a "
+                    f"difference of {bound:.2g}); look for what changed, such as the version of transformers "
+                    "or torch, then remove the store, so that all its pairs are scored again."
                 )
 
 
 def allowed(precision: Precision, tokens: int) -> float:
     """Return how far rounding may move the log-probability of `tokens` tokens, in nats: their number times
     the bound of `engine.self_check` on their mean; for at least one token."""
-    tokens = max(1, tokens)
-    return rounding(tokens, precision) * tokens
+    return rounding(max(1, tokens), precision) * max(1, tokens)
 
 
 # --- from the start to the end of a run -------------------------------------------------------------------
@@ -272,8 +274,8 @@ def check_weights(spec: Spec, key: Key) -> None:
     then = {name: key.components[name] for name in now}
     if now != then:
         raise WorldError(
-            f"the reference changed while the run started: {'; '.join(differences(then, now))}; leave its "
-            "files alone, and start again."
+            f"the reference changed while the run started: {'; '.join(differences(then, now))}; start again, "
+            "and do not change its files while the run starts."
         )
 
 
@@ -285,9 +287,9 @@ class DriftCheck:
         self._what, self._digest, self._then = what, digest, digest()
 
     @classmethod
-    def of_weights(cls, held: EngineReference) -> DriftCheck:
-        """Watch the weights of this rank; to be made before the first step."""
-        return cls("weights, on every rank,", lambda: weights_digest(held.weights()))
+    def of_weights(cls, reference: EngineReference) -> DriftCheck:
+        """Watch the weights of this rank; to be created before the first step."""
+        return cls("weights", lambda: weights_digest(reference.weights()))
 
     @classmethod
     def of_files(cls, spec: Spec, key: Key) -> DriftCheck:
@@ -306,14 +308,15 @@ class DriftCheck:
             same = world.gather(world.each(self._digest) == self._then)
         except DsftError as error:
             return error
-        others = [rank for rank, is_same in enumerate(same) if not is_same]
-        if others:
+        changed = [rank for rank, is_same in enumerate(same) if not is_same]
+        if changed:
             return CheckpointError(
-                f"the reference has changed during the run: its {self._what} are not what they were at the "
-                f"start (rank(s) {others}); the last checkpoint is saved, nothing is exported. dsft export "
-                "makes a model of it whose card says so; or put the reference back and train again."
+                f"the reference changed during the run: its {self._what} are not the same as at the start "
+                f"(rank(s) {changed}). The last checkpoint is saved, and nothing is exported: restore the "
+                "reference and train again under another name, or use dsft export, whose model card states "
+                "the change."
             )
-        return f"reference: its {self._what} are what they were at the start"
+        return f"reference: its {self._what} are the same as at the start"
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:

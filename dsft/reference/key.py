@@ -58,6 +58,10 @@ class Key:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.components, sort_keys=True).encode()).hexdigest()
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the key as stores and checkpoints have it."""
+        return {"digest": self.digest, "components": self.components}
+
 
 def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     """Compute the key. `model`: the reference's. Raises MissingInputError where its files cannot be read,
@@ -117,8 +121,8 @@ def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
             found = list(pool.map(lambda file: content_digest(file, memory), files))
     except OSError as error:
         raise MissingInputError(
-            f"{error.filename}: cannot be read ({error.strerror}), and holds weights of the reference; give "
-            "the folder whole."
+            f"{error.filename}, which has weights of the reference, cannot be read ({error.strerror}); "
+            "give a folder with all files of the model."
         ) from None
     return {file.name: digest for file, digest in zip(files, found, strict=True)}
 
@@ -129,38 +133,35 @@ def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
 def differences(then: Components, now: Components) -> list[str]:
     """Return a clause for each component that differs, in terms of the spec: the old value, then the new
     one."""
-    known = [
+    clauses = [
         clause
-        for name, what in _CLAUSES.items()
+        for name, describe in _CLAUSES.items()
         if then.get(name) != now.get(name)
-        for clause in what(then.get(name), now.get(name))
+        for clause in describe(then.get(name), now.get(name))
     ]
-    return known + [f"another dsft gave it {name!r}" for name in sorted(then.keys() - _CLAUSES.keys())]
+    return clauses + [f"another dsft wrote its {name!r}" for name in sorted(then.keys() - _CLAUSES.keys())]
 
 
 def _other_weights(then: Any, now: Any) -> Iterator[str]:
     was, is_ = ("from_config" in (one or {}) for one in (then, now))
     if was != is_:
-        yield f"the weights were {_origin(was)}, now they are {_origin(is_)}"
+        origin = {True: "fresh ones of model.from_config", False: "read from files"}
+        yield f"the weights were {origin[was]}, now {origin[is_]}"
     elif was:
         yield from _values("the fresh model's ", then, now)
     else:
         yield from _files("weight file", then, now)
 
 
-def _origin(fresh: bool) -> str:
-    return "fresh ones of model.from_config" if fresh else "those of files"
-
-
 def _files(what: str, then: Any, now: Any) -> Iterator[str]:
     then, now = then or {}, now or {}
     for name in sorted(then.keys() | now.keys()):
         if name not in now:
-            yield f"the {what} {name} is not there now"
+            yield f"the {what} {name} is missing now"
         elif name not in then:
-            yield f"the {what} {name} was not there"
+            yield f"the {what} {name} is new"
         elif then[name] != now[name]:
-            yield f"the {what} {name} holds other bytes than then"
+            yield f"the {what} {name} has changed"
 
 
 def _values(of: str, then: Any, now: Any) -> Iterator[str]:
@@ -168,39 +169,28 @@ def _values(of: str, then: Any, now: Any) -> Iterator[str]:
         yield of + one.clause(WAS, NOW)
 
 
-def _other_rows_of_embeddings(then: Any, now: Any) -> Iterator[str]:
-    yield "model.add_tokens, or the tokenizer's size, gives the embeddings other new rows than then"
-
-
-def _other_tokenizer(then: Any, now: Any) -> Iterator[str]:
-    yield "the tokenizer is another than then"
-
-
 def _other_template(then: Any, now: Any) -> Iterator[str]:
     where = ""
     if isinstance(then, str) and isinstance(now, str):
         at = first_difference(then, now)
-        where = f", from its character {at + 1} on ({_around(then, at)} was {_around(now, at)} is)"
-    yield f"the chat template is another than then{where}"
-
-
-def _around(text: str, at: int) -> str:
-    return repr(text[max(0, at - 10) : at + 10])
+        was, is_ = (repr(text[max(0, at - 10) : at + 10]) for text in (then, now))
+        where = f" at its character {at + 1}: it was {was}, now {is_}"
+    yield f"the chat template has changed{where}"
 
 
 def _other_data(then: Any, now: Any) -> Iterator[str]:
     then, now = then or {}, now or {}
     others = list(other_rows(then.get("sources"), now.get("sources", {}), "pairs"))
-    yield from others or ["the sources of data.train or data.eval stand in another order"]
+    yield from others or ["the sources of data.train or data.eval are in another order"]
 
 
 _CLAUSES: Mapping[str, Any] = {
-    "format": lambda then, now: [f"dsft scored it in way {then}, and now in way {now}"],
+    "format": lambda then, now: [f"dsft's way of scoring was version {then}, now {now}"],
     "weights": _other_weights,
     "config": lambda then, now: _values("the model's config: ", then, now),
     "adapter": lambda then, now: _files("adapter's file", then, now),
-    "new_rows": _other_rows_of_embeddings,
-    "tokenizer": _other_tokenizer,
+    "new_rows": lambda then, now: ["the new rows of the embeddings (model.add_tokens) have changed"],
+    "tokenizer": lambda then, now: ["the tokenizer has changed"],
     "template": _other_template,
     "truncation": lambda then, now: _values("data.", then, now),
     "data": _other_data,

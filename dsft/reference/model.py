@@ -36,16 +36,13 @@ SHOWN = 3  # tokens that a message names
 def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
     """Return the DeepSpeed configuration of the reference, which depends on its size. Raises as
     `take_census`."""
-    return _config(spec, _counted(spec, facts))
+    return _census_and_config(spec, facts)[1]
 
 
-def _counted(spec: Spec, facts: TokenFacts) -> Census:
+def _census_and_config(spec: Spec, facts: TokenFacts) -> tuple[Census, dict[str, Any]]:
     cuts = reference_parallel(spec).pipeline_stages > 1
-    return census_from(take_census(reference_model(spec), facts, cuts=cuts))
-
-
-def _config(spec: Spec, counted: Census) -> dict[str, Any]:
-    return reference_config(spec, Elements(counted.numel, counted.trained))
+    census = census_from(take_census(reference_model(spec), facts, cuts=cuts))
+    return census, reference_config(spec, Elements(census.numel, census.trained))
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,9 @@ class OpenReference:
 def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference:
     """Build the reference and its engine. A collective. `world`: the policy's while that trains, or that of a
     scoring pass, with the layout of `reference_layout`. Raises as `build_model`."""
-    model, counted = reference_model(spec), _counted(spec, facts)
-    config, cut = _config(spec, counted), cut_of(reference_parallel(spec), counted)
+    model = reference_model(spec)
+    census, config = _census_and_config(spec, facts)
+    cut = cut_of(reference_parallel(spec), census)
     keep = sharding_for(config, world, frozen=True)
 
     def part() -> Policy:
@@ -97,7 +95,7 @@ def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
     try:
         theirs = load_tokenizer(name).get_vocab()
     except MissingInputError:
-        return "tokens: it has no tokenizer of its own to compare with, and reads the policy's tokens"
+        return "tokens: it has no tokenizer, so the policy's tokens are used and cannot be compared"
     ours = policy.get_vocab()
     moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
     lacking = [token for token in ours if token not in theirs]
@@ -105,17 +103,17 @@ def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
         raise _other(name, len(ours), len(moved) + len(lacking), [(t, ours[t], theirs[t]) for t in moved])
     if lacking:
         return (
-            f"tokens: the policy's, but {len(lacking):,} that it has learned nothing of "
+            f"tokens: the same as the policy's, except for {len(lacking):,} on which it was not trained "
             f"({', '.join(map(repr, lacking[:SHOWN]))}{', …' if len(lacking) > SHOWN else ''})"
         )
-    return f"tokens: the policy's, all {len(ours):,} under the same ids"
+    return f"tokens: all {len(ours):,} tokens have the same ids as in the policy"
 
 
 def _other(name: str, total: int, others: int, moved: list[tuple[str, int, int]]) -> SpecError:
     """Return the error. moved: tokens, their ids, and their ids in the reference."""
-    named = "".join(f"; {token!r} is {ours} and there {theirs}" for token, ours, theirs in moved[:SHOWN])
+    named = "".join(f"; {token!r} is {ours}, there {theirs}" for token, ours, theirs in moved[:SHOWN])
     message = (
-        f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens are "
-        f"not what they are there{named}; name a reference that reads the same tokens"
+        f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens have "
+        f"another id or are missing there{named}; name a reference with the same tokens"
     )
     return SpecError("The reference cannot be computed.", [Problem("dpo.reference_model", message)])

@@ -53,12 +53,12 @@ class BatchesWithReference(LazyMicroBatches):
         return replace(batch, pairs=replace(batch.pairs, reference=self._logps(number, batch.pairs)))
 
 
-def as_it_is(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """Return the micro-batches unchanged: the `Refer` where nothing needs to be filled in."""
     return micro_batches
 
 
-def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
+def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
     """Fill in zeros, for a rehearsal, which uses no value of the reference."""
     pairs = micro_batch.pairs
     if pairs is None:
@@ -67,7 +67,7 @@ def of_zeros(micro_batch: MicroBatch) -> MicroBatch:
     return replace(micro_batch, pairs=replace(pairs, reference=zeros))
 
 
-def filled(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
+def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
     """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
     stage."""
     return (
@@ -87,7 +87,7 @@ def refer_to_engine(engine: FrozenEngine) -> EngineReference:
     away, without gradients and dropout."""
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        return filled(micro_batches, engine.score(micro_batches, answer_logps))
+        return with_scores(micro_batches, engine.score(micro_batches, answer_logps))
 
     return EngineReference(refer, engine.weights)
 
@@ -109,7 +109,7 @@ def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> EngineReferenc
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         with nullcontext() if by_copy else adapter_off(policy), at_start.in_place():
             sums = engine.score(micro_batches, answer_logps)
-        return filled(micro_batches, sums)
+        return with_scores(micro_batches, sums)
 
     def weights() -> Iterator[Tensor]:
         yield from (home_of(p) for p in policy.parameters() if not p.requires_grad)

@@ -32,7 +32,7 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout
 from dsft.plan.tables import size_text
 from dsft.reference import store
-from dsft.reference.check import check_again, check_weights
+from dsft.reference.check import check_rescored, check_weights
 from dsft.reference.key import Key
 from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.store import StoreContents
@@ -43,13 +43,13 @@ SHARD_SECONDS = 30.0
 _ROUND = 8  # micro-batches per rank in one round
 
 Ids = NDArray[np.int64]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ScoringPass:
     """A scoring pass, the same on every rank. datasets: data.train, then each held-out set; stored: the
-    values that `folder` has; again: stored pairs (k,) of each dataset to score once more, before all
+    values that `folder` has; recheck: stored pairs (k,) of each dataset to score once more, before all
     others."""
 
     spec: Spec
@@ -58,7 +58,7 @@ class ScoringPass:
     micro_batch_size: int
     datasets: Sequence[Dataset]
     stored: StoreContents
-    again: Sequence[Ids]
+    recheck: Sequence[Ids]
 
 
 @dataclass(frozen=True)
@@ -76,41 +76,38 @@ class ScoringProgress:
             return f"{self.name}: scoring {self.total:,} pairs of {self.total_tokens:,} tokens"
         rate = self.tokens / seconds
         left = (self.total_tokens - self.tokens) / rate
-        return f"{self.name}: {rate:,.0f} tokens/s, {_time(left)} left"
+        time_left = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        return f"{self.name}: {rate:,.0f} tokens/s, {time_left} left"
 
     def count(self) -> str:
-        return f"{self.done:,} of {self.total:,} pairs are scored"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f"{self.done:,} of {self.total:,} pairs scored"
 
 
 def score(
-    asked: ScoringPass, inputs: Inputs, world: World, say: Say, tell: Callable[[ScoringProgress], None]
+    plan: ScoringPass, inputs: Inputs, world: World, log: Log, progress: Callable[[ScoringProgress], None]
 ) -> None:
-    """Score the pairs that the store lacks. A collective, before the policy is built. `say` gets lines on
-    every rank, `tell` the progress on rank 0.
+    """Score the pairs that the store lacks. A collective, before the policy is built. `log` is called on
+    every rank, `progress` on rank 0.
 
     Raises CheckpointError where stored values differ from new ones, NonFiniteError where the reference gives
     an infinite or NaN value for a pair, WorldError where its files have changed since the key was made;
     OutOfMemoryError on the rank that runs out of memory.
     """
-    spec = asked.spec
+    spec = plan.spec
     world = replace(world, layout=reference_layout(spec, world.world_size))
     before = in_use(world.device)
     with explain_out_of_memory("the reference does not fit into memory"):
         reference = open_reference(spec, inputs.facts, world)
-        world.each(lambda: check_weights(spec, asked.key))
+        world.each(lambda: check_weights(spec, plan.key))
         for line in proven(reference, spec, inputs, world):
-            say(f"reference: {line}")
-    scorer = PairScorer(asked, inputs.pad_id, world, reference)
+            log(f"reference: {line}")
+    scorer = PairScorer(plan, inputs.pad_id, world, reference)
     scorer.check()
-    scorer.score(tell if world.rank == 0 else lambda pace: None)
+    scorer.score(progress if world.rank == 0 else lambda _: None)
     while_open = in_use(world.device)
     reference.engine.close()
     del scorer, reference
-    say(memory_line(world.gather((before, while_open, in_use(world.device)))))
+    log(memory_line(world.gather((before, while_open, in_use(world.device)))))
 
 
 def in_use(device: torch.device) -> int:
@@ -123,7 +120,7 @@ def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
     reference was built, while it was open, and after it was closed."""
     worst = max(ranks, key=lambda rank: rank[2] - rank[0])
     before, while_open, after = (size_text(size) for size in worst)
-    return f"reference: closed; {before} of memory were in use before, {while_open} with it, {after} after"
+    return f"reference: closed; memory in use was {before} before, {while_open} while open, {after} after"
 
 
 @contextmanager
@@ -158,63 +155,70 @@ def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> Batc
 class PairScorer:
     """An open reference that scores pairs. Every method is a collective."""
 
-    def __init__(self, asked: ScoringPass, pad_id: int, world: World, reference: OpenReference) -> None:
-        self._asked, self._pad_id, self._world, self._reference = asked, pad_id, world, reference
-        self._batch = scoring_batch(asked.spec, asked.micro_batch_size, world.layout.data_parallel)
+    def __init__(self, plan: ScoringPass, pad_id: int, world: World, reference: OpenReference) -> None:
+        self._plan, self._pad_id, self._world, self._reference = plan, pad_id, world, reference
+        self._batch = scoring_batch(plan.spec, plan.micro_batch_size, world.layout.data_parallel)
 
     def check(self) -> None:
         """Score some stored pairs once more. Raises CheckpointError where the values differ from those in the
         store."""
-        asked = self._asked
-        for dataset, ids in enumerate(asked.again):
-            if not len(ids):
-                continue
-            mine = list(self._scored(dataset, ids))
+        plan = self._plan
+        for dataset, ids in enumerate(plan.recheck):
+            ranks = self._world.gather(list(self._scored(dataset, ids))) if len(ids) else []
             found = {
                 int(pair): value
-                for part in self._world.gather(mine)
-                for pairs, logps in part
+                for parts in ranks
+                for pairs, logps in parts
                 for pair, value in zip(pairs, logps, strict=True)
             }
-            values, stored = np.array([found[int(pair)] for pair in ids]), asked.stored.logps[dataset][ids]
-            precision = asked.spec.train.precision
-            check_again(asked.folder, asked.datasets[dataset], ids, stored, values, precision)
+            if found:
+                values, stored = np.array([found[int(pair)] for pair in ids]), plan.stored.logps[dataset][ids]
+                check_rescored(
+                    plan.folder, plan.datasets[dataset], ids, stored, values, plan.spec.train.precision
+                )
 
-    def score(self, tell: Callable[[ScoringProgress], None]) -> None:
+    def score(self, progress: Callable[[ScoringProgress], None]) -> None:
         """Score the missing pairs of each dataset and add them to the store."""
-        missing = self._asked.stored.missing
+        missing = self._plan.stored.missing
         rounds = [(n, ids) for n, of_it in enumerate(missing) for ids in self._rounds(n, of_it)]
         done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
-        tokens = list(accumulate((self._tokens(*one) for one in rounds), initial=0))
-        writer = ShardWriter(self._asked.folder, self._asked.key)
+        lengths = (self._plan.datasets[dataset].lengths[ids] for dataset, ids in rounds)
+        tokens = list(accumulate((int(one.sum(dtype=np.int64)) for one in lengths), initial=0))
+        writer = ShardWriter(self._plan.folder, self._plan.key)
         for number, (dataset, ids) in enumerate(rounds):
-            tell(ScoringProgress(done[number], done[-1], tokens[number], tokens[-1]))
+            progress(ScoringProgress(done[number], done[-1], tokens[number], tokens[-1]))
             mine = list(self._scored(dataset, ids))
-            self._world.each(partial(self._keep, writer, dataset, mine))
+            self._world.each(partial(self._add, writer, dataset, mine))
         self._world.each(writer.close)
         if rounds:
-            tell(ScoringProgress(done[-1], done[-1], tokens[-1], tokens[-1]))
+            progress(ScoringProgress(done[-1], done[-1], tokens[-1], tokens[-1]))
 
-    def _keep(
+    def _add(
         self, writer: ShardWriter, dataset: int, scored: Sequence[tuple[Ids, NDArray[np.float64]]]
     ) -> None:
+        """Write scored pairs. Raises NonFiniteError where a value is infinite or NaN."""
         for pairs, logps in scored:
-            self._check_finite(dataset, pairs, logps)
+            bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
+            if len(bad):
+                where = self._plan.datasets[dataset].source(int(pairs[bad[0]]))
+                values = ", ".join(f"{value:g}" for value in logps[bad[0]])
+                raise NonFiniteError(
+                    f"{where}: the reference gives this pair's answers the log-probabilities {values}, from "
+                    "which no loss can be computed; look at the row and at the reference's weights, or set "
+                    "train.precision to fp32 or bf16."
+                )
             writer.add(dataset, pairs, logps)
 
     def _rounds(self, dataset: int, ids: Ids) -> Iterator[Ids]:
         """Yield the pairs, longest first, in rounds that fill _ROUND micro-batches of each rank."""
-        order = ids[np.argsort(-self._asked.datasets[dataset].lengths[ids], kind="stable")]
+        order = ids[np.argsort(-self._plan.datasets[dataset].lengths[ids], kind="stable")]
         size = self._batch.micro_batch_size * self._batch.data_parallel * _ROUND
         yield from (order[i : i + size] for i in range(0, len(order), size))
-
-    def _tokens(self, dataset: int, ids: Ids) -> int:
-        return int(self._asked.datasets[dataset].lengths[ids].sum(dtype=np.int64))
 
     def _scored(self, dataset: int, ids: Ids) -> Iterator[tuple[Ids, NDArray[np.float64]]]:
         """Yield this rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing on a rank
         without the last stage."""
-        rank, rows = self._world.data_rank, self._asked.datasets[dataset]
+        rank, rows = self._world.data_rank, self._plan.datasets[dataset]
         micro_batches = list(DatasetMicroBatches(rows, ids, self._batch, rank, self._pad_id))
         for logps, micro_batch in zip(self._score(micro_batches), micro_batches, strict=False):
             assert micro_batch.pairs is not None, "the task is dpo"
@@ -224,17 +228,6 @@ class PairScorer:
         largest = max((one.input_ids.numel() for one in micro_batches), default=0)
         with explain_out_of_memory(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
             return self._reference.engine.score(micro_batches, answer_logps)
-
-    def _check_finite(self, dataset: int, pairs: Ids, logps: NDArray[np.float64]) -> None:
-        bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
-        if len(bad):
-            where = self._asked.datasets[dataset].source(int(pairs[bad[0]]))
-            values = ", ".join(f"{value:g}" for value in logps[bad[0]])
-            raise NonFiniteError(
-                f"{where}: the reference gives this pair's answers the log-probabilities {values}, which no "
-                "loss can be made of; look at the row and at the reference's weights, or set train.precision "
-                "to fp32 or bf16."
-            )
 
 
 class ShardWriter:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from dsft.errors import CheckpointError, StorageError
 from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
 from dsft.spec.schema import Spec
-from dsft.system.files import TEMPORARY, atomic_write, sync_folder
+from dsft.system.files import TEMPORARY, atomic_write, sync_folder, write_error
 from dsft.system.json_file import read_json
 
 KEY = "key.json"
@@ -37,7 +36,7 @@ LOCK = ".store.lock"
 _SHARDS = "shard-*.safetensors"
 _NAMED = 32  # hexadecimal digits of a shard's digest in its name
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -65,27 +64,24 @@ def store_folder(spec: Spec, key: Key) -> Path:
     return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
 
 
-def check(folder: Path, key: Key, say: Say = lambda text: None) -> None:
-    """Check that the folder, if it has any values, has those of this key. Nothing is written, so any process
-    may check at any time. `say` gets a warning where key.json is damaged but the shards, which name their key
-    too, are of this one.
+def check(folder: Path, key: Key) -> None:
+    """Check that the folder's key.json, if it has one, is of this key. Nothing is written, so any process may
+    check at any time.
 
-    Raises CheckpointError where the values are of another key, naming what differs; StorageError where the
-    folder cannot be read.
+    Raises CheckpointError where it is of another key, naming what differs; StorageError where it cannot be
+    read.
     """
     try:
-        held = _components(folder / KEY)
-        if held is None:
-            _check_shards(folder, key)
-            if (folder / KEY).exists():
-                say(
-                    f"warning: {folder / KEY} is damaged and is ignored. The stored values are still used, "
-                    "since each shard names its key. Remove that file to stop this warning."
-                )
-        else:
-            _check(folder, held, key)
+        then = _components(folder / KEY)
     except OSError as error:
         raise _not_read(folder, error) from None
+    now = json.loads(json.dumps(key.components))
+    if then is not None and then != now:
+        raise CheckpointError(
+            f"{folder} has log-probabilities of another reference or of other pairs: "
+            f"{'; '.join(differences(then, now))}. Change these back, set dpo.reference_store to another "
+            "folder, or leave it out."
+        )
 
 
 def prepare(folder: Path, key: Key) -> None:
@@ -102,16 +98,14 @@ def prepare(folder: Path, key: Key) -> None:
                 path.unlink(missing_ok=True)
         if _components(folder / KEY) is None:
             with atomic_write(folder / KEY) as out:
-                content = {"components": key.components, "digest": key.digest}
-                out.write(json.dumps(content, indent=1, sort_keys=True).encode())
+                out.write(json.dumps(key.as_json(), indent=1, sort_keys=True).encode())
     except OSError as error:
         raise _not_written(folder, error) from None
 
 
 def _components(path: Path) -> Components | None:
-    """Return the components; None where the file is absent or damaged, so that `prepare` writes it again
-    (every shard names its key too). A file of an earlier dsft has no digest, and is accepted without the
-    check."""
+    """Return the components; None where the file is absent or damaged. Then `prepare` writes it again, and
+    the shards, each of which names its key, are read as before. A file of an earlier dsft has no digest."""
     try:
         found = read_json(path)
         components, digest = found["components"], found.get("digest")
@@ -122,27 +116,7 @@ def _components(path: Path) -> Components | None:
     return components
 
 
-def _check(folder: Path, held: Components, key: Key) -> None:
-    now = json.loads(json.dumps(key.components))
-    if held != now:
-        raise CheckpointError(
-            f"{folder} holds log-probabilities of another reference or of other pairs: "
-            f"{'; '.join(differences(held, now))}. Put these back, give dpo.reference_store another folder, "
-            "or leave it out."
-        )
-
-
-def _check_shards(folder: Path, key: Key) -> None:
-    """Check the shards where key.json is absent or damaged."""
-    if any(shard is not None and shard.key != key.digest for _, shard in _shards(folder)):
-        raise CheckpointError(
-            f"{folder} holds log-probabilities of another reference or of other pairs, and its {KEY} is gone "
-            "or damaged, so what differs cannot be told; give dpo.reference_store another folder, or leave "
-            "it out."
-        )
-
-
-def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> StoreContents:
+def read(folder: Path, key: Key, sizes: Sequence[int], log: Log) -> StoreContents:
     """Read the values of datasets with the given numbers of pairs. A damaged shard is reported and ignored,
     so its pairs are missing; a shard of another key is ignored. Raises StorageError where the folder cannot
     be read."""
@@ -150,9 +124,10 @@ def read(folder: Path, key: Key, sizes: Sequence[int], say: Say) -> StoreContent
     try:
         for path, shard in _shards(folder):
             if shard is None:
-                say(f"warning: {path} is not what was written; its pairs are scored again")
+                log(f"warning: {path} is damaged and is ignored; its pairs are scored again")
             elif shard.key == key.digest:
-                _take(shard, logps)
+                if shard.dataset < len(logps):
+                    logps[shard.dataset][shard.pairs] = shard.logps
     except OSError as error:
         raise _not_read(folder, error) from None
     return StoreContents(logps)
@@ -203,24 +178,16 @@ def _shard(content: bytes, name: str) -> _Shard | None:
     return shard if np.isfinite(shard.logps).all() else None
 
 
-def _take(shard: _Shard, logps: tuple[NDArray[np.float64], ...]) -> None:
-    if shard.dataset < len(logps):
-        logps[shard.dataset][shard.pairs] = shard.logps
-
-
 def _name(content: bytes) -> str:
     return f"shard-{hashlib.sha256(content).hexdigest()[:_NAMED]}.safetensors"
 
 
 def _not_read(folder: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{error.filename or folder} cannot be read ({error.strerror}); put the store on a sound disk, "
-        "remove it, to have it made anew, or set dpo.reference_store to another folder."
+        f"{error.filename or folder} cannot be read ({error.strerror}); remove {folder} to score its pairs "
+        "again, or set dpo.reference_store to another folder."
     )
 
 
 def _not_written(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{error.filename or folder}: cannot be written ({os.strerror(error.errno or 0)}); free some space "
-        "there, or set dpo.reference_store to a folder that can be written."
-    )
+    return write_error(Path(error.filename or folder), error, "set dpo.reference_store to another folder")

@@ -68,7 +68,7 @@ def facts_of(
         built_from=compared["built_from"],
         software=compared["software"],
         new_rows=asdict(inputs.rows) if inputs.rows else None,
-        reference=reference.memory if reference else None,
+        reference=reference.key.as_json() if reference else None,
         origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
     )
 

@@ -28,7 +28,7 @@ from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.reference import dpo_of
-from dsft.reference.check import FEW, StartCheck, check_start, random_pairs
+from dsft.reference.check import NUM_BATCHES, StartCheck, check_start, random_pairs
 from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.reference.precomputed import PrecomputedReference
 from dsft.reference.refer import adapter_off
@@ -108,12 +108,12 @@ def build(
     policy = world.each(part)
     share_buffers(policy.causal_lm, world)
     if switched_off:
-        start.say(
+        start.log(
             f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
             "without dropout"
         )
     for line in sorted({line for said in world.gather(attention) for line in said}):
-        start.say(line)
+        start.log(line)
     files: dict[str, bytes] = {}
 
     def write() -> None:
@@ -154,7 +154,7 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
     reference, check random pairs too, different ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
-    looked_at = train_steps(job, inputs, world).step(0).micro_batches[:FEW]
+    looked_at = train_steps(job, inputs, world).step(0).micro_batches[:NUM_BATCHES]
     if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
         if len(ids):

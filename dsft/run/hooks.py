@@ -113,7 +113,7 @@ class Hooks(Run):
         A collective."""
         reference = self.built.reference
         return (
-            reference.unchanged.proof(self.world) if reference and progress.step == self.last_step else None
+            reference.drift_check.proof(self.world) if reference and progress.step == self.last_step else None
         )
 
     def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:

@@ -36,7 +36,7 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
         set_tf32(spec.train.tf32, world.device)
         inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))
         world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
-        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, again=True)
+        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, recheck=True)
         log(f"next: {way_on}")
         ranks.leave()
         world.close()

@@ -21,7 +21,7 @@ from dsft.identity import Identity, build_identity, input_identity, software_ide
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
-from dsft.reference.refer import as_it_is, of_zeros
+from dsft.reference.refer import unchanged, with_zeros
 from dsft.reference.source import RunStart
 from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
@@ -64,7 +64,7 @@ def train(
     with explain_out_of_memory(memory.meter):
         built = build(job, resolved, inputs, world, begin, stored)
     engine, reference = built.engine, built.reference
-    probe_memory(engine, of_zeros(largest[0]), largest[1] and of_zeros(largest[1]), memory.meter)
+    probe_memory(engine, with_zeros(largest[0]), largest[1] and with_zeros(largest[1]), memory.meter)
     memory.enter("load")
     log(bring_to(built.engine, start, progress, world, folder))
     for line in prove(job, inputs, world, built, fresh=start is None):
@@ -92,7 +92,7 @@ def train(
     memory.enter("steady")
     steps = train_steps(job, inputs, world)
     try:
-        complete = reference.ahead if reference else as_it_is
+        complete = reference.ahead if reference else unchanged
         prefetcher = Prefetcher(steps.step, last_step, world.device, complete)
         with explain_out_of_memory(memory.meter), prefetcher:
             end = fit(

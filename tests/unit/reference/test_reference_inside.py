@@ -22,7 +22,7 @@ from dsft.model.policy import Policy
 from dsft.plan.reference import reference_model
 from dsft.reference.check import DriftCheck, weights_digest
 from dsft.reference.key import Key, weights_of
-from dsft.reference.refer import EngineReference, adapter_off, filled, refer_to_start
+from dsft.reference.refer import EngineReference, adapter_off, refer_to_start, with_scores
 from dsft.spec.schema import Spec
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -112,7 +112,7 @@ def test_the_reference_of_a_new_adapter_is_the_model_without_it(tmp_path: Path, 
     wanted = Alone(base).score([micro_batch()], lambda logps, batch: logps.double().sum(1))[0]
     assert torch.allclose(reference_of(held.refer([micro_batch()]))[0], wanted, rtol=1e-6, atol=0)
     assert all(torch.equal(p, a) for p, a in zip(policy.parameters(), after, strict=True))
-    assert "what they were" in str(proof(unchanged))
+    assert "are the same as at the start" in str(proof(unchanged))
 
 
 def test_the_adapter_is_on_again_whatever_happens() -> None:
@@ -154,14 +154,14 @@ def test_remembered_values_come_and_go_without_a_copy() -> None:
 
 def test_micro_batches_are_filled_when_they_are_asked_for() -> None:
     scored = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -4.0]])]
-    batches = filled([micro_batch()] * 2, scored)
+    batches = with_scores([micro_batch()] * 2, scored)
     assert len(batches) == 2
     assert [b.pairs.reference.tolist() for b in batches if b.pairs and b.pairs.reference is not None] == [
         [[-1.0, -2.0]], [[-3.0, -4.0]],
     ]  # fmt: skip
     assert torch.equal(reference_of(batches[1:]), scored[1])
     same = [micro_batch()]
-    assert filled(same, []) is same  # a rank without the last stage
+    assert with_scores(same, []) is same  # a rank without the last stage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,7 +179,7 @@ def test_a_reference_that_has_changed_stops_the_run() -> None:
     assert str(proof(unchanged)).startswith("reference:")
     tensor[2] = 0
     found = proof(unchanged)
-    assert isinstance(found, CheckpointError) and "has changed during the run" in str(found)
+    assert isinstance(found, CheckpointError) and "changed during the run" in str(found)
 
 
 def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
     assert isinstance(proof(unchanged), str)
     save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
     found = proof(unchanged)
-    assert isinstance(found, CheckpointError) and "files are not what they were" in str(found)
-    with pytest.raises(WorldError, match=r"weight file model\.safetensors holds other bytes than then"):
+    assert isinstance(found, CheckpointError) and "files are not the same as" in str(found)
+    with pytest.raises(WorldError, match=r"weight file model\.safetensors has changed"):
         DriftCheck.of_files(asked, key)
     (folder / "model.safetensors").unlink()
     folder.rmdir()
@@ -203,4 +203,4 @@ def test_files_that_have_changed_or_gone_stop_the_run(tmp_path: Path) -> None:
 def test_a_fresh_reference_has_no_files_to_speak_of(tmp_path: Path) -> None:
     asked = spec(tmp_path, {"from_config": {"model_type": "llama"}})
     unchanged = DriftCheck.of_files(asked, Key(weights_of(asked, reference_model(asked))))
-    assert proof(unchanged) == "reference: its config and seed are what they were at the start"
+    assert proof(unchanged) == "reference: its config and seed are the same as at the start"

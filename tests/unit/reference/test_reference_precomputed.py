@@ -4,9 +4,11 @@ The pass is a function here, which writes what a reference would say of each pai
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +18,11 @@ from dsft.engine import self_check
 from dsft.errors import CheckpointError, StorageError, WorldError
 from dsft.inputs import Inputs, read_inputs
 from dsft.reference import precomputed, store
-from dsft.reference.check import allowed, check_again, choose_again
+from dsft.reference.check import allowed, check_rescored, random_stored_pairs
 from dsft.reference.key import Key
-from dsft.reference.precomputed import (
-    PrecomputedReference,
-    check_same_reference,
-    memory_of,
-    precompute,
-    remember,
-)
+from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.score import ScoringPass
+from dsft.reference.source import RunStart
 from dsft.system.lock import lock_folder
 from tests.unit.reference.small import ALONE, model, rows, spec
 
@@ -64,13 +61,13 @@ def made(
 ) -> tuple[PrecomputedReference, Inputs]:
     mine = spec(folder, changed)
     inputs = read_inputs(mine, lambda text: None)
-    return precompute(mine, 2, inputs, ALONE, say, again=again), inputs
+    return precompute(mine, 2, inputs, ALONE, say, recheck=again), inputs
 
 
 def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> None:
     said: list[str] = []
     found, _ = made(folder, say=said.append)
-    assert len(passes) == 1 and not sum(map(len, passes[0].again)) and passes[0].micro_batch_size == 2
+    assert len(passes) == 1 and not sum(map(len, passes[0].recheck)) and passes[0].micro_batch_size == 2
     for dataset, size in enumerate(SIZES):
         assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
     assert len(found.refers) == 2
@@ -80,11 +77,9 @@ def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> N
     made(folder)
     assert len(passes) == 1
     made(folder, again=True)
-    assert len(passes) == 2 and sum(map(len, passes[1].again)) == 4
+    assert len(passes) == 2 and sum(map(len, passes[1].recheck)) == 4
     (found.folder / "key.json").write_text("{")
-    made(folder, say=said.append)
-    assert len(passes) == 2
-    assert [line for line in said if "key.json is damaged and is ignored" in line] == [said[-2]]
+    assert np.array_equal(made(folder)[0].logps[0], found.logps[0]) and len(passes) == 2
 
 
 def test_it_goes_on_where_it_was_killed(
@@ -103,7 +98,7 @@ def test_it_goes_on_where_it_was_killed(
     monkeypatch.setattr(precomputed, "score", whole)
     said: list[str] = []
     found, _ = made(folder, say=said.append)
-    assert "4 pairs scored" in said[1] and "3 were there" in said[1]
+    assert "4 pairs scored" in said[1] and "3 already stored" in said[1]
     assert not list(found.folder.glob("*.tmp"))
     assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
 
@@ -121,7 +116,7 @@ def test_two_jobs_at_once_make_one_store(
 
     def say(line: str) -> None:
         said.append(line)
-        if "waiting for it" in line:
+        if "which is scoring the same pairs" in line:
             waits.set()
 
     monkeypatch.setattr(precomputed, "score", slow)
@@ -133,7 +128,7 @@ def test_two_jobs_at_once_make_one_store(
     mine, _ = made(folder, say=say)
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
-    assert any("scores the same pairs; waiting for it" in line for line in said)
+    assert any("which is scoring the same pairs" in line for line in said)
     assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
 
 
@@ -149,7 +144,7 @@ def test_a_store_of_its_own_place_refuses_another_key(folder: Path, passes: list
     found, _ = made(folder, dpo=given)
     assert found.folder == folder / "store"
     rows(folder / "a.jsonl", SIZES[0], "maybe")
-    with pytest.raises(CheckpointError, match=r"store holds .*: data\.train a had 5 pairs"):
+    with pytest.raises(CheckpointError, match=r"store has .*: data\.train a had 5 pairs"):
         made(folder, dpo=given)
     assert len(passes) == 1
     made(folder)
@@ -164,7 +159,7 @@ def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[ScoringP
         raise CheckpointError(key.digest)
 
     with pytest.raises(CheckpointError):
-        precompute(mine, 2, inputs, ALONE, print, again=False, known=refuse)
+        precompute(mine, 2, inputs, ALONE, print, recheck=False, check_key=refuse)
     assert not passes and not (folder / "runs" / ".cache" / "reference").exists()
 
 
@@ -176,26 +171,21 @@ def test_a_store_that_loses_what_was_written(
         made(folder)
 
 
-def test_a_run_remembers_its_reference(folder: Path, passes: list[ScoringPass]) -> None:
-    run, said = folder / "runs" / "small", []
+def test_a_checkpoint_refuses_another_reference(folder: Path, passes: list[ScoringPass]) -> None:
+    run = folder / "runs" / "small"
     run.mkdir(parents=True)
     before, _ = made(folder)
-    check_same_reference(run, None, before.key, run, said.append)
-    remember(run, before.key, before.folder)
-    check_same_reference(run, None, before.key, run, said.append)
-    check_same_reference(run / "checkpoints/step-1", memory_of(before.key), before.key, run, said.append)
-    assert not said
+    RunStart(run, None, print).record(before.key, before.folder)
+    recorded = json.loads((run / "reference.json").read_text())
+    assert recorded == {"store": str(before.folder), **before.key.as_json()}
+    checkpoint: Any = SimpleNamespace(path=run / "checkpoints/step-1", state={"reference": recorded})
     now, _ = made(folder, data={"max_length": 128})
+    RunStart(run, None, print).check(now.key)
+    RunStart(run, checkpoint, print).check(before.key)
     with pytest.raises(
         CheckpointError, match=r"step-1 was trained against .*: data\.max_length was 256, now"
     ):
-        check_same_reference(run / "checkpoints/step-1", memory_of(before.key), now.key, run, said.append)
-    assert not said
-    check_same_reference(run, None, now.key, run, said.append)
-    assert len(said) == 1 and "another than at the last start" in said[0] and "data.max_length" in said[0]
-    (run / "reference.json").write_text("torn")
-    check_same_reference(run, None, now.key, run, said.append)
-    assert len(said) == 1
+        RunStart(run, checkpoint, print).check(now.key)
 
 
 def test_random_pairs_of_all_datasets_are_chosen() -> None:
@@ -203,13 +193,13 @@ def test_random_pairs_of_all_datasets_are_chosen() -> None:
     logps[0][7] = np.nan
     held, seen = store.StoreContents(logps), set()
     for _ in range(100):
-        chosen = choose_again(held, 6)
+        chosen = random_stored_pairs(held, 6)
         assert sum(map(len, chosen)) == 6
         for dataset, one in enumerate(chosen):
             seen |= {(dataset, pair) for pair in one.tolist()}
     assert (0, 7) not in seen and len(seen) > 70
-    assert sum(map(len, choose_again(held, 1000))) == 79
-    assert not sum(map(len, choose_again(held, 0)))
+    assert sum(map(len, random_stored_pairs(held, 1000))) == 79
+    assert not sum(map(len, random_stored_pairs(held, 0)))
 
 
 def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_with_the_tokens() -> None:
@@ -231,12 +221,12 @@ def test_what_is_scored_otherwise_is_refused_with_both_values(
     near, far = stored.copy(), stored.copy()
     near[1, 1] += 0.9 * allowed("fp32", tokens[1])
     far[1, 1] += 1.1 * allowed("fp32", tokens[1])
-    check_again(found.folder, inputs.train, ids, stored, near, "fp32")
-    check_again(found.folder, inputs.train, ids, stored, far, "bf16")
+    check_rescored(found.folder, inputs.train, ids, stored, near, "fp32")
+    check_rescored(found.folder, inputs.train, ids, stored, far, "bf16")
     with pytest.raises(CheckpointError) as raised:
-        check_again(found.folder, inputs.train, ids, stored, far, "fp32")
+        check_rescored(found.folder, inputs.train, ids, stored, far, "fp32")
     assert f"{folder}/a.jsonl:4: " in str(raised.value) and "rejected answer" in str(raised.value)
     assert "-103.5" in str(raised.value) and f"{far[1, 1]:.6g}" in str(raised.value)
     far[1, 1] = np.nan
     with pytest.raises(CheckpointError):
-        check_again(found.folder, inputs.train, ids, stored, far, "bf16")
+        check_rescored(found.folder, inputs.train, ids, stored, far, "bf16")

@@ -91,7 +91,7 @@ def test_a_value_that_is_not_finite_ends_the_pass_with_its_row(folder: Path) -> 
         found[batch.pairs.ids == 3, 1] = float("nan")
         return found
 
-    with pytest.raises(NonFiniteError, match=r"a\.jsonl:4: the reference gives .* -1, nan, which no loss"):
+    with pytest.raises(NonFiniteError, match=r"a\.jsonl:4: the reference gives .* -1, nan, from which"):
         scored(folder, values)
     scored(folder, lambda batch: torch.full((len(batch.pairs.ids), 2), -1.0))
 
@@ -99,5 +99,5 @@ def test_a_value_that_is_not_finite_ends_the_pass_with_its_row(folder: Path) -> 
 def test_the_memory_line_shows_the_rank_that_got_back_the_least() -> None:
     said = memory_line([(10 << 20, 90 << 20, 11 << 20), (20 << 20, 80 << 20, 25 << 20)])
     assert said == (
-        "reference: closed; 20.0 MiB of memory were in use before, 80.0 MiB with it, 25.0 MiB after"
+        "reference: closed; memory in use was 20.0 MiB before, 80.0 MiB while open, 25.0 MiB after"
     )

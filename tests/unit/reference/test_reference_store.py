@@ -140,20 +140,20 @@ def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None
 
 CHANGES: list[tuple[str, Any, str]] = [
     ("weights", {"model-1.safetensors": "a", "model-2.safetensors": "c"}, "weight file model-2.safetensors"),
-    ("weights", {"model-1.safetensors": "a"}, "model-2.safetensors is not there now"),
+    ("weights", {"model-1.safetensors": "a"}, "model-2.safetensors is missing now"),
     ("weights", {"from_config": {"model_type": "llama"}, "seed": 1}, "fresh ones of model.from_config"),
     (
         "config",
         {"model_type": "llama", "rope_parameters": {"rope_theta": 1e6}},
         "config: rope_parameters.rope_theta was 10000.0, now 1000000.0",
     ),
-    ("adapter", {"adapter_model.safetensors": "x"}, "adapter's file adapter_model.safetensors was not there"),
+    ("adapter", {"adapter_model.safetensors": "x"}, "adapter's file adapter_model.safetensors is new"),
     ("new_rows", {"first": 1, "stop": 2, "held": 1, "added": ["<x>"]}, "model.add_tokens"),
-    ("tokenizer", "u", "the tokenizer is another"),
+    ("tokenizer", "u", "the tokenizer has changed"),
     (
         "template",
         "{{ bos_token }}{%- for message in messages %}",
-        "chat template .* from its character 18 on",
+        "chat template has changed at its character 18",
     ),
     ("truncation", {"max_length": 256, "on_too_long": "truncate"}, "data.max_length was 512, now 256"),
     (
@@ -166,7 +166,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ),
     ("data", COMPONENTS["data"] | {"examples": ["g"]}, "in another order"),
     ("precision", "fp32", "train.precision was bf16, now fp32"),
-    ("format", 2, "in way 1, and now in way 2"),
+    ("format", 2, "version 1, now 2"),
 ]
 
 
@@ -178,35 +178,26 @@ def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, sai
         store.check(folder, other)
     add(folder, 0, 1)
     (folder / "key.json").write_bytes(b"\xfftorn")
-    with pytest.raises(CheckpointError, match=r"key\.json is gone or damaged"):
-        store.check(folder, other)
+    store.check(folder, other)
     assert store.read(folder, other, SIZES, print).num_missing == sum(SIZES)
-    store.prepare(folder, MINE)  # which writes it anew
+    store.prepare(folder, MINE)  # which writes it again
     with pytest.raises(CheckpointError, match=said):
         store.prepare(folder, other)
     assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
 
 
-def test_a_flipped_bit_of_the_key_is_told_as_damage(folder: Path) -> None:
-    """Never as another template, tokenizer, …, which is nothing that the user could put back."""
-    add(folder, 0, *range(9))
+def test_a_flipped_bit_of_the_key_is_damage_and_no_other_key(folder: Path) -> None:
+    """It is never reported as another template, tokenizer, …, which the user could not put back."""
     path = folder / "key.json"
     content = path.read_bytes()
-    told: list[str] = []
+    ignored = 0
     for place in range(len(content)):
         damaged = bytearray(content)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        store.check(folder, MINE, told.append)
-    assert len(told) > len(content) / 2
-    assert set(told) == {
-        f"warning: {path} is damaged and is ignored. The stored values are still used, since each shard "
-        "names its key. Remove that file to stop this warning."
-    }
-    path.write_bytes(content)
-    told.clear()
-    store.check(folder, MINE, told.append)
-    assert not told
+        store.check(folder, MINE)
+        ignored += store._components(path) is None
+    assert ignored > len(content) / 2
 
 
 def test_a_key_of_an_earlier_dsft_has_no_digest(folder: Path) -> None:
@@ -222,7 +213,7 @@ def test_every_component_has_its_words_and_all_are_told() -> None:
     assert changed.keys() == COMPONENTS.keys()
     assert len(differences(COMPONENTS, changed)) >= len(changed)
     assert not differences(COMPONENTS, dict(COMPONENTS))
-    assert differences(COMPONENTS | {"newer": 1}, COMPONENTS) == ["another dsft gave it 'newer'"]
+    assert differences(COMPONENTS | {"newer": 1}, COMPONENTS) == ["another dsft wrote its 'newer'"]
 
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from dsft.reference.model import same_tokens
 
 def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:
     policy = byte_level_tokenizer()
-    assert "no tokenizer of its own" in same_tokens(str(tmp_path), policy)
+    assert "it has no tokenizer" in same_tokens(str(tmp_path), policy)
     policy.save_pretrained(tmp_path)
-    assert same_tokens(str(tmp_path), policy) == "tokens: the policy's, all 259 under the same ids"
+    assert same_tokens(str(tmp_path), policy) == "tokens: all 259 tokens have the same ids as in the policy"
     add_tokens(policy, ["<new>"])
-    assert "but 1 that it has learned nothing of ('<new>')" in same_tokens(str(tmp_path), policy)
+    assert "except for 1 on which it was not trained ('<new>')" in same_tokens(str(tmp_path), policy)
 
 
 @pytest.mark.parametrize(
