@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dsft.checkpoint.card import CARD, Form, model_card
@@ -42,7 +42,7 @@ from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, row
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
-from dsft.model.config import read_config
+from dsft.model.config import on_meta, read_config
 from dsft.model.conversion import has_conversions, write_map
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
@@ -161,7 +161,7 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
 
     def write(aside: Path) -> dict[str, FileDigest]:
-        adapter = Adapter(checkpoint, _on_meta(checkpoint), dtype)
+        adapter = Adapter(checkpoint, on_meta(read_config(checkpoint.model_folder)), dtype)
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
@@ -189,7 +189,7 @@ def export(
     saved_as = dtype or trained
 
     def write(aside: Path) -> dict[str, FileDigest]:
-        model = _on_meta(checkpoint)
+        model = on_meta(read_config(checkpoint.model_folder))
         tensors = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
         _check_names(tensors, checkpoint.path, model)
         whole = TensorsWithExtras(tensors, checkpoint.model_folder)
@@ -274,13 +274,6 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
             raise LockedError(f"{out} exists and was not written by dsft; give another path.") from None
         return ""
     return damaged and f"; it replaces a damaged export: {damaged}"
-
-
-def _on_meta(checkpoint: CheckpointReader) -> PreTrainedModel:
-    config = read_config(checkpoint.model_folder)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    return model
 
 
 def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +84,8 @@ def owned_fragments(
 
 
 def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the float32 values of trained parameters, as `owned` reads them, where all ranks of a stage have
-    the same and they are not the parameters themselves."""
+    """Yield the float32 values of trained parameters, as `owned_fragments` reads them, where all ranks of a
+    stage have the same and they are not the parameters themselves."""
     locate, is_replicated = _locator(engine.optimizer)
     for name, parameter in _once(named) if is_replicated else ():
         shard = locate(parameter)
@@ -105,35 +104,27 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
     _empty_state(optimizer, applied_steps)
     kinds = _moments(optimizer) if applied_steps else ()
     homes = [home for home in _homes(optimizer) if is_swapped(optimizer, home)]
-    swapped: dict[int, list[Callable[[], None]]] = {id(home): [] for home in homes}
+    swapped: dict[int, list[tuple[str, nn.Parameter, StateShard]]] = {id(home): [] for home in homes}
+
+    def load_one(name: str, parameter: nn.Parameter, shard: StateShard | None) -> None:
+        _set_value(name, parameter, shard, read)
+        if shard is not None and shard.size:
+            for kind in kinds:
+                moment = _base(optimizer).state[shard.home][kind]
+                shard.of(moment).copy_(read(name, kind, shard.start, shard.start + shard.size))
+
     for name, parameter in _once(named):
         shard = locate(parameter)
-        put = partial(_put, optimizer, name, parameter, shard, kinds, read)
         if shard is not None and id(shard.home) in swapped:
-            swapped[id(shard.home)].append(put)
+            swapped[id(shard.home)].append((name, parameter, shard))
         else:
-            put()
+            load_one(name, parameter, shard)
     for home in homes:
         with swapped_in(optimizer, home):
             _fresh_state(optimizer, home, applied_steps)
-            for later in swapped[id(home)]:
-                later()
+            for entry in swapped[id(home)]:
+                load_one(*entry)
     write_parameters(optimizer)
-
-
-def _put(
-    optimizer: Any,
-    name: str,
-    parameter: Any,
-    shard: StateShard | None,
-    kinds: Iterable[Kind],
-    read: ReadRange,
-) -> None:
-    _set_value(name, parameter, shard, read)
-    if shard is not None and shard.size:
-        for kind in kinds:
-            moment = _base(optimizer).state[shard.home][kind]
-            shard.of(moment).copy_(read(name, kind, shard.start, shard.start + shard.size))
 
 
 def undo_first_step(engine: Any) -> None:

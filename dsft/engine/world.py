@@ -94,13 +94,7 @@ class World:
     def first(self, work: Callable[[], T]) -> T:
         """Return rank 0's result of `work` on every rank; a DsftError that it raises is raised on every
         rank."""
-        outcome: tuple[T | None, DsftError | None] = (None, None)
-        if self.rank == 0:
-            try:
-                outcome = (work(), None)
-            except DsftError as error:
-                outcome = (None, error)
-        result, failure = self.broadcast(outcome)
+        result, failure = self.broadcast(_outcome(work) if self.rank == 0 else (None, None))
         if failure is not None:
             raise failure
         return cast(T, result)
@@ -108,15 +102,11 @@ class World:
     def each(self, work: Callable[[], T]) -> T:
         """Return this rank's own result of `work`, which is local. Where it fails on some ranks, the first
         one's error is raised on all: no rank is left waiting, and rank 0 can report it."""
-        outcome: tuple[T | None, DsftError | None] = (None, None)
-        try:
-            outcome = (work(), None)
-        except DsftError as error:
-            outcome = (None, error)
-        for failure in self.gather(outcome[1]):
+        result, mine = _outcome(work)
+        for failure in self.gather(mine):
             if failure is not None:
                 raise failure
-        return cast(T, outcome[0])
+        return cast(T, result)
 
     def hosts_first(self, work: Callable[[], object]) -> None:
         """Run `work`, which is local, on one rank of each host and then on the others. Where it fails on one,
@@ -135,6 +125,13 @@ class World:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, DsftError | None]:
+    try:
+        return work(), None
+    except DsftError as error:
+        return None, error
 
 
 def join(

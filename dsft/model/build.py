@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import Problem, SpecError
-from dsft.model.config import TokenFacts, new_rows, resolve_config
+from dsft.model.config import TokenFacts, new_rows, on_meta, resolve_config
 from dsft.model.conversion import UnsupportedConversionError, has_conversions
 from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
@@ -62,7 +62,7 @@ def build_model(
     config = resolve_config(model, facts)
     cut = cut or Cut((config.num_hidden_layers,))
     split_points = check_cut(config, cut) if cut.stages > 1 else None
-    causal_lm = _on_meta(config)
+    causal_lm = on_meta(config)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
@@ -129,14 +129,6 @@ def _is_mixture(causal_lm: PreTrainedModel) -> bool:
     under another key, and some can be dense."""
     last = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()}
     return not last.isdisjoint(MIXING)
-
-
-def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
-    return causal_lm
 
 
 def _weights(

@@ -12,14 +12,13 @@ import json
 import sys
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import check_trainable, choose_trained
-from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.names import plain_name
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
@@ -33,8 +32,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     `build_model` does. `facts`: of the tokenizer, where it has been read; cuts: find out where the model can
     be cut into stages."""
     config = resolve_config(model, facts or _facts(model))
-    with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    causal_lm = on_meta(config)
     check_trainable(causal_lm)
     choose_trained(causal_lm, model)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED

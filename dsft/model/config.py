@@ -15,12 +15,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -216,6 +219,15 @@ def read_config(name_or_path: str | Path) -> PreTrainedConfig:
                 )
     config._attn_implementation = config._experts_implementation = None
     return config
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model on the meta device, in float32: names and shapes, without memory."""
+    with torch.device("meta"):
+        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
+    return causal_lm
 
 
 def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:

@@ -8,7 +8,6 @@ gradients of the whole.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -47,27 +46,18 @@ def check_cut(config: PreTrainedConfig, cut: Cut) -> SplitPoints:
     return found
 
 
+_CACHE: dict[str, SplitPoints | str] = {}  # by the text of a config
+
+
 def find_split_points(config: PreTrainedConfig) -> SplitPoints | str:
     """Return the split points of a model, or the reason why it cannot be cut into stages."""
-    return _found(_Key(config))
+    text = config.to_json_string(use_diff=False)
+    if text not in _CACHE:
+        _CACHE[text] = _find(config)
+    return _CACHE[text]
 
 
-class _Key:
-    """A config, as a cache's key."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config, self._text = config, config.to_json_string(use_diff=False)
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-
-@functools.lru_cache(maxsize=8)
-def _found(key: _Key) -> SplitPoints | str:
-    config = key.config
+def _find(config: PreTrainedConfig) -> SplitPoints | str:
     reason = uncuttable(config.to_dict())
     if reason is not None or config.num_hidden_layers == 1:
         return reason or "a model of one layer cannot be cut into stages"

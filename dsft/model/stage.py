@@ -9,7 +9,6 @@ place of the last layer, before all that the class does to the final result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,14 +96,10 @@ def cut_to_stage(model: PreTrainedModel, split_points: SplitPoints, stage: int, 
         layers[0] = StageInput(layers[0], split_points.in_tuple)
     if not is_last:
         layers[-1] = StageOutput(layers[-1], split_points.in_tuple)
-    shared = {id(p) for p in _parameters(model, split_points.after)} if is_last else set()
+    after = split_points.after if is_last else ()
+    shared = {id(p) for name in after for p in model.get_submodule(name).parameters()}
     for name in () if is_first else split_points.before:
         if not shared.intersection(map(id, model.get_submodule(name).parameters())):
             model.set_submodule(name, Placeholder())
     for name in () if is_last else split_points.after:
         model.set_submodule(name, Placeholder())
-
-
-def _parameters(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Parameter]:
-    for name in names:
-        yield from model.get_submodule(name).parameters()

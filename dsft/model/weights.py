@@ -26,14 +26,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Shape = tuple[int, ...]
 
 
-def _whole(numel: int) -> tuple[int, int]:
-    return 0, numel
-
-
-def _nothing(parameter: nn.Parameter, part: Tensor | None) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Sharding:
     """What this rank keeps of the parameters; by default all of each.
@@ -44,8 +36,8 @@ class Sharding:
           memory of its own
     """
 
-    span: Callable[[int], tuple[int, int]] = _whole
-    take: Callable[[nn.Parameter, Tensor | None], None] = _nothing
+    span: Callable[[int], tuple[int, int]] = lambda numel: (0, numel)
+    take: Callable[[nn.Parameter, Tensor | None], None] = lambda parameter, part: None
 
 
 class TensorReader(Protocol):
@@ -182,7 +174,3 @@ def no_value(kind: str, name: str) -> DsftError:
         f"{kind}: transformers does not initialize {name}, so a model of this architecture cannot be trained "
         "from scratch; start from a pretrained one (model.name_or_path)."
     )
-
-
-def ids(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(id(tensor) for tensor in tensors)
