@@ -20,20 +20,20 @@ from dsft.report.redact import print_fault, redact_values
 
 app = typer.Typer(
     name="dsft",
-    help="Fine-tune causal language models under DeepSpeed, from one experiment spec.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec, a YAML file.", show_default=False)]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec, a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="key=value", help="Values that replace its own: train.max_steps=10", show_default=False
-    ),
+    typer.Argument(metavar="key=value", help="Override values of the spec, such as train.max_steps=10"),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.")]
+SpecOut = Annotated[Path | None, typer.Option(help="File to write; by default specs/NAME.yaml.")]
 
 
 def main() -> None:
@@ -41,13 +41,12 @@ def main() -> None:
     traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal without UTF-8, a path that is not UTF-8
+            # for a terminal without UTF-8, or a path that is not UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="dsft")
     except DsftError as error:
-        _say(f"error: {redact_values(str(error), os.environ)}", error=True)
+        _print(f"error: {redact_values(str(error), os.environ)}", error=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -55,7 +54,9 @@ def main() -> None:
         if error.errno != errno.ENOSPC:
             print_fault(error)
             sys.exit(1)
-        print("error: the output cannot be written (no space left on device); free some", file=sys.stderr)
+        print(
+            "error: the output cannot be written (no space left on device); free some space", file=sys.stderr
+        )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
         sys.exit(StorageError.exit_code)
     except Exception as error:
@@ -63,7 +64,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _say(text: str, *, error: bool = False) -> None:
+def _print(text: str, *, error: bool = False) -> None:
     print(printable(text), file=sys.stderr if error else sys.stdout)
 
 
@@ -79,18 +80,16 @@ def dsft(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Fine-tune causal language models under DeepSpeed, from one experiment spec."""
+    """Fine-tune causal language models with DeepSpeed, from one YAML file: the spec."""
 
 
 @app.command()
 def init(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.")],
     task: Annotated[str, typer.Option(help="sft, pretrain or dpo.")] = "sft",
-    out: Annotated[
-        Path | None, typer.Option(help="The file; by default specs/NAME.yaml.", show_default=False)
-    ] = None,
+    out: SpecOut = None,
 ) -> None:
-    """Write a commented spec, and the JSON Schema that editors read beside it."""
+    """Write a new spec with comments. Its JSON Schema, for editors, is written to the same folder."""
     from dsft.spec.template import write_template
 
     for file in write_template(name, task, out or Path("specs") / f"{name}.yaml"):
@@ -99,50 +98,42 @@ def init(
 
 @app.command()
 def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The config, YAML or JSON.", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config, YAML or JSON.")],
     tool: Annotated[
         str | None,
         typer.Option(
             "--from",
-            help="llamafactory, axolotl, trl (also transformers), ms-swift or deepspeed; by default "
-            "recognized by its keys.",
-            show_default=False,
+            help="Tool of the config: llamafactory, axolotl, trl (also for transformers), ms-swift or "
+            "deepspeed; by default it is recognized by the keys.",
         ),
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(help="sft, pretrain or dpo; by default what the config says.", show_default=False),
+        str | None, typer.Option(help="sft, pretrain or dpo; by default as in the config.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the model, for a config that names none.")
+        str | None, typer.Option(help="Hub id or folder of the model, if the config names none.")
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Data file or hub data set, for a config that names none; may be repeated."),
+        typer.Option(help="Data file or hub data set, if the config names none; may be repeated."),
     ] = None,
-    dataset_info: Annotated[
-        Path | None, typer.Option(help="LLaMA-Factory's dataset_info.json.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The file; by default specs/NAME.yaml.", show_default=False)
-    ] = None,
+    dataset_info: Annotated[Path | None, typer.Option(help="LLaMA-Factory's dataset_info.json.")] = None,
+    out: SpecOut = None,
 ) -> None:
     """Convert the config of another tool into a spec."""
     from dsft.convert.command import convert_file, listed
 
     done = convert_file(file, tool, task, model, data, dataset_info, out)
-    _say(f"wrote {done.path} from a config of {done.title}: {done.carried} keys carried over")
+    _print(f"wrote {done.path} from a config of {done.title}: {done.carried} keys carried over")
     if done.left:
-        _say("not carried over:")
+        _print("not carried over:")
         for line in listed(done.left):
-            _say(f"  {line}")
+            _print(f"  {line}")
     if done.mistakes is not None:
-        _say(f"{done.path} is written, but not valid yet:", error=True)
-        _say(done.mistakes, error=True)
+        _print(f"{done.path} is written, but not valid yet:", error=True)
+        _print(done.mistakes, error=True)
         raise typer.Exit(SpecError.exit_code)
-    _say(f"next: dsft validate {done.path}, then dsft preview {done.path}")
+    _print(f"next: dsft validate {done.path}, then dsft preview {done.path}")
 
 
 @app.command()
@@ -150,10 +141,10 @@ def validate(
     spec: SpecPath,
     overrides: Overrides = None,
     no_files: Annotated[
-        bool, typer.Option("--no-files", help="Do not look for the files that it names.")
+        bool, typer.Option("--no-files", help="Do not check that named files exist.")
     ] = False,
 ) -> None:
-    """Tell all mistakes of a spec at once; no GPU, no network."""
+    """Check a spec and list all of its mistakes. This needs no GPU and no network."""
     from dsft.plan.promised import load, promised_batch
     from dsft.spec.rules import warnings
     from dsft.spec.summary import summary
@@ -161,31 +152,32 @@ def validate(
     checked = load(spec, overrides or (), check_files=not no_files)
     batch = promised_batch(checked)
     for warning in warnings(checked):
-        _say(f"warning: {warning}", error=True)
-    _say(f"valid: {spec}")
-    _say(summary(checked))
+        _print(f"warning: {warning}", error=True)
+    _print(f"valid: {spec}")
+    _print(summary(checked))
     if batch is not None:
-        _say(f"  batch     {batch.equation()}")
+        _print(f"  batch     {batch.equation()}")
 
 
 @app.command()
 def plan(
     spec: SpecPath,
     overrides: Overrides = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="For programs: sizes in bytes, every DeepSpeed key.")
-    ] = False,
+    as_json: Json = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every DeepSpeed key with its value and the reason.")
+        bool, typer.Option("--explain", help="List every DeepSpeed key with its value and the reason.")
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Processes, where the spec has no cluster.", show_default=False)
+        int | None, typer.Option(min=1, help="Number of processes, for a spec without a cluster.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Every layout of these hosts: what fits, and why others do not.")
+        bool,
+        typer.Option(
+            "--compare", help="Compare all layouts on these hosts: which fit, and why others do not."
+        ),
     ] = False,
 ) -> None:
-    """Show what a spec means: batch, ranks, memory, DeepSpeed keys; no GPU needed."""
+    """Show batch sizes, ranks, memory and DeepSpeed keys. This needs no GPU."""
     if compare:
         from dsft.plan.show_compare import print_comparison
 
@@ -202,24 +194,24 @@ def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     overrides: Overrides = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=0, help="Rows to show, from the first: 5, or 100 with --json.", show_default=False),
+        typer.Option(min=0, help="Number of rows to show, from the first; by default 5, or 100 with --json."),
     ] = None,
     row: Annotated[
-        str | None,
-        typer.Option(metavar="N|FILE:LINE", help="One row, with every token and its id.", show_default=False),
+        str | None, typer.Option(metavar="N|FILE:LINE", help="Show one row, with every token and its id.")
     ] = None,
     worst: Annotated[
-        bool, typer.Option("--worst", help="The longest rows, the least trained, the most cut, and more.")
+        bool,
+        typer.Option("--worst", help="Show the longest, the most truncated and other extreme rows."),
     ] = False,
     problems: Annotated[
-        bool, typer.Option("--problems", help="Every row that is bad, cut, dropped or said twice.")
+        bool, typer.Option("--problems", help="List rows that are invalid, truncated, dropped or duplicated.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all of it as a page.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write everything to an HTML page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show the rows as the model will see them, and what the run makes of them; no GPU, no weights."""
+    """Show the rows as the model will see them. This needs no GPU and no weights."""
     from dsft.preview.command import preview as show
 
     show(
@@ -232,13 +224,13 @@ def generate(
     spec: SpecPath,
     overrides: Overrides = None,
     out: Annotated[
-        Path, typer.Option(help="The folder that gets ds_configs, hostfiles and scripts/launch.")
+        Path, typer.Option(help="Folder in which to write ds_configs, hostfiles and scripts/launch.")
     ] = Path(),
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; fail where a file differs from the spec.")
+        bool, typer.Option("--check", help="Write nothing; fail if a file differs from what the spec gives.")
     ] = False,
 ) -> None:
-    """Write the DeepSpeed JSON, the hostfile and the launch script of a spec."""
+    """Write the DeepSpeed JSON, hostfile and launch script of a spec."""
     from dsft.generate.files import generate_files
 
     if not generate_files(spec, overrides or (), out, check=check):
@@ -249,20 +241,18 @@ def generate(
 def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     hosts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="HOSTS:SLOTS", help="Such as 'node[01-16]:8'.", show_default=False),
+        typer.Argument(metavar="HOSTS:SLOTS", help="Hosts and slots, such as 'node[01-16]:8'."),
     ] = None,
     from_slurm: Annotated[
-        bool, typer.Option("--from-slurm", help="The hosts of the Slurm job that this runs in.")
+        bool, typer.Option("--from-slurm", help="Take the hosts of the current Slurm job.")
     ] = False,
-    slots: Annotated[
-        int | None, typer.Option(min=1, help="Processes of each host.", show_default=False)
-    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Number of processes per host.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it there.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="File to write; by default the hostfile is printed.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also over a file that differs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Make a hostfile, of ranges of names or of a Slurm job."""
+    """Make a hostfile from host names or from a Slurm job."""
     from dsft.commands.hostfile import hosts_of, put
 
     put(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
@@ -273,15 +263,13 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
     launcher: Annotated[
-        str | None,
-        typer.Option(help="dsft, deepspeed, torchrun, slurm; default: cluster.launcher.", show_default=False),
+        str | None, typer.Option(help="dsft, deepspeed, torchrun or slurm; by default cluster.launcher.")
     ] = None,
     restarts: Annotated[
-        int, typer.Option(min=0, help="Start again from the last checkpoint, so many times, after a failure.")
+        int, typer.Option(min=0, help="Number of restarts from the last checkpoint after a failure.")
     ] = 0,
     hostfile: Annotated[
-        Path | None,
-        typer.Option(help="Hosts and slots, in place of the spec's.", show_default=False),
+        Path | None, typer.Option(help="Hostfile to use instead of the spec's hosts.")
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -289,16 +277,15 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
             "--num_gpus",
             "--num-gpus",
             min=1,
-            show_default=False,
-            help="Processes on this machine, for a spec without a cluster; by default one a device.",
+            help="Processes on this machine, without a cluster in the spec; by default one per device.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be started on each host; start nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be started on each host, and start nothing.")
     ] = False,
-    no_doctor: Annotated[bool, typer.Option("--no-doctor", help="Do not examine the hosts first.")] = False,
+    no_doctor: Annotated[bool, typer.Option("--no-doctor", help="Do not check the hosts first.")] = False,
 ) -> None:
-    """Start a run on all of its hosts, watch it, and end all of it together."""
+    """Start a run on all of its hosts and watch it. If one process fails, all of them are ended."""
     from dsft.launcher.command import Options
     from dsft.launcher.command import launch as start
 
@@ -311,11 +298,10 @@ def reference(
     spec: SpecPath,
     overrides: Overrides = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; by default one a GPU of this host.", show_default=False),
+        int | None, typer.Option(min=1, help="Number of processes; by default one per GPU of this host.")
     ] = None,
 ) -> None:
-    """Score the pairs of a preference run by its reference, ahead of the run; it goes on where it stopped."""
+    """Score the pairs of a preference run with its reference. The same command continues after a stop."""
     from dsft.reference.start import start
 
     raise typer.Exit(start(spec, overrides or (), ranks))
@@ -323,103 +309,104 @@ def reference(
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="runs/NAME, or NAME.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or its name.")
+    ],
+    as_json: Json = False,
 ) -> None:
-    """Tell what a run is doing, on every host, or how it ended."""
+    """Show what a run is doing on every host, or how it ended."""
     from dsft.commands.status import print_status
 
     print_status(run, as_json=as_json)
 
 
 @app.command()
-def verify(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)
-    ],
-) -> None:
-    """Read all of a checkpoint and say whether it is whole."""
+def verify(checkpoint: CheckpointPath) -> None:
+    """Read a whole checkpoint and report whether it is intact."""
     from dsft.checkpoint.read import verify as verified
 
-    _say(verified(checkpoint))
+    _print(verified(checkpoint))
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    checkpoint: CheckpointPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     merged: Annotated[
-        bool, typer.Option("--merged", help="Write the whole model, adapters merged into its weights.")
+        bool, typer.Option("--merged", help="Write the whole model, with adapters merged into its weights.")
     ] = False,
 ) -> None:
-    """Make a Hugging Face folder of a checkpoint: the model, or the adapter where one was trained."""
+    """Export a checkpoint as a Hugging Face folder. It has the model, or the adapter if one was trained."""
     from dsft.checkpoint.export import export_checkpoint
 
-    _say(export_checkpoint(checkpoint, out, merged=merged))
+    _print(export_checkpoint(checkpoint, out, merged=merged))
 
 
 @app.command()
 def chat(
     export: Annotated[
-        Path, typer.Argument(metavar="EXPORT", help="A model's folder: runs/NAME/export.", show_default=False)
+        Path, typer.Argument(metavar="EXPORT", help="Folder of a model, such as runs/NAME/export.")
     ],
-    system: Annotated[str | None, typer.Option(help="The system prompt.", show_default=False)] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.7,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.7,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this probability.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
     ] = 0.9,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
+        int,
+        typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Maximum tokens of an answer."),
     ] = 512,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="The same answers each time.", show_default=False)
+        int | None, typer.Option(min=0, help="Seed of the sampling, for repeatable answers.")
     ] = None,
 ) -> None:
-    """Talk to an exported model; from a pipe, one answer a line."""
+    """Chat with an exported model. From a pipe, each line is a prompt."""
     from dsft.commands.chat import Sampling
     from dsft.commands.chat import chat as talk
 
     talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
 
-tokenizer = typer.Typer(no_args_is_help=True, help="Make a tokenizer.")
+tokenizer = typer.Typer(no_args_is_help=True)
 app.add_typer(tokenizer, name="tokenizer")
 
 
 @tokenizer.callback()
 def of_tokenizers() -> None:
-    """Make a tokenizer."""
+    """Train a tokenizer."""
 
 
 @tokenizer.command("train")
 def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
-    files: Annotated[
-        list[str], typer.Argument(metavar="FILES…", help="Files, folders, patterns.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    files: Annotated[list[str], typer.Argument(metavar="FILES…", help="Files, folders or patterns.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
     vocab_size: Annotated[
-        int, typer.Option("--vocab_size", "--vocab-size", min=1, help="Tokens, all told.", show_default=False)
+        int,
+        typer.Option("--vocab_size", "--vocab-size", min=1, help="Number of tokens, with the special ones."),
     ],
-    model: Annotated[str, typer.Option(help="unigram, bpe (both sentencepiece's) or byte_bpe.")] = "byte_bpe",
+    model: Annotated[
+        str, typer.Option(help="unigram, bpe (both of sentencepiece) or byte_bpe.")
+    ] = "byte_bpe",
     character_coverage: Annotated[
         float,
         typer.Option(
             "--character_coverage",
             "--character-coverage",
-            help="Share of the text's characters that get a token; the others are bytes.",
+            help="Share of the text's characters that get a token; the others are encoded as bytes.",
         ),
     ] = 0.9995,
     special: Annotated[
-        list[str] | None, typer.Option(help="A further special token; can be repeated.", show_default=False)
+        list[str] | None, typer.Option(help="Additional special token; may be repeated.")
     ] = None,
     sample_mb: Annotated[
-        float, typer.Option("--sample_mb", "--sample-mb", min=0.001, help="Megabytes to learn from.")
+        float, typer.Option("--sample_mb", "--sample-mb", min=0.001, help="Megabytes of text to train on.")
     ] = 200.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for choosing that text.")] = 0,
 ) -> None:
-    """Learn a tokenizer from text, check that text survives it, and write a folder for transformers."""
+    """Train a tokenizer on text and write it for transformers. It is checked that it reproduces the text."""
     from dsft.data.tokenizer.training import TokenizerOptions, kind_named
     from dsft.data.tokenizer.training import train_tokenizer as train
 
@@ -430,18 +417,18 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     )
 
 
-data = typer.Typer(no_args_is_help=True, help="Make the tokens of a spec's rows ahead of its runs.")
+data = typer.Typer(no_args_is_help=True)
 app.add_typer(data, name="data")
 
 
 @data.callback()
 def of_data() -> None:
-    """Make the tokens of a spec's rows ahead of its runs."""
+    """Tokenize the rows of a spec before its runs."""
 
 
 @data.command(name="build")
 def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
-    """Make the tokens of all rows, on a machine that needs no GPU; what is there already is kept."""
+    """Tokenize and cache all rows of a spec. This needs no GPU; rows that are cached already are kept."""
     from dsft.commands.data_build import build
 
     build(spec, overrides or ())
@@ -451,16 +438,16 @@ def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
 def doctor(
     spec: SpecPath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Json = False,
     network: Annotated[
         bool, typer.Option("--network", help="Measure every link between the hosts, and an all-reduce.")
     ] = False,
     expect_gbit: Annotated[
         float | None,
-        typer.Option(min=0.0, help="With --network: warn of a link slower than this, in Gbit/s."),
+        typer.Option(min=0.0, help="With --network: warn of links slower than this, in Gbit/s."),
     ] = None,
 ) -> None:
-    """Look at all hosts of a spec, and say what a run could not start with; exit code 69 then."""
+    """Check every host for problems that would stop a run from starting (exit code 69 if any)."""
     from dsft.doctor.command import doctor as look
 
     look(spec, overrides or (), as_json_text=as_json, with_network=network, expect_gbit=expect_gbit)

@@ -215,5 +215,5 @@ def test_output_to_a_full_disk_is_told() -> None:
         )
     assert (done.returncode, done.stderr) == (
         74,
-        "error: the output cannot be written (no space left on device); free some\n",
+        "error: the output cannot be written (no space left on device); free some space\n",
     )
