@@ -27,7 +27,7 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.partition import home_of, place_buffers
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, forward_arguments
 
 
 class FrozenEngine:
@@ -77,7 +77,7 @@ class FrozenEngine:
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities (B, T); None where this rank does not have the last stage."""
         inputs = batch.input_ids if self._policy.is_first else self._received(batch)
-        output: Tensor | PolicyOutput = self._module(inputs, *behind_inputs(batch, noisy=False))
+        output: Tensor | PolicyOutput = self._module(inputs, *forward_arguments(batch, noisy=False))
         if isinstance(output, PolicyOutput):
             return output.logps
         dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)

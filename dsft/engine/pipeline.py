@@ -19,7 +19,7 @@ from dsft.data.steps.copies import to_device
 from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, forward_arguments
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -129,7 +129,7 @@ class _Stage(nn.Module):
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
-        output: Tensor | PolicyOutput = self.policy(inputs, *behind_inputs(batch))
+        output: Tensor | PolicyOutput = self.policy(inputs, *forward_arguments(batch))
         return output
 
 

@@ -14,7 +14,7 @@ from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
 from dsft.engine.partition import place_buffers
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, behind_inputs
+from dsft.model.policy import Policy, PolicyOutput, forward_arguments
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -76,5 +76,5 @@ class ZeroEngine(TrainingEngine):
         return self._objective.term_sums(*self._scored(batch), batch)
 
     def _scored(self, batch: MicroBatch) -> PolicyOutput:
-        scored: PolicyOutput = self._engine(batch.input_ids, *behind_inputs(batch))
+        scored: PolicyOutput = self._engine(batch.input_ids, *forward_arguments(batch))
         return scored

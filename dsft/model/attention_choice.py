@@ -167,11 +167,11 @@ def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, devic
             output = _by_definition(q, k, v, form)
             right = (output, *torch.autograd.grad(output, (q, k, v), pull.float()))
         pairs += zip(mine, right, strict=True)
-    if are_apart(pairs):
+    if differ(pairs):
         raise DsftError("its output or its gradients differ from those of attention by its definition")
 
 
-def are_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether the first of any pair differs from the second by more than rounding, or is not finite. Waits
     for the device."""
     apart = [~((mine.float() - right).norm() <= ROUNDING * right.norm()) for mine, right in pairs]

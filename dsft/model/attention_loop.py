@@ -49,7 +49,7 @@ def segment_attention(
     """
     segments, window = arguments.pop(KEYWORD, None), arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
     softcap = arguments.pop("softcap", None)
-    refuse_unknown(module, attention_mask, segments is not None, window, arguments)
+    check_supported(module, attention_mask, segments is not None, window, arguments)
     longest = max(length + start for length, start in segments)
     reach = min(window, longest) if window not in (None, WINDOW_NOT_GIVEN) else longest
     band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
@@ -164,7 +164,7 @@ def _band(length: int, reach: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - reach)
 
 
-def refuse_unknown(
+def check_supported(
     module: nn.Module,
     attention_mask: Tensor | None,
     has_segments: bool,

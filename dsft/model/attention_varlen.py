@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from dsft.errors import DsftError
-from dsft.model.attention_loop import WINDOW_NOT_GIVEN, refuse_unknown
+from dsft.model.attention_loop import WINDOW_NOT_GIVEN, check_supported
 
 KEY_INDEX = "key_index"
 """Keyword of the indices (K,) of the row's tokens that are the segments' keys; None: each token once."""
@@ -129,7 +129,7 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         longest, _ = arguments.pop("max_length_q", None), arguments.pop("max_length_k", None)
         index, softcap = arguments.pop(KEY_INDEX, None), arguments.pop("softcap", None)
         window = arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
-        refuse_unknown(module, attention_mask, borders[0] is not None, window, arguments)
+        check_supported(module, attention_mask, borders[0] is not None, window, arguments)
         reach = -1 if window in (None, WINDOW_NOT_GIVEN) or window >= longest else window - 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -141,20 +141,20 @@ class Chunks:
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        kept: Tensor | None = None,
+        stored: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities (n,), and the sums (n, 2) that Softmax returns, from hidden (n, H),
-        weight (V, H), bias (V,), targets (n,). kept (k, V): is filled with the gradient by the product of the
-        first k rows."""
+        weight (V, H), bias (V,), targets (n,). stored (k, V): is filled with the gradient by the product of
+        the first k rows."""
         logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
-        kept = weight.new_empty(0, len(weight)) if kept is None else kept
+        stored = weight.new_empty(0, len(weight)) if stored is None else stored
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
-            made = product(hidden[rows], weight, bias)
-            logps[rows], sums[rows], _ = self.softmax.score(made, targets[rows], weight.dtype, kept[rows])
-            del made
+            logits = product(hidden[rows], weight, bias)
+            logps[rows], sums[rows], _ = self.softmax.score(logits, targets[rows], weight.dtype, stored[rows])
+            del logits
         return logps, sums
 
-    def kept_rows(self, hidden: Tensor, weight: Tensor) -> int:
+    def stored_rows(self, hidden: Tensor, weight: Tensor) -> int:
         """Return for how many rows `score` keeps the gradient; none in float16, which loses gradients that
         are not yet multiplied by the loss scale."""
         if weight.dtype == torch.float16:
@@ -171,55 +171,57 @@ class Chunks:
         by_weight = _wide(weight, weight.shape) if needed[1] else None
         by_bias = _wide(bias, bias.shape) if bias is not None and needed[2] else None
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
-            made = product(hidden[rows], weight, bias)
-            logps[rows], _, gradient = self.softmax.score(made, targets[rows], weight.dtype)
+            logits = product(hidden[rows], weight, bias)
+            logps[rows], _, gradient = self.softmax.score(logits, targets[rows], weight.dtype)
             if by_bias is not None:
                 by_bias += gradient.sum(0, dtype=by_bias.dtype)
-            for words in blocks(weight):
+            for vocab in blocks(weight):
                 if by_hidden is not None:
-                    multiply(gradient[:, words], weight[words], by_hidden[rows], add=words.start > 0)
+                    multiply(gradient[:, vocab], weight[vocab], by_hidden[rows], add=vocab.start > 0)
                 if by_weight is not None:
-                    multiply(gradient[:, words].t(), hidden[rows], by_weight[words], add=True)
-            del made, gradient  # before the next chunk's are allocated
+                    multiply(gradient[:, vocab].t(), hidden[rows], by_weight[vocab], add=True)
+            del logits, gradient  # before the next chunk's are allocated
         return logps, [by_hidden, by_weight, by_bias]
 
     def gradients(
         self,
         upstream: Tensor,
-        kept: Tensor,
+        stored: Tensor,
         sums: Tensor,
         inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
         """Return the same gradients for any upstream gradient (n,), from inputs = (hidden, weight, bias,
-        targets) and what `score` has kept of the first rows. Chunks are of the vocabulary here: each row of
+        targets) and what `score` has stored of the first rows. Chunks are of the vocabulary here: each row of
         the weight's gradient is then written in its own type."""
         hidden, weight, bias, targets = inputs
-        first, last = hidden.split((len(kept), len(hidden) - len(kept)))
-        pulls, pull = upstream[: len(kept)], upstream[len(kept) :]
+        first, last = hidden.split((len(stored), len(hidden) - len(stored)))
+        pulls, pull = upstream[: len(stored)], upstream[len(stored) :]
         pulled = (first * pulls[:, None]).to(first.dtype)
         by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
         by_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
         if by_hidden is not None:
-            by_kept = by_hidden[: len(kept)]
-            for words in blocks(weight):
-                multiply(kept[:, words], weight[words], by_kept, add=words.start > 0)
-            by_kept.mul_(pulls[:, None])
-        for words in pieces(weight.shape[0], len(last), self.chunk_bytes, tile_of(weight)):
-            part = weight[words]
-            made = product(last, part, None if bias is None else bias[words])
-            here = targets[len(kept) :] - words.start
-            gradient = self.softmax.gradient(made, here, sums[len(kept) :], pull, len(weight), weight.dtype)
+            by_stored = by_hidden[: len(stored)]
+            for vocab in blocks(weight):
+                multiply(stored[:, vocab], weight[vocab], by_stored, add=vocab.start > 0)
+            by_stored.mul_(pulls[:, None])
+        for vocab in pieces(weight.shape[0], len(last), self.chunk_bytes, tile_of(weight)):
+            part = weight[vocab]
+            logits = product(last, part, None if bias is None else bias[vocab])
+            here = targets[len(stored) :] - vocab.start
+            gradient = self.softmax.gradient(
+                logits, here, sums[len(stored) :], pull, len(weight), weight.dtype
+            )
             if by_bias is not None:
-                of_kept = pulls.to(kept.dtype) @ kept[:, words]
-                by_bias[words] = gradient.sum(0, dtype=pull.dtype) + of_kept
+                of_stored = pulls.to(stored.dtype) @ stored[:, vocab]
+                by_bias[vocab] = gradient.sum(0, dtype=pull.dtype) + of_stored
             if by_hidden is not None:
-                multiply(gradient, part, by_hidden[len(kept) :], add=True)
+                multiply(gradient, part, by_hidden[len(stored) :], add=True)
             if by_weight is not None:
-                torch.mm(kept[:, words].t(), pulled, out=by_weight[words])
-                by_weight[words].addmm_(gradient.t(), last)
-            del made, gradient
+                torch.mm(stored[:, vocab].t(), pulled, out=by_weight[vocab])
+                by_weight[vocab].addmm_(gradient.t(), last)
+            del logits, gradient
         return [None if by_hidden is None else by_hidden.to(hidden.dtype), by_weight, by_bias]
 
 
@@ -229,25 +231,25 @@ def _wide(like: Tensor, shape: Any) -> Tensor:
 
 
 class GradientInBackward(torch.autograd.Function):
-    """Log-probabilities under any upstream gradient. The gradient by the logits is kept for as many rows as a
-    chunk has bytes for; for the others the backward pass computes the logits again."""
+    """Log-probabilities under any upstream gradient. The gradient by the logits is stored for as many rows as
+    a chunk has bytes for; for the others the backward pass computes the logits again."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
     ) -> Tensor:
-        kept = aligned_empty(weight, chunks.kept_rows(hidden, weight), len(weight), weight.dtype)
-        logps, sums = chunks.score(hidden, weight, bias, targets, kept)
-        ctx.save_for_backward(hidden, weight, bias, targets, sums, kept)
+        stored = aligned_empty(weight, chunks.stored_rows(hidden, weight), len(weight), weight.dtype)
+        logps, sums = chunks.score(hidden, weight, bias, targets, stored)
+        ctx.save_for_backward(hidden, weight, bias, targets, sums, stored)
         ctx.chunks = chunks
         return logps
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sums, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, sums, stored = ctx.saved_tensors
         inputs = (hidden, weight, bias, targets)
-        return *ctx.chunks.gradients(upstream, kept, sums, inputs, ctx.needs_input_grad), None, None
+        return *ctx.chunks.gradients(upstream, stored, sums, inputs, ctx.needs_input_grad), None, None
 
 
 class GradientInForward(torch.autograd.Function):

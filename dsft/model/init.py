@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from dsft.model.weights import NamedModule, Sharding, TensorSlots, has_nan, in_order, no_value, own_tensors
+from dsft.model.weights import (
+    NamedModule,
+    Sharding,
+    TensorSlots,
+    has_nan,
+    in_order,
+    own_tensors,
+    uninitialized_error,
+)
 
 
 class FreshWeights:
@@ -61,7 +69,7 @@ class FreshWeights:
             return
         if has_nan(tensor):
             local = next(name for name, p in named.module.named_parameters() if p is tensor)
-            raise no_value(self._kind, f"{named.name}.{local}")
+            raise uninitialized_error(self._kind, f"{named.name}.{local}")
         tensor.data = tensor.data.to(dtype)
         places.take(tensor, sharding)
 
@@ -78,10 +86,10 @@ def initialize_module(named: NamedModule, tied: Set[int]) -> None:
     named.owner._init_weights(named.module)
     for tensor in own_tensors(named.module):
         if id(tensor) in tied:
-            leave_alone(tensor)
+            mark_initialized(tensor)
 
 
-def leave_alone(tensor: Tensor) -> None:
+def mark_initialized(tensor: Tensor) -> None:
     """Set the flag by which transformers' init functions leave a tensor as it is."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 

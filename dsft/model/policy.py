@@ -63,7 +63,7 @@ class Policy(nn.Module):
         (head,) = self._head
         return "" if head is None else head.softmax_on(device, self._label_smoothing).description
 
-    def forward(  # noqa: PLR0913, PLR0917  the engines pass on what `behind_inputs` gives
+    def forward(  # noqa: PLR0913, PLR0917  the engines pass on what `forward_arguments` gives
         self,
         inputs: Tensor,
         position_ids: Tensor,
@@ -104,7 +104,7 @@ class Policy(nn.Module):
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
 
 
-def behind_inputs(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
+def forward_arguments(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
     """Return the arguments of `Policy.forward` after `inputs`, in order, from `batch`; without noise unless
     `noisy`."""
     noise_scale = batch.noise_scale if noisy else None

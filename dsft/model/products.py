@@ -28,8 +28,8 @@ def tile_of(tensor: Tensor) -> int:
 def aligned_empty(like: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return (rows, width), uninitialized, with aligned rows, on the device of `like`."""
     rest = -width % tile_of(like)
-    made = like.new_empty(rows, width + rest, dtype=dtype)
-    return made[:, :width] if rest else made
+    empty = like.new_empty(rows, width + rest, dtype=dtype)
+    return empty[:, :width] if rest else empty
 
 
 def room_of(product: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,8 +64,8 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
     wide = torch.promote_types(weight.dtype, torch.float32)
     found = aligned_empty(hidden, len(hidden), len(weight), wide)
-    for words in blocks(weight):
-        multiply(hidden, weight[words].t(), found[:, words])
+    for vocab in blocks(weight):
+        multiply(hidden, weight[vocab].t(), found[:, vocab])
     # Not by addmm: cuBLASLt adds a bias wrongly to a float32 product of 16-bit matrices (torch's Blas.cpp).
     return found if bias is None else found.add_(bias)
 

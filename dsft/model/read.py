@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError
-from dsft.model.init import init_scope, initialize_module, leave_alone
+from dsft.model.init import init_scope, initialize_module, mark_initialized
 from dsft.model.weights import (
     NamedModule,
     Sharding,
@@ -97,7 +97,7 @@ class ReadWeights:
         if not buffers:
             return
         for parameter in named.module.parameters(recurse=False):
-            leave_alone(parameter)
+            mark_initialized(parameter)
         blanks = [places.blank(old) for old in buffers]
         initialize_module(named, frozenset())
         for old, new in zip(buffers, blanks, strict=True):

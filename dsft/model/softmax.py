@@ -49,14 +49,14 @@ class Softmax:
     smoothing: float = 0.0
 
     def score(
-        self, product: Tensor, targets: Tensor, dtype: torch.dtype, kept: Tensor | None = None
+        self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities (n,), the maximum of z and Σ exp(z - maximum) of each row (n, 2), and the
         gradient of the log-probabilities by the product, (n, V) in `dtype`; from product (n, V), which is
-        overwritten, and targets (n,). kept (k, V): gets the gradient of the first k rows instead, and no
+        overwritten, and targets (n,). stored (k, V): gets the gradient of the first k rows instead, and no
         other is computed."""
         logits = self.shaping(product)
-        values, rows = self._values(logits, targets), len(product) if kept is None else len(kept)
+        values, rows = self._values(logits, targets), len(product) if stored is None else len(stored)
         slope = self.shaping.slope(logits[:rows])
         sums = normalize_(logits)
         columns = targets[:rows, None]
@@ -64,7 +64,7 @@ class Softmax:
         if not _is_one(slope):
             gradient.mul_(slope)
         logps = values - log_sum(sums)
-        return logps, sums, _of_type(gradient, dtype, product) if kept is None else kept.copy_(gradient)
+        return logps, sums, _of_type(gradient, dtype, product) if stored is None else stored.copy_(gradient)
 
     def gradient(
         self,
@@ -127,7 +127,7 @@ def _is_one(slope: Tensor | float) -> bool:
 
 # --- choice of the implementation -------------------------------------------------------------------------
 
-TRIED = (5, 9_001)  # rows and vocabulary size: two blocks of the kernel and a part of a third
+TRIAL = (5, 9_001)  # rows and vocabulary size: two blocks of the kernel and a part of a third
 VALUES_APART = 1e-4  # nats; z is a few tens
 GRADIENTS_APART = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest difference, relative to the largest gradient. In 16 bits it is the unit in the last place, as two
@@ -174,16 +174,16 @@ def largest_differences(
 ) -> tuple[float, float]:
     """Return how far two implementations differ on random logits: values in nats, gradients relative to the
     largest."""
-    (rows, words), draw = TRIED, torch.Generator().manual_seed(0)
-    product = torch.randn(TRIED, generator=draw).mul_(8.0).to(device)
-    targets = torch.randint(words, (rows,), generator=draw).to(device)
-    upstream = torch.randn(rows, generator=draw).to(device)
-    first = words // 3
+    (rows, vocabulary), generator = TRIAL, torch.Generator().manual_seed(0)
+    product = torch.randn(TRIAL, generator=generator).mul_(8.0).to(device)
+    targets = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+    upstream = torch.randn(rows, generator=generator).to(device)
+    first = vocabulary // 3
     found = []
     for softmax in (plain, kernel):
         logps, sums, gradient = softmax.score(product.clone(), targets, dtype)
         part = product[:, first:].clone()
-        of_part = softmax.gradient(part, targets - first, sums, upstream, words, dtype)
+        of_part = softmax.gradient(part, targets - first, sums, upstream, vocabulary, dtype)
         found.append((logps.double(), gradient.double(), of_part.double()))
     (exact, *exactly), (value, *gradients) = found
     by_largest = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, exactly, strict=True)]

@@ -57,7 +57,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     row = tl.program_id(0).to(tl.int64)
     product += row * product_stride
     gradient += row * gradient_stride
-    words = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     pull = 1.0
     if SCORED:
@@ -71,8 +71,8 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         totals = tl.zeros((BLOCK,), tl.float32)
         plain = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
-            inside = start + words < width
-            z = shaped(tl.load(product + start + words, inside, 0.0), scale, softcap, CAPPED)
+            inside = start + columns < width
+            z = shaped(tl.load(product + start + columns, inside, 0.0), scale, softcap, CAPPED)
             if SMOOTHED:
                 plain += tl.where(inside, z, 0.0)
             z = tl.where(inside, z, -float("inf"))
@@ -88,25 +88,25 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         tl.store(logps + row, value - (top + tl.log(total)))
     if row < rows:
         for start in range(0, width, BLOCK):
-            inside = start + words < width
-            z = shaped(tl.load(product + start + words, inside, 0.0), scale, softcap, CAPPED)
+            inside = start + columns < width
+            z = shaped(tl.load(product + start + columns, inside, 0.0), scale, softcap, CAPPED)
             by_z = share - tl.exp(z - top) / total
-            by_z += tl.where(start + words == target, 1.0 - smoothing, 0.0)
+            by_z += tl.where(start + columns == target, 1.0 - smoothing, 0.0)
             slope = scale
             if CAPPED:
                 slope = scale * (1.0 - (z / softcap) * (z / softcap))
             by_product = by_z * slope * pull
-            tl.store(gradient + start + words, by_product.to(gradient.dtype.element_ty), inside)
+            tl.store(gradient + start + columns, by_product.to(gradient.dtype.element_ty), inside)
 
 
 class TritonSoftmax(Softmax):
     """The softmax part by `softmax_kernel`, for float32 products."""
 
     def score(
-        self, product: Tensor, targets: Tensor, dtype: torch.dtype, kept: Tensor | None = None
+        self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         logps, sums = product.new_empty(len(product)), product.new_empty(len(product), 2)
-        gradient = room_of(product, dtype) if kept is None else kept
+        gradient = room_of(product, dtype) if stored is None else stored
         self._launch(product, targets, logps, sums, logps, gradient, product.shape[1], scored=False)
         return logps, sums, gradient
 

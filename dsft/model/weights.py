@@ -143,7 +143,7 @@ class TensorSlots:
         value."""
         for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
             if tensor.is_meta or (not isinstance(tensor, nn.Parameter) and has_nan(tensor)):
-                raise no_value(kind, name)
+                raise uninitialized_error(kind, name)
             self.take(tensor, sharding)
 
 
@@ -169,7 +169,7 @@ def check_finite(values: Tensor, what: str, shape: Iterable[int], start: int = 0
     )
 
 
-def no_value(kind: str, name: str) -> DsftError:
+def uninitialized_error(kind: str, name: str) -> DsftError:
     return DsftError(
         f"{kind}: transformers does not initialize {name}, so a model of this architecture cannot be trained "
         "from scratch; start from a pretrained one (model.name_or_path)."

@@ -17,7 +17,7 @@ from dsft.model.attention import attend_per_segment, check_can_compile, use
 from dsft.model.attention_choice import VARLEN
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import behind_inputs
+from dsft.model.policy import forward_arguments
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 
@@ -78,7 +78,7 @@ def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         ids = torch.arange(tokens)[None] % 96
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         batch = MicroBatch(ids, positions, ids.roll(-1, dims=1), lengths).to(torch.device("cpu"))
-        found.append(policy(batch.input_ids, *behind_inputs(batch)).logps)
+        found.append(policy(batch.input_ids, *forward_arguments(batch)).logps)
         found[-1].sum().backward()
     gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
     return [logps.detach() for logps in found], gradients

@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from dsft.data.steps.batch import MicroBatch
 from dsft.model import attention_choice
 from dsft.model.attention import attend_per_segment
-from dsft.model.policy import Policy, behind_inputs
+from dsft.model.policy import Policy, forward_arguments
 from tests.standin.inside import attention_kernel, counted, tell, waits
 
-attention_choice.are_apart = lambda _: False  # kernels that compute nothing give no numbers
+attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
 GPU = torch.device("cuda", 0)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = 4096
@@ -69,7 +69,7 @@ def packed(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Micro
 
 def run(policy: Policy, batch: MicroBatch) -> None:
     """Forward and backward."""
-    policy(batch.input_ids, *behind_inputs(batch)).logps.sum().backward()
+    policy(batch.input_ids, *forward_arguments(batch)).logps.sum().backward()
     policy.zero_grad(set_to_none=True)
 
 

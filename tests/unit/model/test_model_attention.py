@@ -31,7 +31,7 @@ from dsft.model.attention_choice import (
 )
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
 from dsft.model.attention_varlen import KEY_INDEX, AttentionArguments, Kernel, torch_kernel, varlen_attention
-from dsft.model.policy import Policy, behind_inputs
+from dsft.model.policy import Policy, forward_arguments
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
 from dsft.spec.schema import Dpo
@@ -474,7 +474,7 @@ def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
     tokens = torch.arange(41)[None]
     lengths, starts = (tuple(numbers) for numbers in zip(*SHARED, strict=True))
     made = MicroBatch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(torch.device("cpu"))
-    assert made.borders is not None and behind_inputs(made)[-1] is made.borders
+    assert made.borders is not None and forward_arguments(made)[-1] is made.borders
     given = packed_keywords(VARLEN, made.position_ids, lengths, starts, made.borders, 64)
     assert given["cu_seq_lens_k"] is made.borders[1] and given[KEY_INDEX] is made.borders[2]
     assert MicroBatch(tokens, tokens, tokens).to(torch.device("cpu")).borders is None
@@ -585,7 +585,7 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
         if attention == "auto":
             use(model, VARLEN)
         before = len(varlen_on_cpu.calls)
-        logps = policy(batch.input_ids, *behind_inputs(batch)).logps
+        logps = policy(batch.input_ids, *forward_arguments(batch)).logps
         assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if attention == "auto" else [])
         pull = torch.linspace(0.5, 1.5, logps.numel()).view_as(logps)
         found.append((logps, torch.autograd.grad((logps * pull).sum(), parameters, allow_unused=True)))
@@ -697,7 +697,7 @@ def test_preference_pairs_in_one_call_have_the_loss_and_gradients_of_the_loop(lo
     found = []
     for name in (SEGMENTS, VARLEN):
         use(model, name)
-        sums = objective.sums(policy(batch.input_ids, *behind_inputs(batch)).logps, batch)
+        sums = objective.sums(policy(batch.input_ids, *forward_arguments(batch)).logps, batch)
         found.append((torch.stack(sums), torch.autograd.grad(sums[0], parameters)))
     (loop, of_loop), (one, of_one) = found
     torch.testing.assert_close(one, loop, rtol=1e-6, atol=1e-6)

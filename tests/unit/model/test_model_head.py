@@ -164,7 +164,7 @@ def test_bf16_under_any_gradient(rows_at_once: int) -> None:
 def test_float16_keeps_nothing_that_is_not_yet_scaled() -> None:
     weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.float16)
     chunks = Chunks(Softmax(), 1 << 20)
-    assert chunks.kept_rows(weight, weight) == 0 < chunks.kept_rows(weight.float(), weight.float())
+    assert chunks.stored_rows(weight, weight) == 0 < chunks.stored_rows(weight.float(), weight.float())
 
 
 def test_second_order_is_checked_in_float64() -> None:
